@@ -182,7 +182,7 @@ def test_broken_losses_are_found(loss, law, message):
         make_row([5, 4], 1, advantage=2.0, prox=-1.0),
     )
     check_invariance(Reinforce(TableActor(torch.linspace(-2, -1, 8))), rows)
-    with pytest.raises(DataError, match=f"breaks the law '{law}'.*{message}"):
+    with pytest.raises(DataError, match=f"^{loss.__name__} breaks the law '{law}'.*{message}"):
         check_invariance(loss(TableActor(torch.linspace(-2, -1, 8))), rows)
 
 
@@ -224,7 +224,8 @@ class WrongHead(TableActor):
 )
 def test_broken_actors_are_found(actor, law):
     rows = make_rows(*(make_row([5, i, 7 - i], 1, advantage=i - 1.0) for i in (1, 2, 3)))
-    with pytest.raises(DataError, match=f"breaks the law '{law}'"):
+    blamed = f"not Reinforce but its actor, {actor.__name__}, breaks the law '{law}'"
+    with pytest.raises(DataError, match=blamed):
         check_invariance(Reinforce(actor(torch.linspace(-2, -1, 8))), rows)
 
 

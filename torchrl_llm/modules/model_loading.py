@@ -147,7 +147,63 @@ def context_length(name_or_path: str | PathLike[str] | None = None) -> int | Non
         2048
     """
     config = _load(AutoConfig, "model", name_or_path, {})
-    return getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return context_of(config)
+
+
+def context_of(config: Any) -> int | None:
+    """Most tokens of a row, by a model's configuration; ``None`` where it does not say.
+
+    Args:
+        config: of a Hugging Face model.
+    """
+    text = config.get_text_config(decoder=True)
+    found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
+    return min((n for n in (*found, rotary_limit(config)) if n), default=None)
+
+
+def rotary_limit(config: Any) -> int | None:
+    """Longest row of which no log-prob depends on its length; ``None`` if that is any.
+
+    LongRoPE and dynamic NTK turn all positions of a call by other angles once one row is longer.
+    Then early tokens of a row depend on later ones, and rows on their neighbours.
+
+    Args:
+        config: of a Hugging Face model.
+    """
+    find = getattr(config, "get_text_config", None)
+    text = config if find is None else find(decoder=True)
+    ropes = getattr(text, "rope_parameters", None) or {}
+    limits = []
+    for rope in (ropes, *ropes.values()):  # one, or one for each type of layer
+        kind = rope.get("rope_type") if isinstance(rope, Mapping) else None
+        if kind == "dynamic":
+            limits.append(text.max_position_embeddings)
+        elif kind == "longrope" and any(
+            rope.get(f"short_{part}") != rope.get(f"long_{part}") for part in ("factor", "mscale")
+        ):
+            limits.append(rope["original_max_position_embeddings"])
+    return min(limits, default=None)
+
+
+def check_rotary(config: Any, tokens: int) -> None:
+    """Refuse rows above :func:`rotary_limit`.
+
+    Args:
+        config: of a Hugging Face model.
+        tokens: of the longest row.
+
+    Raises:
+        ConfigError: with what to do instead.
+    """
+    limit = rotary_limit(config)
+    if limit is not None and tokens > limit:
+        raise ConfigError(
+            f"rows of {tokens} tokens are beyond the {limit} from which on this model's rotary "
+            "angles change with the longest row of a call, so that log-probs would depend on what "
+            "comes later and on other rows; keep rows and max_length within "
+            f"{limit} tokens, or fix the angles in config.json before the model is loaded: of "
+            "longrope make rope_parameters.short_factor (and short_mscale) equal to the long one"
+        )
 
 
 def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> tuple[int, ...]:

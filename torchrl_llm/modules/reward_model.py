@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.data.ragged import pad_rows, read_rows
 from torchrl_llm.errors import DataError, RewardError
+from torchrl_llm.modules.model_loading import rotary_limit
 
 
 class HFRewardModelWrapper(TensorDictModuleBase):
@@ -19,8 +20,8 @@ class HFRewardModelWrapper(TensorDictModuleBase):
 
     Rows may be ragged or padded on any side. Hugging Face's classifiers find the end of a row by
     ``model.config.pad_token_id``, so rows of different length are padded with that; a model without
-    one scores row by row. (Such a classifier reads the score at the last token that is not the pad
-    id, also where a row ends with that very id.)
+    one scores row by row, and so does one with LongRoPE. (Such a classifier reads the score at the
+    last token that is not the pad id, also where a row ends with that very id.)
 
     Args:
         model: takes ``input_ids`` and ``attention_mask`` and gives ``logits`` or ``rewards``
@@ -101,7 +102,8 @@ class HFRewardModelWrapper(TensorDictModuleBase):
             masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
         config = getattr(self.model, "config", None)
         pad_id = getattr(config, "pad_token_id", None)
-        size = 1 if config is not None and pad_id is None else len(rows)
+        alone = config is not None and (pad_id is None or rotary_limit(config) is not None)
+        size = 1 if alone else len(rows)
         cuts = [slice(start, start + size) for start in range(0, len(rows), size)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.inference_mode):
             rewards = torch.cat(

@@ -9,6 +9,7 @@ Next: :func:`~torchrl_llm.trainers.save_pretrained` adds what else such a folder
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import zipfile
@@ -188,6 +189,9 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
     Raises:
         CheckpointError: an adapter that is not LoRA.
     """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if config.is_prompt_learning or config.is_adaption_prompt:
+            raise CheckpointError(f"{name} ({config.peft_type.value}): only LoRA can be merged")
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     state = base.state_dict(keep_vars=True)
     adapted = {}
@@ -229,9 +233,30 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
         adapters = getattr(module, "active_adapters", None)
         if not hasattr(module, "base_layer") or adapters is None:
             continue
-        if not hasattr(module, "get_delta_weight"):
+        if not hasattr(module, "lora_A"):
             raise CheckpointError(f"{name}: only LoRA adapters can be merged into a checkpoint")
-        yield f"{name}.weight", LazyTensor(module.base_layer.weight, _merged(module, adapters))
+        if all(_is_plain(module, adapter) for adapter in adapters):
+            yield f"{name}.weight", LazyTensor(module.base_layer.weight, _merged(module, adapters))
+            continue
+        for part, value in module.base_layer.named_parameters():
+            yield f"{name}.{part}", LazyTensor(value, _merged_copy(module, adapters, part))
+
+
+def _is_plain(module: nn.Module, adapter: str) -> bool:
+    """Whether an adapter adds a product of two matrices to the weight, and no more."""
+    bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
+    return adapter not in getattr(module, "lora_variant", ()) and bias is None
+
+
+def _merged_copy(module: nn.Module, adapters: list[str], part: str) -> Callable[[], Tensor]:
+    """DoRA and others, as PEFT merges them, but not in place."""
+
+    def make() -> Tensor:
+        layer = copy.deepcopy(module)
+        layer.merge(adapter_names=list(adapters))
+        return whole(layer.base_layer.get_parameter(part))
+
+    return make
 
 
 def _merged(module: nn.Module, adapters: list[str]) -> Callable[[], Tensor]:

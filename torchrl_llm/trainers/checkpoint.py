@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from transformers import PreTrainedModel
-from transformers.utils import SAFE_WEIGHTS_NAME
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.data.safe_state import PlainState, state_from_plain, state_to_plain
@@ -314,12 +314,15 @@ def save_pretrained(
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     with no_weight_bars():
         if isinstance(base, PreTrainedModel):
+            weights = published_weights(model)
             if is_main:
                 base.save_pretrained(path, state_dict={})  # all but the weights
                 (path / SAFE_WEIGHTS_NAME).unlink(missing_ok=True)
+                if weights.keys() & base.all_tied_weights_keys.keys():
+                    _untie(path / CONFIG_NAME)
             checksums = write_weights(
                 path if is_main else None,
-                published_weights(model),
+                weights,
                 max_shard_size=size_in_bytes(max_shard_size),
             )
         if base is not model:
@@ -331,6 +334,15 @@ def save_pretrained(
     if is_main:
         tokenizer.save_pretrained(path)
     return checksums
+
+
+def _untie(file: Path) -> None:
+    """Say in a configuration that the head has weights of its own, which an adapter gave it."""
+    config = json.loads(file.read_text())
+    for part in (config, config.get("text_config")):
+        if isinstance(part, dict):
+            part["tie_word_embeddings"] = False
+    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
 
 
 def rng_state() -> dict[str, Any]:

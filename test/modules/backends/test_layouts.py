@@ -267,7 +267,9 @@ def test_the_cheapest_layout_is_taken():
 
 
 def test_costs_grow_with_the_model(make_tiny_model):
-    sizes = [ModelSize.of(make_tiny_model(hidden_size=width)) for width in (64, 128)]
+    sizes = [
+        ModelSize.of(model := make_tiny_model(hidden_size=width), model) for width in (64, 128)
+    ]
     assert sizes[0].weights < sizes[1].weights
     small, large = (size.costs(torch.device("cpu")) for size in sizes)
     assert small.token < large.token
@@ -442,5 +444,7 @@ def test_attention_that_cannot_run_here_is_refused_with_what_to_do(make_tiny_mod
     with pytest.raises(ConfigError, match=r"'flash_attention_3'.*FlashAttention3 has been toggled"):
         load_model(attn_implementation="flash_attention_3")
     scorer = CausalScorer(make_tiny_model())
-    assert "is not told of rows" in why_not_packed(packed_model(make_tiny_model, "paged|sdpa"))
+    assert "is not told of rows" in why_not_packed(
+        model := packed_model(make_tiny_model, "paged|sdpa"), model
+    )
     assert scorer.why_not_packed is None

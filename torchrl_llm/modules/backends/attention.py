@@ -17,6 +17,7 @@ more with its mask, is found out by :func:`why_not_packed`.
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Sequence
 from itertools import accumulate
@@ -24,14 +25,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.func import functional_call
 
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import AttentionBlock, packing
 from torchrl_llm.modules.backends.head import (
     attention_name,
+    can_be_tried,
     causal_model,
     evaluating,
-    model_body,
     uses_flash,
 )
 
@@ -243,7 +245,38 @@ def longest_plain_row(model: nn.Module) -> float:
     return min(getattr(config, name, None) or math.inf for name in _WINDOWS)
 
 
-def why_not_packed(model: nn.Module) -> str | None:
+def check_rows_apart(model: nn.Module) -> None:
+    """Refuse a model whose rows depend on what is padded behind them, or next to them.
+
+    Args:
+        model: a causal model, in PEFT or not.
+
+    Raises:
+        ConfigError: a row has other logits alone than in a batch.
+    """
+    weight = causal_model(model).get_input_embeddings().weight
+    rows = torch.tensor([[1, 2, 3, 0, 0], [9, 8, 7, 6, 5]], device=weight.device) % len(weight)
+    with evaluating(model) as rounding:
+        together = model(input_ids=rows, use_cache=False).logits[:1, :3]
+        alone = model(input_ids=rows[:1, :3], use_cache=False).logits
+    if together.shape != alone.shape or _distance(together, alone) > tolerance(rounding):
+        raise ConfigError(
+            f"{type(causal_model(model)).__name__} gives a row other logits when tokens follow it "
+            "or rows stand next to it, so it is no causal language model (the BERT family is one "
+            "with is_decoder=True in its configuration)"
+        )
+
+
+def tolerance(rounding: float) -> float:
+    """Largest relative error for which a model is not refused: 16 bits flip a choice of experts.
+
+    Args:
+        rounding: of :func:`~torchrl_llm.modules.backends.head.evaluating`.
+    """
+    return rounding if rounding < 1e-2 else 4 * rounding
+
+
+def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     """Why rows cannot be scored in one stream; ``None`` when they can.
 
     Looks at the configuration, then runs two rows of a few tokens packed and padded, and packed
@@ -251,8 +284,9 @@ def why_not_packed(model: nn.Module) -> str | None:
 
     Args:
         model: a causal model, in PEFT or not.
+        run: its body, or the model itself.
     """
-    causal, body = causal_model(model), model_body(model)
+    causal = causal_model(model)
     config = causal.config.get_text_config(decoder=True)
     name = type(causal).__name__
     kernel = attention_name(model)
@@ -264,7 +298,9 @@ def why_not_packed(model: nn.Module) -> str | None:
     strange = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
     if strange:
         return f"{name} has layers of type {', '.join(sorted(strange))}"
-    if any(p.device.type == "meta" or isinstance(p, DTensor) for p in model.parameters()):
+    if "position_ids" not in inspect.signature(causal.forward).parameters:
+        return f"{name} takes no position_ids, which say where a row of a stream begins"
+    if not can_be_tried(model):
         return f"the weights of {name} are sharded or not there yet, so packing cannot be tried out"
     size = causal.get_input_embeddings().weight.shape[0]
     device = causal.get_input_embeddings().weight.device
@@ -274,16 +310,43 @@ def why_not_packed(model: nn.Module) -> str | None:
     apart = stream_arguments(model, [AttentionBlock(1, 4), AttentionBlock(1, 3)], device)
     settings = {**apart, "position_ids": positions, "use_cache": False}
     with evaluating(model) as rounding:
-        rows = [body(input_ids=part, use_cache=False)[0] for part in (ids[:, :4], ids[:, 4:])]
+        rows = [run(input_ids=part, use_cache=False)[0] for part in (ids[:, :4], ids[:, 4:])]
         try:
-            packed = body(input_ids=ids, **settings)[0]
-            changed = body(input_ids=other, **settings)[0]
+            packed = run(input_ids=ids, **settings)[0]
+            changed = run(input_ids=other, **settings)[0]
         except (TypeError, ValueError, RuntimeError) as error:
             return f"{name} does not take rows in one stream: {error}"
     if _distance(packed, torch.cat(rows, dim=1)) > rounding:
         return f"{name} gives packed rows other states than padded ones"
     if _distance(packed[:, 4:], changed[:, 4:]) > rounding / 10:
         return f"tokens of one packed row reach the next one in {name}"
+    if problem := _stream_limit(model, run):
+        return f"{name} does not take a stream that is longer than its context: {problem}"
+    return None
+
+
+def _stream_limit(model: nn.Module, run: nn.Module) -> str | None:
+    """Why a stream may not be longer than the context, though its rows are not.
+
+    Runs shapes without numbers, so that a long context costs nothing.
+    """
+    config = causal_model(model).config.get_text_config(decoder=True)
+    context = getattr(config, "max_position_embeddings", None)
+    if attention_name(model) not in ("sdpa", "eager") or not context:
+        return None
+    meta = torch.device("meta")
+    with evaluating(model):
+        for rows in (1, 2):
+            ids = torch.zeros(1, rows * context, dtype=torch.int64, device=meta)
+            apart = stream_arguments(model, [AttentionBlock(rows, context)], meta)
+            settings = {"input_ids": ids, "position_ids": ids, "use_cache": False, **apart}
+            try:
+                state = dict((*run.named_parameters(), *run.named_buffers()))
+                state = {name: weight.to(meta) for name, weight in state.items()}
+                functional_call(run, state, (), settings)
+            except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+                # What fails on one row as well is no matter of length.
+                return None if rows == 1 else str(error)
     return None
 
 

@@ -15,10 +15,18 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from torchrl_llm.modules.backends.head import causal_model
+from torchrl_llm._log import tell_once
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends.attention import tolerance
+from torchrl_llm.modules.backends.head import causal_model, evaluating
 
 # Tokens that a cache has room for beyond those that it holds.
 _MOST_ROOM = 64
+# Prompts that a model is tried with, the first ones with padding.
+_RAGGED, _EQUAL = ([1, 2, 3, 4, 5], [6, 7]), ([1, 2, 3, 4, 5], [6, 7, 3, 2, 1])
+# Some errors of a state that is carried from step to step show late.
+_STEPS = 8
+_FAILURES = (AssertionError, LookupError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
 class CausalDecoder:
@@ -88,7 +96,8 @@ class CausalDecoder:
 
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64 indices into the present batch."""
-        self.cache.batch_select_indices(rows)
+        # Selects every state of every layer; batch_select_indices knows keys and values only.
+        self.cache.reorder_cache(rows)
         self.next_positions = self.next_positions[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
@@ -165,6 +174,61 @@ def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
         max_new_tokens: tokens that will follow the first ones, of which room is made for some.
     """
     room = min(max_new_tokens, _MOST_ROOM)
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    config = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=config)
     cache.layers = [BlockLayer(room) if type(l) is DynamicLayer else l for l in cache.layers]
+    # The decoder of a family of encoders and decoders; its configuration counts those of both.
+    missing = getattr(config, "decoder_layers", 0) - len(cache.layers)
+    cache.layers += [BlockLayer(room) for _ in range(missing)]
     return cache
+
+
+def takes_ragged_prompts(model: nn.Module, takes: frozenset[str]) -> bool:
+    """Try once whether rows sampled together have the logits that each has alone.
+
+    Two prompts of different length are read, one of them goes on as two rows, and rows leave; then
+    the same with two prompts of equal length, which need no padding.
+
+    Args:
+        model: a causal model, in PEFT or not.
+        takes: names of the arguments of its forward.
+
+    Returns:
+        Whether prompts of different length may be in one batch.
+
+    Raises:
+        ConfigError: prompts of equal length have other logits too.
+    """
+    if _deviation(model, takes, _RAGGED) is None:
+        return True
+    name = type(causal_model(model)).__name__
+    if problem := _deviation(model, takes, _EQUAL):
+        raise ConfigError(f"{name} cannot be sampled from: {problem}")
+    tell_once(f"{name} does not take padded prompts: those of equal length are sampled together")
+    return False
+
+
+def _deviation(
+    model: nn.Module, takes: frozenset[str], prompts: tuple[list[int], list[int]]
+) -> str | None:
+    weight = causal_model(model).get_input_embeddings().weight
+    device, owners = weight.device, torch.tensor([0, 1, 1])
+    staying = torch.tensor([2, 0], device=device)
+    rows = [torch.tensor(ids) % len(weight) for ids in prompts]
+    # The id that each of the three rows goes on with.
+    tokens = torch.arange(3, 3 + 3 * _STEPS, device=device).view(_STEPS, 3) % len(weight)
+    with evaluating(model) as rounding:
+        try:
+            decoder = CausalDecoder(model, rows, None, _STEPS, takes=takes)
+            steps = [decoder.prefill(owners)[staying], decoder.advance(tokens[0])[staying]]
+            decoder.keep(staying)
+            steps += [decoder.advance(ids) for ids in tokens[1:, staying]]
+        except _FAILURES as error:
+            return f"with a cache it fails with {type(error).__name__}: {error}"
+        for got, row in zip(torch.stack(steps, 1).float(), staying.tolist(), strict=True):
+            ids = torch.cat([rows[owners[row]].to(device), tokens[:, row]])
+            alone = model(input_ids=ids[None], use_cache=False).logits[0, -len(steps) :].float()
+            error = float((got - alone).abs().max() / alone.abs().max())
+            if error > tolerance(rounding):
+                return f"its logits with a cache are {error:.0e} off those of each row alone"
+    return None

@@ -15,9 +15,9 @@ Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary,
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -42,6 +42,8 @@ _UNKNOWN = re.compile(r"^(final_|output_|lm_head_)?logits?_|^lm_head_")
 _NOT_LOGITS = ("logit_scale_init_value", "lm_head_bias", "logits_to_keep")
 _ADVICE = "pass full_logits=True to let the model make its own logits ([B, T, V] in memory)"
 _PROBE_IDS = (1, 2, 3)
+_TRIED: dict[tuple[Any, ...], Any] = {}
+_Result = TypeVar("_Result")
 
 GROUPED = "torchrl_llm_grouped"
 """Name of ``sdpa`` for one token a row, which configurations have during a step of sampling."""
@@ -50,6 +52,48 @@ GROUPED = "torchrl_llm_grouped"
 def causal_model(model: nn.Module) -> nn.Module:
     """The causal model itself, without a PEFT wrapper around it."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def can_be_tried(model: nn.Module) -> bool:
+    """Whether a model can be run here and now: its weights are there, and whole.
+
+    Args:
+        model: the model.
+    """
+    return all(p.device.type != "meta" and not isinstance(p, DTensor) for p in model.parameters())
+
+
+def tried_once(trial: Callable[..., _Result], model: nn.Module, *arguments: Any) -> _Result:
+    """The result of a trial, which models that are built alike share.
+
+    Args:
+        trial: a function of the model.
+        model: a causal model, in PEFT or not.
+        *arguments: of the trial, beyond the model.
+    """
+    config, weight = causal_model(model).config, next(model.parameters())
+    built = repr(model), config.to_json_string(), attention_name(model), weight.dtype, weight.device
+    key = (trial.__name__, torch.get_float32_matmul_precision(), hash(built))
+    if key not in _TRIED:
+        _TRIED[key] = trial(model, *arguments)
+    return _TRIED[key]
+
+
+def refuse_learned_prompts(model: nn.Module) -> None:
+    """Refuse adapters whose trained states stand in front of every row.
+
+    Args:
+        model: a causal model, in PEFT or not.
+
+    Raises:
+        ConfigError: for prefix tuning, prompt tuning, P-tuning and their kind.
+    """
+    for name, config in getattr(model, "peft_config", {}).items():
+        if getattr(config, "is_prompt_learning", False):
+            raise ConfigError(
+                f"adapter {name!r} is {config.peft_type.value}, which learns a prompt: only a "
+                "row's own tokens are sampled after and scored here; train layers with LoRA instead"
+            )
 
 
 def attention_name(model: nn.Module) -> str:
@@ -111,6 +155,8 @@ def model_body(model: nn.Module) -> nn.Module:
     """
     causal = causal_model(model)
     body = getattr(causal, "base_model", causal)
+    if body is causal:  # Llama 4's text model is not where its class says
+        body = getattr(causal, "model", causal)
     if body is causal:
         raise ConfigError(f"{type(causal).__name__} has no body apart from its head; {_ADVICE}")
     return body
@@ -156,6 +202,7 @@ class LMHead:
             ConfigError: for a head, adapter or logit field that is not known, or when the result
                 differs from the model's own logits.
         """
+        refuse_learned_prompts(model)
         causal = causal_model(model)
         module = causal.get_output_embeddings()
         if module is None:
@@ -163,7 +210,7 @@ class LMHead:
         scale, softcap = _logit_fields(causal.config)
         head = cls(module, scale=scale, softcap=softcap)
         body = model_body(model)
-        if all(p.device.type != "meta" and not isinstance(p, DTensor) for p in model.parameters()):
+        if can_be_tried(model):
             _verify(head, model, body)
         return head
 
@@ -405,8 +452,9 @@ def evaluating(model: nn.Module) -> Iterator[float]:
         The relative error that rounding may make.
     """
     weight = next(model.parameters())
-    low = weight.dtype not in (torch.float32, torch.float64)
-    cast = uses_flash(model) and not low
+    exact = torch.get_float32_matmul_precision() == "highest"
+    low = weight.dtype not in (torch.float32, torch.float64) or not exact
+    cast = uses_flash(model) and weight.dtype in (torch.float32, torch.float64)
     autocast = torch.autocast(weight.device.type, torch.bfloat16, enabled=cast)
     with sampling_mode(model), torch.no_grad(), autocast:
         check_kernel(model)

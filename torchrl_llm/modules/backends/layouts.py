@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm.functional import AttentionBlock, Prefix, RowCosts, packing, row_index
-from torchrl_llm.modules.backends.head import causal_model, model_body
+from torchrl_llm.modules.backends.head import causal_model
 
 LAYOUTS = ("padded", "bucketed", "packed", "shared")
 
@@ -168,10 +168,9 @@ class ModelSize(NamedTuple):
     width: int
 
     @classmethod
-    def of(cls, model: nn.Module) -> ModelSize:
-        """That of a Hugging Face causal model, in PEFT or not."""
+    def of(cls, model: nn.Module, body: nn.Module) -> ModelSize:
+        """That of a Hugging Face causal model, in PEFT or not, and of what runs of it."""
         config = causal_model(model).config.get_text_config(decoder=True)
-        body = model_body(model)
         tables = [m for m in body.modules() if isinstance(m, nn.Embedding)]
         embedded = sum(p.numel() for table in tables for p in table.parameters())
         weights = sum(p.numel() for p in body.parameters()) - embedded

@@ -25,12 +25,16 @@ from torchrl_llm.modules.backends.head import (
     LMHead,
     ValueHead,
     attention_name,
+    can_be_tried,
     causal_model,
     check_kernel,
     model_body,
+    refuse_learned_prompts,
+    tried_once,
     uses_flash,
 )
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
+from torchrl_llm.modules.model_loading import check_rotary
 
 
 def _shows_head(model: nn.Module) -> bool:
@@ -91,6 +95,9 @@ class CausalScorer(nn.Module, TokenScorer):
         layout: str = "auto",
     ) -> None:
         super().__init__()
+        refuse_learned_prompts(model)
+        if can_be_tried(model):
+            tried_once(attention.check_rows_apart, model)
         if full_logits and (chunk_size is not None or in_place_head_grad):
             raise ValueError("chunk_size and in_place_head_grad have no effect with full_logits")
         if not full_logits and not _shows_head(model):
@@ -107,18 +114,23 @@ class CausalScorer(nn.Module, TokenScorer):
         self.chunk_size = chunk_size
         self.in_place_head_grad = in_place_head_grad
         self.head = None if full_logits else LMHead.from_model(model)
-        self.why_not_packed = attention.why_not_packed(model)
+        self.why_not_packed = attention.why_not_packed(model, self._run)
         self._one_call: tuple[str, ...] = ()
         if self.why_not_packed is None:
             self._one_call = ("packed",) if uses_flash(model) else ("packed", "shared")
         self._longest_plain_row = attention.longest_plain_row(model)
-        self._size = ModelSize.of(model)
+        self._size = ModelSize.of(model, self._run)
         self.layout = layout
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
         return causal_model(self.model).get_input_embeddings().weight.shape[0]
+
+    @property
+    def _run(self) -> nn.Module:
+        """What is called: the model, or its body."""
+        return self.model if self.head is None else model_body(self.model)
 
     @property
     def _kernel(self) -> str:
@@ -186,8 +198,7 @@ class CausalScorer(nn.Module, TokenScorer):
     def _states(self, stream: RowStream) -> Tensor:
         """Hidden states of the whole stream ``[S, D]``, or its logits ``[S, V]``."""
         check_kernel(self.model)
-        run = self.model if self.head is None else model_body(self.model)
-        ids = stream.input_ids
+        run, ids = self._run, stream.input_ids
         if stream.one_call:
             apart = attention.stream_arguments(self.model, stream.blocks, ids.device)
             positions = stream.position_ids[None]
@@ -213,10 +224,11 @@ class CausalScorer(nn.Module, TokenScorer):
 
         Raises:
             ConfigError: also for rows longer than the attention window of a model whose ``layout``
-                is set to ``"packed"`` or ``"shared"``.
+                is set to ``"packed"`` or ``"shared"``, or than ``rotary_limit`` says.
         """
         device = causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
+        check_rotary(causal_model(self.model).config, max(rows.lengths))
         costs = self._size.costs(device)
         stream = lay_out(rows, self._choice(rows), costs, self._in_one_kernel(device))
         if isinstance(temperature, Tensor):

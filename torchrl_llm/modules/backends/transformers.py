@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -25,13 +26,20 @@ from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
-from torchrl_llm.modules.backends.causal_decoder import CausalDecoder
+from torchrl_llm.modules.backends.causal_decoder import CausalDecoder, takes_ragged_prompts
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.modules.backends.head import ValueHead, causal_model, sampling_mode
+from torchrl_llm.modules.backends.head import (
+    ValueHead,
+    can_be_tried,
+    causal_model,
+    refuse_learned_prompts,
+    sampling_mode,
+    tried_once,
+)
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.static_decoder import DecoderChoice
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.modules.model_loading import known_eos
+from torchrl_llm.modules.model_loading import check_rotary, context_of, known_eos
 
 _Builder = Callable[[Any, int, tuple[int, ...], torch.device], Any]
 
@@ -93,7 +101,8 @@ class TransformersBackend(LocalBackend):
         model: the model, where it is and in the dtype that it has; PEFT models too.
         tokenizer: decodes stop strings and names one more end-of-sequence id; may be ``None``.
         eos_token_ids: ids that end a response; by default those of tokenizer and model together.
-        max_length: context of the model in tokens; by default what its config says.
+        max_length: context of the model in tokens; by default what its config says, and for
+            LongRoPE the rows that it was trained with first (``original_max_position_embeddings``).
         layout: how rows of different length are laid out for scoring, see
             :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; that of the scorer by
             default. May be set later.
@@ -140,27 +149,32 @@ class TransformersBackend(LocalBackend):
         decode: Literal["auto", "plain", "graph"] = "auto",
     ) -> None:
         self._decoders = DecoderChoice(decode)
-        if scorer is None:
-            scorer = CausalScorer(
-                model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
-            )
+        refuse_learned_prompts(model)
         base = causal_model(model)
-        self._config = config = base.config.get_text_config(decoder=True)
-        super().__init__(
-            vocab_size=base.get_input_embeddings().weight.shape[0],
-            max_length=max_length or getattr(config, "max_position_embeddings", None),
-            eos_token_ids=eos_token_ids
-            or known_eos(tokenizer, base.config, getattr(base, "generation_config", None)),
-        )
-        self.model, self.tokenizer, self.scorer = model, tokenizer, scorer
-        if layout is not None:
-            scorer.layout = layout
         self._takes = frozenset(inspect.signature(base.forward).parameters)
         if "past_key_values" not in self._takes:
             raise ConfigError(
                 f"{type(base).__name__} has no key-value cache that decoding could use; "
                 "only attention models (and hybrids of them) are supported"
             )
+        self._takes_ragged = True
+        if can_be_tried(model):
+            self._takes_ragged = tried_once(takes_ragged_prompts, model, self._takes)
+        if scorer is None:
+            scorer = CausalScorer(
+                model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
+            )
+        self._config = base.config.get_text_config(decoder=True)
+        check_rotary(base.config, max_length or 0)
+        super().__init__(
+            vocab_size=base.get_input_embeddings().weight.shape[0],
+            max_length=max_length or context_of(base.config),
+            eos_token_ids=eos_token_ids
+            or known_eos(tokenizer, base.config, getattr(base, "generation_config", None)),
+        )
+        self.model, self.tokenizer, self.scorer = model, tokenizer, scorer
+        if layout is not None:
+            scorer.layout = layout
 
     @property
     def module(self) -> nn.Module:
@@ -187,6 +201,20 @@ class TransformersBackend(LocalBackend):
         return getattr(self.scorer, "value_head", None)
 
     def _sample(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
+        """In batches of equal length where the model takes no padded prompts."""
+        alike: dict[int, list[int]] = {}
+        for row, prompt in enumerate(prompts):
+            alike.setdefault(0 if self._takes_ragged else prompt.shape[0], []).append(row)
+        groups: dict[int, list[Completion]] = {}
+        for number, members in enumerate(alike.values()):
+            # One seed for all batches would give them the same draws.
+            seed = None if params.seed is None else params.seed + number
+            found = self._sample_batch([prompts[r] for r in members], replace(params, seed=seed))
+            size = params.num_samples
+            groups |= {r: found[k * size : (k + 1) * size] for k, r in enumerate(members)}
+        return [completion for row in range(len(prompts)) for completion in groups[row]]
+
+    def _sample_batch(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
         """The model reads equal prompts once."""
         unique: dict[bytes, int] = {}
         owners = [unique.setdefault(p.numpy().tobytes(), len(unique)) for p in prompts]
@@ -242,6 +270,7 @@ class TransformersBackend(LocalBackend):
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`; always padded, in the module's present mode."""
         self.check_ids(sequences)
+        check_rotary(self._config, max(map(len, sequences), default=0))
         device = causal_model(self.model).get_input_embeddings().weight.device
         input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
         return self.model(input_ids=input_ids, use_cache=False).logits

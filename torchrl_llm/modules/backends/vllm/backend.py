@@ -42,7 +42,7 @@ from torchrl_llm.modules.backends.vllm.requests import (
     sampling_arguments,
     scoring_arguments,
 )
-from torchrl_llm.modules.model_loading import known_eos, load_tokenizer
+from torchrl_llm.modules.model_loading import known_eos, load_tokenizer, rotary_limit
 from torchrl_llm.weights.vllm_loading import check_engine, load_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
@@ -518,6 +518,13 @@ def _check_engine(engine: Any) -> None:
         raise ConfigError(
             "the engine takes sampling defaults from the model's generation config; build it with "
             "generation_config='vllm'"
+        )
+    limit = rotary_limit(config.hf_config)
+    if limit is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"vLLM would turn this model's positions by the angles of rows longer than {limit} "
+            f"tokens, and a trainer by those of its rows; build the engine with "
+            f"max_model_len={limit}"
         )
 
 
