@@ -28,14 +28,16 @@ from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
 from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
-from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of, was_cut
+from torchrl_llm.data.replay_buffers.trajectory_queues import task_path, trajectory_of, was_cut
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
-from torchrl_llm.data.wire import leaf
+from torchrl_llm.data.row_transform import RowTransform
+from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.episode_metrics import Episodes, episode_metrics
 from torchrl_llm.trainers.kept_rollouts import RowOutcomes
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
+_REWARD = ("next", "reward")
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
 
@@ -125,7 +127,8 @@ class BatchSource:
         Returns:
             Every row that was collected, also those that were filtered out, for metrics; in rank 0
             those of all ranks. Of rows that are too long, the tokens that are not trained have the
-            mask reason ``OVERLONG``.
+            mask reason ``OVERLONG``. Their rewards are those that the credit assigner saw, with
+            the penalties of the buffer's transforms.
 
         Raises:
             OverlongError: a row is longer than it may be, and ``length`` makes that an error.
@@ -148,11 +151,12 @@ class BatchSource:
                 rows = self._next()
                 fitted = self._fitted(rows)
                 collected += rows
-                shown += fitted.marked
                 marked, stale = self._judged(fitted)
                 judged += marked
                 fresh += sum(map(ends_trajectory, marked)) - stale
-                written += len(self._buffer.extend(marked))
+                rewarded = self._rewarded(marked)
+                shown += map(_with_reward, fitted.marked, rewarded)
+                written += len(self._buffer.extend(rewarded))
                 if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
                     raise DataError(
                         f"{len(collected)} rows in a row were older than max_policy_age="
@@ -220,6 +224,14 @@ class BatchSource:
                 self._dropped["truncated"] += mark_truncated([row], drop=drop)
             judged.append(row)
         return judged, num_stale
+
+    def _rewarded(self, rows: list[TensorDict]) -> list[TensorDict]:
+        """Rows with what the buffer's first transforms write: penalties are in their rewards."""
+        for transform in reversed(list(self._buffer.transform.transforms)):
+            if not isinstance(transform, RowTransform):
+                break
+            rows = row_list(transform._inv_call(lazy_rows([row.copy() for row in rows])))
+        return rows
 
     def _too_old(self, row: TensorDict) -> bool:
         return self._staleness.verdict(row, self._collector.policy_version) != "keep"
@@ -303,6 +315,17 @@ class BatchSource:
         """Continue after :meth:`state_dict`."""
         self.ledger.load_state_dict(state["ledger"])
         self._dropped = dict(state["dropped"])
+
+
+def _with_reward(row: TensorDict, rewarded: TensorDict) -> TensorDict:
+    """A row with the reward of its copy."""
+    if row is rewarded:
+        return row
+    made = row.copy()
+    for path in (_REWARD, task_path(_REWARD)):
+        if (reward := leaf(rewarded, path)) is not None:
+            set_copied(made, path, reward)
+    return made
 
 
 def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
