@@ -251,7 +251,9 @@ def _lengths(td: TensorDictBase, size: int) -> Tensor:
     counted = td.get(("tokens", "response_length"), None)  # of a policy without token ids
     if counted is not None:
         return counted.reshape(size).cpu()
-    return torch.tensor([ids.shape[0] for ids in read_rows(td, ("tokens", "response"))])
+    sizes = [ids.shape[0] for ids in read_rows(td, ("tokens", "response"))]
+    masks = read_rows(td, ("masks", "all_attention_mask"))
+    return torch.stack([m[m.shape[0] - n :].sum() for m, n in zip(masks, sizes, strict=True)])
 
 
 def _text(row: TensorDictBase) -> str:

@@ -29,7 +29,7 @@ from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import task_path, trajectory_of, was_cut
-from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
+from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens, unpadded
 from torchrl_llm.data.row_transform import RowTransform
 from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
@@ -185,7 +185,7 @@ class BatchSource:
         batch = next(self._batches, None)
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
-        rows = row_list(batch)
+        rows = unpadded(row_list(batch))
         tell_failures_of(rows)
         return rows
 
