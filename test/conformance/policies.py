@@ -230,8 +230,9 @@ class WrapperConformance:
         )
         dense = ragged.get_new_version(pad_output=True)
         a, b = ragged(self.inputs(ragged)), dense(self.inputs(dense))
-        assert not a["tokens"].padded
-        assert b["tokens"].padded
+        for node in ("tokens", "masks", "log_probs", "trace"):
+            assert not a[node].padded, node
+            assert b[node].padded, node
         pad = tokenizer.pad_token_id
         prompts = [row.numel() for row in read_rows(a, ("tokens", "prompt"))]
         for key, value in (

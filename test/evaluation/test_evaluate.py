@@ -131,3 +131,28 @@ def test_rows_that_come_from_a_stream_end_where_it_ends(tokenizer):
     task = Numbers.from_dataloader(Stream(), batch_size=(2,), compute_reward=True, max_steps=1)
     policy = FakeWrapper("1", tokenizer=tokenizer)
     assert evaluate(task, policy, num_prompts=9).num_prompts == 3
+
+
+def test_reward_deviation_and_success_are_over_the_valid_prompts(tokenizer):
+    # Four prompts: one fails, two are right, one is wrong.
+    answers = {0: "crash", 1: "1", 2: "2", 3: "9"}
+    policy = FakeWrapper(lambda prompt: answers[number_in(prompt)], tokenizer=tokenizer)
+    metrics = evaluate(env(), policy, num_prompts=4).metrics()
+    assert metrics["eval/accuracy"] == 0.5
+    assert metrics["eval/success"] == metrics["eval/reward"] == pytest.approx(2 / 3)
+    assert metrics["eval/reward_std"] == pytest.approx((2 / 9) ** 0.5)  # of 1, 1 and 0
+
+
+def test_large_rewards_have_a_mean(tokenizer):
+    class Large(Exact):
+        def score(self, response, answer):
+            return RewardScore(3e38, success=True)
+
+    class LargeNumbers(TaskEnv):
+        def make_reward(self):
+            return Large()
+
+    task = LargeNumbers(dataset=ROWS, shuffle=False, num_envs=3)
+    result = evaluate(task, FakeWrapper("1", tokenizer=tokenizer), num_prompts=3)
+    assert result.reward == pytest.approx(3e38)  # their sum, 9e38, is infinite in float32
+    assert result.reward_std == pytest.approx(0.0, abs=1e31)

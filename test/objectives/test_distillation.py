@@ -8,6 +8,7 @@ import pytest
 import torch
 from objectives.rows_helper import TableActor, double, make_row, make_rows
 
+from torchrl_llm.envs.transforms import RetrieveTeacherLogProb
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
@@ -92,6 +93,28 @@ def test_the_prompt_counts_where_it_is_asked_for():
     assert output.loss_distill.item() == pytest.approx((k3(0.5) + k3(-0.5)) / 2, abs=1e-6)
     alone = DistillationLoss(TableActor([-1.0] * 8))(rows)
     assert alone.loss_distill.item() == pytest.approx(k3(-0.5), abs=1e-6)
+
+
+def everything(rows):
+    """The same rows without a trace, so that prompts count too."""
+    return make_rows(*(row.exclude("trace") for row in rows))
+
+
+@pytest.mark.parametrize("loss_of_all", [True, False])
+@pytest.mark.parametrize("scored_all", [True, False])
+def test_a_teacher_of_the_assistants_tokens_does_not_teach_all(
+    make_tiny_model, loss_of_all, scored_all
+):
+    model = make_tiny_model()
+    rows = everything([make_row([5, 1, 2, 7, 4], 3), make_row([5, 6, 3], 2)])
+    actor = CausalScorer(model)
+    rows = RetrieveTeacherLogProb(actor, assistant_only=not scored_all)(rows)
+    loss = DistillationLoss(actor, assistant_only=not loss_of_all)
+    if loss_of_all and not scored_all:
+        with pytest.raises(DataError, match=r"teacher_log_probs.*0\.0.*assistant_only=False"):
+            loss(rows)  # e^5 - 1 - 5 a prompt token, where the student is its teacher
+        return
+    assert loss(rows).loss_distill.item() == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn():

@@ -262,3 +262,24 @@ class TestRefusals:
         assert loss(rows).loss_sft.item() == pytest.approx(3.5)
         with pytest.raises(ValueError, match="not an accepted"):
             loss.set_keys(masks="mine")
+
+
+@pytest.mark.parametrize("reduction", ["sum", "mean"])
+def test_losses_of_rows_and_a_divergence_of_all_become_one_number(reduction):
+    # Student at -1, reference at -1.5: one token in each row, whose loss is 1 and whose k3 with
+    # d = -0.5 is e^-0.5 - 0.5 = 0.1065.
+    rows = make_rows(make_row([5, 1], 1, ref=-1.5), make_row([5, 6, 3], 2, ref=-1.5))
+    actor = TableActor([-1.0] * 8)
+    loss = SFTLoss(actor, reduction="none", kl_to_ref_coeff=0.1)
+    divergence = 0.1 * (math.exp(-0.5) - 0.5)
+    output = loss(rows)
+    total = getattr(output, reduction)(reduce=True)
+    # TorchRL's one number has the divergence once, whatever is done to the rows.
+    assert total.item() == pytest.approx((2.0 if reduction == "sum" else 1.0) + divergence)
+    (gradient,) = torch.autograd.grad(total, actor.table, retain_graph=True)
+    parts = getattr(output.loss_sft, reduction)() + output.loss_kl_to_ref
+    torch.testing.assert_close(gradient, torch.autograd.grad(parts, actor.table)[0])
+    # A total a row: each with the divergence, so that their mean is the loss of reduction="mean".
+    assert loss(rows).total_loss().tolist() == pytest.approx([1.0 + divergence] * 2)
+    whole = SFTLoss(actor, reduction="mean", kl_to_ref_coeff=0.1)(rows).total_loss()
+    assert loss(rows).total_loss().mean().item() == pytest.approx(whole.item())

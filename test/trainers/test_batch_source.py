@@ -11,6 +11,7 @@ from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 from torchrl_llm.data import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.envs.transforms import KLComputation
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives import MCAdvantage
 from torchrl_llm.trainers.batch_source import (
@@ -142,6 +143,18 @@ def test_invalid_rewards_are_counted_and_are_no_zeros():
     metrics = rollout_metrics(collected)
     assert metrics["train/reward"] == pytest.approx(1 / 3)
     assert metrics["train/invalid"] == 0.25
+
+
+@pytest.mark.parametrize("truncated", ["keep", "mask", "drop"])
+def test_the_reward_of_a_step_has_the_penalty_of_the_buffer_in_it(truncated):
+    rows = [row(1, cut=True), row(0), row(1), row(0)]
+    for made in rows:
+        made["log_probs"] = {"full": torch.zeros(5)}
+        made["ref_log_probs"] = {"full": torch.tensor([0.0, 0.0, -0.5, -0.5, 0.0])}
+    buffer, batch_source = source([rows], 4, group=4, truncated=truncated)
+    buffer.append_transform(KLComputation(coeff=0.1))
+    # A divergence of one nat each: 0.5 - 0.1, whatever becomes of the row that was cut.
+    assert rollout_metrics(batch_source.fill())["train/reward"] == pytest.approx(0.4)
 
 
 def test_a_group_that_is_not_full_waits_and_is_carried():

@@ -39,7 +39,12 @@ class _View:
     @property
     def padded(self) -> bool:
         """Whether the rows are dense (padded to one length) rather than ragged."""
-        return not isinstance(self._tensordict, LazyStackedTensorDict)
+        node = self._tensordict
+        if not isinstance(node, LazyStackedTensorDict):
+            return True
+        # Policies write padded masks as rows, so that what is assigned to a row reaches the batch.
+        rows = read_rows(node, "all_attention_mask", None) if node.batch_dims == 1 else None
+        return rows is not None and len({*map(len, rows)}) == 1 and not all(r.all() for r in rows)
 
     @classmethod
     def default_spec(cls, shape: Any = (-1,), keys: list[str] | None = None) -> Composite:

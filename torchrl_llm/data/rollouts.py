@@ -107,6 +107,57 @@ def _flatten(rollout: Any) -> list[TensorDict]:
     return [rows[o * inner + i] for o in range(outer) for rows in split for i in range(inner)]
 
 
+def unpadded(rows: list[TensorDict]) -> list[TensorDict]:
+    """Rows without padding, as a policy without ``pad_output`` writes them.
+
+    Args:
+        rows: without batch dimension; ``("masks", "all_attention_mask")`` tells what is padding.
+
+    Returns:
+        The same rows where none is padded, else copies of those that are: the columns of prompt,
+        response and whole, ``advantage`` and rewards per token are cut.
+
+    Example:
+        >>> mask = torch.tensor([False, True, True, False])
+        >>> ids = torch.tensor([0, 5, 7, 0])
+        >>> row = TensorDict(
+        ...     tokens={"prompt": ids[:2], "response": ids[2:], "full": ids},
+        ...     masks={"all_attention_mask": mask},
+        ... )
+        >>> [row] = unpadded([row])
+        >>> [row["tokens", name].tolist() for name in ("prompt", "response", "full")]
+        [[5], [7], [5, 7]]
+    """
+    masks = [leaf(row, ("masks", "all_attention_mask")) for row in rows]
+    known = [mask for mask in masks if mask is not None]
+    if not known or bool(torch.cat(known).all()):
+        return rows
+    return [
+        row if mask is None or bool(mask.all()) else _unpadded(row, mask.bool())
+        for row, mask in zip(rows, masks, strict=True)
+    ]
+
+
+def _unpadded(row: TensorDict, mask: Tensor) -> TensorDict:
+    made, response = new_node(row._tensordict.copy()), leaf(row, ("tokens", "response"))
+    start = mask.shape[0] - (0 if response is None else response.shape[0])
+    parts = {"prompt": mask[:start], "response": mask[start:]}
+    tensors = [(key, value) for key, value in row.items(True, True) if isinstance(value, Tensor)]
+    for key, value in tensors:
+        path, kept = (key,) if isinstance(key, str) else key, None
+        if path == ("support", "token_ids"):
+            kept = torch.arange(value.shape[0]) < leaf(row, ("support", "counts")).sum()
+        elif path[-1] == "full" or path[0] not in ("next", *row.keys(False, True)):
+            kept = parts.get(path[-1], mask)
+        elif path[0] == "next" and path[1].startswith("reward") and value.numel() > 1:
+            kept = parts["response"]
+        elif path == ("advantage",):
+            kept = mask
+        if kept is not None and value.shape[:1] == kept.shape:
+            set_copied(made, path, value[kept])
+    return made
+
+
 def ends_trajectory(row: TensorDict) -> bool:
     """Whether a trajectory ends with this turn; a row that does not say so is one by itself.
 

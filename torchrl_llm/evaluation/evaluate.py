@@ -48,6 +48,8 @@ class Evaluation:
         accuracy: fraction of prompts answered rightly; a prompt without a valid reward counts as
             not answered rightly and is shown in ``invalid``.
         reward: mean of the valid rewards, each summed over its turns; NaN without any.
+        reward_std: their standard deviation.
+        success: ``accuracy`` over the prompts with a valid reward only, as ``train/success`` is.
         invalid: fraction of prompts whose reward failed.
         response_length: mean tokens of the last response; NaN where no server counted them.
         truncated: fraction of last responses cut by their length limit.
@@ -59,6 +61,8 @@ class Evaluation:
 
     accuracy: float
     reward: float
+    reward_std: float
+    success: float
     invalid: float
     response_length: float
     truncated: float
@@ -68,8 +72,8 @@ class Evaluation:
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
-        names = ("accuracy", "reward", "invalid", "response_length", "truncated", "num_prompts")
-        own = {f"eval/{name}": getattr(self, name) for name in names}
+        names = "accuracy reward reward_std success invalid response_length truncated num_prompts"
+        own = {f"eval/{name}": getattr(self, name) for name in names.split()}
         return own | {f"eval/{name}": share for name, share in self.shares.items()}
 
 
@@ -151,9 +155,12 @@ def evaluate(
         )
     flat = {name: torch.cat(values) for name, values in columns.items()}
     valid = flat["valid"]
+    rewards = flat["reward"][valid]
     return Evaluation(
         accuracy=(flat["success"] & valid).float().mean().item(),
-        reward=flat["reward"][valid].mean().item(),
+        reward=rewards.mean().item(),
+        reward_std=(rewards - rewards.mean()).square().mean().sqrt().item(),
+        success=flat["success"][valid].double().mean().item(),
         invalid=(~valid).float().mean().item(),
         response_length=flat["length"][flat["length"] >= 0].float().mean().item(),
         truncated=flat["cut"].float().mean().item(),
@@ -177,7 +184,7 @@ def _play(
     """The first conversations of a batch to their end: facts by row, and where its last turn is."""
     size = env.batch_size.numel()
     facts: dict[str, Tensor] = {
-        "reward": torch.zeros(size),
+        "reward": torch.zeros(size, dtype=torch.float64),
         "valid": torch.ones(size, dtype=torch.bool),
         "success": torch.zeros(size, dtype=torch.bool),
         "length": torch.zeros(size, dtype=torch.int64),
@@ -226,7 +233,7 @@ def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]
             f"evaluate needs ('next', {missing!r}), which no transform of the environment writes; "
             "append a RewardParser"
         )
-    reward = reward.reshape(size, -1).sum(-1).float().cpu()
+    reward = reward.reshape(size, -1).sum(-1, dtype=torch.float64).cpu()
     valid = torch.isfinite(reward)
     flag = td.get(("next", "reward_valid"), None)
     if flag is not None:
@@ -244,7 +251,9 @@ def _lengths(td: TensorDictBase, size: int) -> Tensor:
     counted = td.get(("tokens", "response_length"), None)  # of a policy without token ids
     if counted is not None:
         return counted.reshape(size).cpu()
-    return torch.tensor([ids.shape[0] for ids in read_rows(td, ("tokens", "response"))])
+    sizes = [ids.shape[0] for ids in read_rows(td, ("tokens", "response"))]
+    masks = read_rows(td, ("masks", "all_attention_mask"))
+    return torch.stack([m[m.shape[0] - n :].sum() for m, n in zip(masks, sizes, strict=True)])
 
 
 def _text(row: TensorDictBase) -> str:

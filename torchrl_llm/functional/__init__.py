@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from torchrl_llm.functional.advantages import (
     adapted_kl_coefficient,
+    are_equal,
     batch_normalize,
     beta_update,
     discounted_returns,
@@ -97,6 +98,7 @@ __all__ = [
     "RowCosts",
     "adapted_kl_coefficient",
     "aggregate",
+    "are_equal",
     "batch_normalize",
     "beta_update",
     "block_attention",

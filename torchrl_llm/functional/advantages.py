@@ -3,7 +3,8 @@ r"""Rewards to advantages: terms added to rewards, comparisons in a group or bat
 Group functions take the groups in either form: as the last dimension, ``[..., G]``, or as a flat
 ``[N]`` with the group of each member next to it. Members that are not valid enter no statistic and
 get 0, whatever their reward, NaN included. Where all valid rewards of a group are equal, its
-advantages are exactly 0, not what rounding leaves of a difference divided by a tiny deviation.
+advantages are exactly 0, not what rounding leaves of a difference divided by a tiny deviation;
+equal is what float32 cannot tell apart (:func:`are_equal`).
 
 The tracker of Single-stream Policy Optimization (arXiv:2509.13232, section 3) gives each prompt a
 Beta distribution :math:`(\alpha, \beta)` over its success rate :math:`v = \alpha / (\alpha +
@@ -77,6 +78,28 @@ def adapted_kl_coefficient(coefficient: float, kl: float, *, target: float, gain
     """
     error = min(max((kl - target) / target, -0.2), 0.2)
     return coefficient * (1 + gain * error)
+
+
+# A reward is rounded when it is computed, when parts are weighed, and when they are added.
+_RESOLUTION = 4 * torch.finfo(torch.float32).eps
+
+
+def are_equal(returns: Tensor, magnitudes: Tensor) -> bool:
+    """Whether returns differ by no more than float32 resolves, in which rewards are computed.
+
+    Args:
+        returns: ``[N]``, at least one.
+        magnitudes: ``[N]``, absolute values of what each was added up from, added up.
+
+    Returns:
+        Whether they are within 4.8e-7 of the largest magnitude.
+
+    Example:
+        >>> returns = torch.tensor([0.1 + 0.2 - 0.3, 0.0])
+        >>> are_equal(returns, returns.abs()), are_equal(returns, torch.tensor([0.6, 0.0]))
+        (False, True)
+    """
+    return bool(returns.max() - returns.min() <= _RESOLUTION * magnitudes.max())
 
 
 Deviation = Literal["sample", "population", "none"]
@@ -279,7 +302,8 @@ def batch_normalize(
     if center:
         highest = values.where(counted, -torch.inf).amax() if values.numel() else values.sum()
         lowest = values.where(counted, torch.inf).amin() if values.numel() else values.sum()
-        values = centred.where(highest > lowest, 0.0)
+        differ = highest - lowest > _RESOLUTION * torch.maximum(highest, -lowest)
+        values = centred.where(differ, 0.0)
     if normalize == "none":
         return values
     degrees = total - int(normalize == "sample")
@@ -359,14 +383,15 @@ class _Groups(NamedTuple):
         return (values - mean[self.index]).where(self.valid, 0.0)
 
     def centred(self) -> Tensor:
-        """Difference to the group's mean, exactly 0 where all valid members are equal."""
+        """Difference to the group's mean, exactly 0 where float32 tells no members apart."""
         highest, lowest = (
             self.values.new_full(self.count.shape, -sign * torch.inf).scatter_reduce(
                 0, self.index, self.values.where(self.valid, -sign * torch.inf), reduce
             )
             for sign, reduce in ((1, "amax"), (-1, "amin"))
         )
-        return self.minus_mean(self.values).where((highest > lowest)[self.index], 0.0)
+        differ = highest - lowest > _RESOLUTION * torch.maximum(highest, -lowest)
+        return self.minus_mean(self.values).where(differ[self.index], 0.0)
 
     def finish(self, advantages: Tensor, rewards: Tensor) -> Tensor:
         return advantages.where((self.count > 1)[self.index], 0.0).reshape(rewards.shape)

@@ -30,7 +30,7 @@ from torchrl_llm.data.scoring import (
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k2, k3, ppo_clip, truncated_weights
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
-from torchrl_llm.objectives.flat_columns import sent
+from torchrl_llm.objectives.flat_columns import optional_column, sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -116,7 +116,8 @@ class DistillationLoss(SFTLoss):
             alike.
         normalize_by_seq_length: use the mean instead of the sum over a row's tokens; the default
             but for ``"token_mean"``, where it has no meaning.
-        assistant_only: only the assistant's tokens count; otherwise every token but the first.
+        assistant_only: only the assistant's tokens count; otherwise every token but the first,
+            which the teacher must have scored with ``assistant_only=False`` too.
         device: where the loss is computed from the log-probs; theirs by default.
 
     Raises:
@@ -172,8 +173,18 @@ class DistillationLoss(SFTLoss):
         self.masking_strategy = "rlhf" if assistant_only else "generic"
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
-        """See :meth:`TokenLoss.check`."""
-        self.column(tensordict, rows, "teacher_log_prob")
+        """See :meth:`TokenLoss.check`; a teacher of the assistant's tokens teaches no others."""
+        teacher = self.column(tensordict, rows, "teacher_log_prob")
+        mask = self.tensor_keys.assistant_mask
+        if self.assistant_only or optional_column(tensordict, mask) is None:
+            return
+        others = teacher[~rows.flat(tensordict, mask).bool()[torch.cat(rows.select)]]
+        if others.numel() and not bool(others.any()):
+            raise DataError(
+                f"assistant_only=False trains all tokens, and {self.tensor_keys.teacher_log_prob} "
+                "is 0.0 at each that is not the assistant's: they were not scored. Retrieve the "
+                "teacher's log-probs with assistant_only=False, or give the loss True"
+            )
 
     def from_scores(
         self,

@@ -214,17 +214,14 @@ class RowMasks:
         prompts = read_rows(self.td, self.keys.prompt, None)
         if prompts is None:
             raise DataError(f"masking_strategy='sft' needs {self.keys.prompt!r}")
-        lengths = [row.shape[0] for row in self.ids]
-        starts = [prompt.shape[0] for prompt in prompts]
-        if all(start <= length for start, length in zip(starts, lengths, strict=True)):
-            limits = torch.repeat_interleave(torch.tensor(starts), torch.tensor(lengths))
-            mask = positions(lengths) >= limits
-            if torch.equal(torch.cat(self.ids)[~mask], torch.cat(prompts)):
-                return mask
-        return self._last_turn()
+        mask = _behind(prompts, self.ids)
+        if mask is None and self.kept is not None:  # both may be padded in the same way
+            mask = _behind(prompts, read_rows(self.td, self.keys.action))
+            mask = None if mask is None else mask[self.kept]
+        return self._last_turn() if mask is None else mask
 
     def _last_turn(self) -> Tensor:
-        """The last sampled turn, by the trace: where the prompts are padded."""
+        """The last sampled turn, where the row ends with it: of prompts that are padded alone."""
         turn = self.keys.trace and self._read(_under(self.keys.trace, "turn"))
         if turn is None:
             raise DataError(
@@ -233,7 +230,7 @@ class RowMasks:
                 "masking_strategy='rlhf'"
             )
         parts = turn.split([row.shape[0] for row in self.ids])
-        return torch.cat([(part == part.max()) & (part >= 0) for part in parts])
+        return torch.cat([(part == part[-1]) & (part >= 0) for part in parts])
 
     def trained(self) -> Tensor | None:
         """Sampled tokens that nothing has masked; ``None`` without a trace."""
@@ -245,6 +242,16 @@ class RowMasks:
         mask = source == Source.SAMPLED
         reason = self._read(_under(self.keys.trace, "mask_reason"))
         return mask if reason is None else mask & (reason == MaskReason.TRAINED)
+
+
+def _behind(prompts: list[Tensor], rows: list[Tensor]) -> Tensor | None:
+    """The tokens of all rows that stand behind their prompts; ``None`` if those are no prefixes."""
+    starts, lengths = ([row.shape[0] for row in column] for column in (prompts, rows))
+    if any(start > length for start, length in zip(starts, lengths, strict=True)):
+        return None
+    limits = torch.repeat_interleave(torch.tensor(starts), torch.tensor(lengths))
+    mask = positions(lengths) >= limits
+    return mask if torch.equal(torch.cat(rows)[~mask], torch.cat(prompts)) else None
 
 
 def _under(node: NestedKey, name: str) -> NestedKey:

@@ -43,9 +43,14 @@ class LLMLossOutput:
     """
 
     def total_loss(self) -> Tensor:
-        """The sum of the ``loss_*`` terms and of nothing else: what to call ``backward`` on."""
-        terms = [value for key, value in self.items() if key.startswith("loss_")]
-        return terms[0] if len(terms) == 1 else torch.stack(terms).sum(0)
+        """The sum of the ``loss_*`` terms and of nothing else: what to call ``backward`` on.
+
+        Where a term has a value a row, those that are one number for all are added to each.
+        """
+        return torch.stack(torch.broadcast_tensors(*self._terms())).sum(0)
+
+    def _terms(self) -> list[Tensor]:
+        return [value for key, value in self.items() if key.startswith("loss_")]
 
     def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
         """With ``reduce=True`` the loss, as one number; else the mean of each field.
@@ -67,7 +72,7 @@ class LLMLossOutput:
             tensor(2.)
         """
         if reduce:
-            return self._one_number("mean").mean(*args, **kwargs)
+            return self._one_number("mean", *args, **kwargs)
         return super().mean(*args, reduce=reduce, **kwargs)
 
     def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
@@ -82,15 +87,16 @@ class LLMLossOutput:
             kwargs: those of ``TensorDict.sum``.
         """
         if reduce:
-            return self._one_number("sum").sum(*args, **kwargs)
+            return self._one_number("sum", *args, **kwargs)
         return super().sum(*args, reduce=reduce, **kwargs)
 
-    def _one_number(self, name: str) -> Tensor:
+    def _one_number(self, name: str, *args: Any, **kwargs: Any) -> Tensor:
         tell_once(
             f"loss.{name}(reduce=True) is the sum of the loss terms, loss.total_loss(); TorchRL "
             f"takes the {name} over loss terms and metrics"
         )
-        return self.total_loss()
+        # Each term by itself: one that is a number for all rows counts once.
+        return torch.stack([getattr(term, name)(*args, **kwargs) for term in self._terms()]).sum(0)
 
     def metrics(self) -> dict[str, Tensor]:
         """Every field that is there, loss terms included, without gradient."""

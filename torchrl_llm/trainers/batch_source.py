@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from math import isnan, nan
 from typing import Any, Literal
 
 import torch
@@ -27,14 +28,16 @@ from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
 from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
-from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of, was_cut
-from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
-from torchrl_llm.data.wire import leaf
+from torchrl_llm.data.replay_buffers.trajectory_queues import task_path, trajectory_of, was_cut
+from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens, unpadded
+from torchrl_llm.data.row_transform import RowTransform
+from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.trainers.episode_metrics import episode_metrics
+from torchrl_llm.trainers.episode_metrics import Episodes, episode_metrics
 from torchrl_llm.trainers.kept_rollouts import RowOutcomes
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
+_REWARD = ("next", "reward")
 # Batches worth of stale rows in one step, after which it is not bad luck.
 _MAX_STALE_BATCHES = 100
 
@@ -124,7 +127,8 @@ class BatchSource:
         Returns:
             Every row that was collected, also those that were filtered out, for metrics; in rank 0
             those of all ranks. Of rows that are too long, the tokens that are not trained have the
-            mask reason ``OVERLONG``.
+            mask reason ``OVERLONG``. Their rewards are those that the credit assigner saw, with
+            the penalties of the buffer's transforms.
 
         Raises:
             OverlongError: a row is longer than it may be, and ``length`` makes that an error.
@@ -147,11 +151,12 @@ class BatchSource:
                 rows = self._next()
                 fitted = self._fitted(rows)
                 collected += rows
-                shown += fitted.marked
                 marked, stale = self._judged(fitted)
                 judged += marked
                 fresh += sum(map(ends_trajectory, marked)) - stale
-                written += len(self._buffer.extend(marked))
+                rewarded = self._rewarded(marked)
+                shown += map(_with_reward, fitted.marked, rewarded)
+                written += len(self._buffer.extend(rewarded))
                 if len(collected) > fresh + _MAX_STALE_BATCHES * self._num_rows:
                     raise DataError(
                         f"{len(collected)} rows in a row were older than max_policy_age="
@@ -180,7 +185,7 @@ class BatchSource:
         batch = next(self._batches, None)
         if batch is None:
             raise ConfigError("the collector has ended; give it total_dialog_turns=-1")
-        rows = row_list(batch)
+        rows = unpadded(row_list(batch))
         tell_failures_of(rows)
         return rows
 
@@ -219,6 +224,14 @@ class BatchSource:
                 self._dropped["truncated"] += mark_truncated([row], drop=drop)
             judged.append(row)
         return judged, num_stale
+
+    def _rewarded(self, rows: list[TensorDict]) -> list[TensorDict]:
+        """Rows with what the buffer's first transforms write: penalties are in their rewards."""
+        for transform in reversed(list(self._buffer.transform.transforms)):
+            if not isinstance(transform, RowTransform):
+                break
+            rows = row_list(transform._inv_call(lazy_rows([row.copy() for row in rows])))
+        return rows
 
     def _too_old(self, row: TensorDict) -> bool:
         return self._staleness.verdict(row, self._collector.policy_version) != "keep"
@@ -304,6 +317,17 @@ class BatchSource:
         self._dropped = dict(state["dropped"])
 
 
+def _with_reward(row: TensorDict, rewarded: TensorDict) -> TensorDict:
+    """A row with the reward of its copy."""
+    if row is rewarded:
+        return row
+    made = row.copy()
+    for path in (_REWARD, task_path(_REWARD)):
+        if (reward := leaf(rewarded, path)) is not None:
+            set_copied(made, path, reward)
+    return made
+
+
 def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
     """Take the sampled tokens of responses that were cut by their length limit out of the loss.
 
@@ -375,36 +399,35 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         rows: 1-d stack of rows with rewards, one row per turn.
 
     Returns:
-        ``train/reward`` (mean over trajectories with a valid reward; NaN without any),
-        ``train/reward_std`` (over the same), ``train/invalid`` and ``train/truncated`` (fractions
-        of the rows), ``train/response_length`` (mean tokens), and ``train/success`` where rows say
-        it; those of :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each
-        component of the reward, ``train/reward_<name>`` and ``train/invalid_<name>``,
-        which are counted alike, before its weight. ``train/reward_errors``: rows whose reward
+        ``train/reward`` (mean return of the valid episodes as advantages see it, a KL penalty
+        included; NaN without any), ``train/reward_std`` and ``train/success`` (of the last turn,
+        where rows say it) over the same episodes, ``train/invalid`` and ``train/truncated``
+        (fractions of the rows), ``train/response_length`` (mean tokens); those of
+        :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each component of the
+        reward, before its weight, ``train/reward_<name>`` over those of the same episodes in which
+        it is valid, and ``train/invalid_<name>``. ``train/reward_errors``: rows whose reward
         raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
         tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
         ``train/out_of_context``, where episodes have several turns: the fraction of them that
         ended because the conversation had filled the model's context.
     """
-    rewards = _rewards(rows)
-    valid = rewards.isfinite()
-    done = row_values(rows, ("next", "done"), torch.any)
-    returns = trajectory_returns(rows)
+    episodes = Episodes(rows)
+    invalid = episodes.rewards.isnan()
+    mean = episodes.mean(episodes.returns)
     lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
     finish = row_values(rows, ("tokens", "finish_reason"), torch.sum)
-    episodes = int((done & valid).sum())
     metrics = {
-        "train/reward": _mean_return(rewards, valid, done),
-        "train/reward_std": returns.std(correction=0).item() if episodes else float("nan"),
-        "train/invalid": (~valid).float().mean().item(),
+        "train/reward": mean,
+        "train/reward_std": episodes.mean((episodes.returns - mean).square()) ** 0.5,
+        "train/invalid": invalid.float().mean().item(),
         "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
         "train/response_length": sum(lengths) / len(lengths),
     }
     success = row_values(rows, ("next", "success"), torch.any, None)
-    if success is not None and episodes:
-        metrics["train/success"] = success.sum().item() / episodes
-    metrics |= _component_metrics(rows, done) | _error_metrics(rows, ~valid)
-    return metrics | _context_metrics(rows, done) | episode_metrics(rows, rewards, done)
+    if success is not None and not isnan(mean):
+        metrics["train/success"] = episodes.mean(success[episodes.last].double())
+    metrics |= _component_metrics(rows, episodes) | _error_metrics(rows, invalid)
+    return metrics | _context_metrics(rows, episodes) | episode_metrics(rows, episodes)
 
 
 def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
@@ -420,7 +443,7 @@ def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, in
     return metrics
 
 
-def _context_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
+def _context_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
     """How many episodes ended with the context, where they have several turns."""
     turns = row_values(rows, "turn", torch.any, None)
     reasons = row_values(rows, ("next", "truncation_reason"), torch.sum, None)
@@ -429,50 +452,20 @@ def _context_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, flo
     full = int((reasons == TruncationReason.MAX_SEQ_LEN).sum())
     if not full and not turns.any():
         return {}
-    return {"train/out_of_context": full / max(int(done.sum()), 1)}
+    return {"train/out_of_context": full / len(episodes.last)}
 
 
-def _component_metrics(rows: LazyStackedTensorDict, done: Tensor) -> dict[str, float]:
+def _component_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
     """Return and failures of each component of the reward, where it has some."""
     node = rows[0].get(("next", "rewards"), None)
     metrics: dict[str, float] = {}
     for name in () if node is None else node.keys():
         path = ("next", "rewards", name)
-        values = row_values(rows, (*path, "value"), torch.sum)
+        values = row_values(rows, (*path, "value"), torch.sum).double()
         valid = row_values(rows, (*path, "valid"), torch.all)
-        metrics[f"train/reward_{name}"] = _mean_return(values, valid, done)
+        metrics[f"train/reward_{name}"] = episodes.mean(episodes.sums(values.where(valid, nan)))
         metrics[f"train/invalid_{name}"] = (~valid).float().mean().item()
     return metrics
-
-
-def _mean_return(rewards: Tensor, valid: Tensor, done: Tensor) -> float:
-    """The sum of the valid rewards by the number of episodes that end with one."""
-    episodes = int((done & valid).sum())
-    return rewards[valid].sum().item() / episodes if episodes else float("nan")
-
-
-def _rewards(rows: LazyStackedTensorDict) -> Tensor:
-    """The reward of each row, NaN where it is not valid."""
-    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
-    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
-    return rewards if flags is None else rewards.where(flags, float("nan"))
-
-
-def trajectory_returns(rows: LazyStackedTensorDict) -> Tensor:
-    """The summed reward of each trajectory whose rewards are all valid.
-
-    Args:
-        rows: 1-d stack of rows with rewards, one row per turn.
-
-    Returns:
-        float32 ``[N]``, ordered by trajectory; empty where none is valid.
-    """
-    rewards = _rewards(rows)
-    ids = row_values(rows, "traj_id", torch.sum, None)
-    if ids is not None:
-        _, places = ids.unique(return_inverse=True)
-        rewards = rewards.new_zeros(int(places.max()) + 1).index_add(0, places, rewards)
-    return rewards[rewards.isfinite()]
 
 
 _FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")

@@ -17,6 +17,7 @@ from torchrl_llm.data.row_order import ROW_ID
 from torchrl_llm.envs.transforms import DataLoadingPrimer
 from torchrl_llm.errors import DataError
 from torchrl_llm.objectives import CreditAssigner, SPOAdvantage
+from torchrl_llm.trainers.episode_metrics import Episodes
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
 # What rewards of several turns may add up to beyond 0 and 1.
@@ -88,8 +89,8 @@ def successes(rows: LazyStackedTensorDict) -> dict[int, list[float]]:
 
     Returns:
         Index of the data's row to what its conversations came to: ``success`` of the last turn, 0
-        or 1, or the summed reward where rows do not say it. Those without a valid reward are left
-        out.
+        or 1, or the summed reward of the task where rows do not say it. Those without a valid
+        reward are left out.
 
     Raises:
         DataError: rows without ``"row_id"``, or without ``success`` and with rewards outside
@@ -109,29 +110,19 @@ def successes(rows: LazyStackedTensorDict) -> dict[int, list[float]]:
             f"results are recorded by {ROW_ID!r}, and the rows lack it; draw them by a RowLoader "
             "with an order"
         )
-    rewards = row_values(rows, ("next", "reward"), torch.sum).float()
-    flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
-    failed = ~rewards.isfinite() if flags is None else ~(flags & rewards.isfinite())
-    done = row_values(rows, ("next", "done"), torch.any)
+    episodes = Episodes(rows)
     told = row_values(rows, ("next", "success"), torch.any, None)
-    gains = rewards.where(~failed, 0.0) if told is None else (told & done).float()
-    ids = row_values(rows, "traj_id", torch.sum, None)
-    ids = torch.arange(len(rows)) if ids is None else ids
-    _, places = ids.unique(return_inverse=True)
-
-    def summed(values: torch.Tensor) -> list[float]:
-        return torch.zeros(int(places.max()) + 1).index_add(0, places, values.float()).tolist()
-
-    wholes = zip(summed(gains), summed(failed), summed(done), strict=True)
-    begun = dict(zip(places.tolist(), indices.tolist(), strict=True))
+    gains = episodes.task_returns if told is None else told[episodes.last].double()
+    counts = episodes.returns.isfinite()
+    counts &= row_values(rows, ("next", "done"), torch.any)[episodes.last]
     found: dict[int, list[float]] = {}
-    for place, (gain, bad, ends) in enumerate(wholes):
-        if bad or not ends:
-            continue
+    for index, gain in zip(
+        indices[episodes.last][counts].tolist(), gains[counts].tolist(), strict=True
+    ):
         if told is None and not -_ROUNDING <= gain <= 1 + _ROUNDING:
             raise DataError(
                 f"a curriculum follows success rates, and a reward is {gain:g}: write success, or "
                 "rewards in [0, 1]"
             )
-        found.setdefault(begun[place], []).append(min(max(gain, 0.0), 1.0))
+        found.setdefault(index, []).append(min(max(gain, 0.0), 1.0))
     return found

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,21 +12,111 @@ from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from torchrl_llm.data.ragged import row_values
-from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
+from torchrl_llm.data.replay_buffers.trajectory_queues import agent_of, task_path, trajectory_of
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import leaf
+from torchrl_llm.functional.advantages import are_equal
 
 # Answers to calls that no tool was asked for; their names are whatever a model wrote.
 _NOT_CARRIED_OUT = {"MalformedCall", "UnknownTool", "TooManyCalls", "CutResponse", "NotRun"}
 
 
-def episode_metrics(rows: LazyStackedTensorDict, rewards: Tensor, done: Tensor) -> dict[str, float]:
+class Episodes:
+    """The rows of a step by episode: what every metric of episodes is taken over.
+
+    An episode is a trajectory of one agent with all its turns, as an advantage estimator sees it.
+    Its return is the sum of its turns' rewards, and it is valid where each of them has a valid one.
+
+    Args:
+        rows: 1-d stack of ``B`` rows with rewards, one row per turn, of ``N`` episodes. Rows
+            without ``traj_id`` are whole episodes, one after the other.
+
+    Attributes:
+        rewards: float64 ``[B]``, NaN where they are not valid.
+        last: int64 ``[N]``, the last row of each episode.
+        returns: float64 ``[N]``, NaN where an episode is not valid.
+        task_returns: float64 ``[N]``, the same without the penalty of a KL divergence.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.data.ragged import lazy_rows
+        >>> def turn(reward, done):
+        ...     after = {"reward": torch.tensor([[reward]]), "done": torch.tensor([done])}
+        ...     return TensorDict(next=after)
+        >>> rows = lazy_rows([turn(1.0, False), turn(2.0, True), turn(float("nan"), True)])
+        >>> Episodes(rows).returns.tolist(), Episodes(rows).last.tolist()
+        ([3.0, nan], [1, 2])
+    """
+
+    def __init__(self, rows: LazyStackedTensorDict) -> None:
+        done = row_values(rows, ("next", "done"), torch.any).tolist()
+        last: dict[Any, int] = {}
+        names, ended = [], 0
+        for at, row in enumerate(row_list(rows)):
+            name = trajectory_of(row)
+            names.append(ended if name is None else name)
+            ended += done[at]
+            # Where its rows are out of order, the one that is done is the last.
+            if done[at] or not done[last.setdefault(names[-1], at)]:
+                last[names[-1]] = at
+        places = {name: place for place, name in enumerate(last)}
+        self._rows, self._places = rows, torch.tensor([places[name] for name in names])
+        self.last = torch.tensor(list(last.values()))
+        flags = row_values(rows, ("next", "reward_valid"), torch.all, None)
+        rewards = _totals(rows, ("next", "reward"))
+        valid = rewards.isfinite() if flags is None else flags & rewards.isfinite()
+        self.rewards = rewards.where(valid, torch.nan)
+        task = _totals(rows, task_path(("next", "reward")), None)
+        task = self.rewards if task is None else task.where(valid, torch.nan)
+        self.returns, self.task_returns = self.sums(self.rewards), self.sums(task)
+        self._magnitudes = self.sums(task.abs())
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Numbers of rows, float64 ``[B]``, added up over each episode: ``[N]``."""
+        return values.new_zeros(len(self.last)).index_add(0, self._places, values)
+
+    def mean(self, values: Tensor) -> float:
+        """Mean over the valid episodes of numbers ``[N]``, of those that have one; NaN without any.
+
+        Args:
+            values: floats, NaN where an episode has none.
+        """
+        return values[self.returns.isfinite() & values.isfinite()].mean().item()
+
+    def are_equal(self, places: Sequence[int] | None = None) -> bool:
+        """Whether the valid episodes, or these of them, all came to the same.
+
+        Judged on the task's own reward, within what float32 resolves
+        (:func:`~torchrl_llm.functional.are_equal`).
+        """
+        chosen = self.returns.isfinite().nonzero().flatten() if places is None else places
+        return are_equal(self.task_returns[chosen], self._magnitudes[chosen])
+
+    def zero_variance(self) -> float | None:
+        """The share of equal groups among those with two valid episodes; ``None`` without any."""
+        groups = row_values(self._rows, "group_id", torch.sum, None)
+        if groups is None:
+            return None
+        members: dict[Any, list[int]] = defaultdict(list)
+        rows, valid = row_list(self._rows), self.returns.isfinite().tolist()
+        for place, at in enumerate(self.last.tolist()):
+            if valid[place]:
+                members[int(groups[at]), agent_of(rows[at])].append(place)
+        compared = [self.are_equal(group) for group in members.values() if len(group) > 1]
+        return sum(compared) / len(compared) if compared else None
+
+
+def _totals(rows: LazyStackedTensorDict, path: tuple[str, ...], default: Any = ...) -> Any:
+    """Rewards added up over the tokens of each row."""
+    values = row_values(rows, path, partial(torch.sum, dtype=torch.float64), default)
+    return values if values is default else values.double()
+
+
+def episode_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
     """What the episodes of a step were like.
 
     Args:
         rows: 1-d stack of ``B`` rows, one row per turn, of whole episodes.
-        rewards: float32 ``[B]``, NaN where they are not valid.
-        done: bool ``[B]``, whether an episode ends with the row.
+        episodes: the same by episode.
 
     Returns:
         ``train/turns``, mean per episode. ``train/zero_variance``, where rows have a ``group_id``:
@@ -35,8 +126,9 @@ def episode_metrics(rows: LazyStackedTensorDict, rewards: Tensor, done: Tensor) 
         model included); and for each tool that was called ``train/tool_calls_<name>``,
         ``train/tool_failures_<name>`` and ``perf/tool_<name>_s``, seconds added up over calls.
     """
-    metrics = {"train/turns": len(done) / max(int(done.sum()), 1)}
-    metrics |= _variance(rows, rewards)
+    metrics = {"train/turns": len(rows) / len(episodes.last)}
+    if (share := episodes.zero_variance()) is not None:
+        metrics["train/zero_variance"] = share
     seconds = row_values(rows, ("next", "reward_seconds"), torch.sum, None)
     if seconds is not None:
         metrics["perf/reward_s"] = seconds.sum().item()
@@ -45,30 +137,6 @@ def episode_metrics(rows: LazyStackedTensorDict, rewards: Tensor, done: Tensor) 
         calling = [rows.tensordicts[place] for place in counts.nonzero().flatten().tolist()]
         metrics |= _tools([call for row in calling for call in row["next", "tools", "calls"]])
     return metrics
-
-
-def _variance(rows: LazyStackedTensorDict, rewards: Tensor) -> dict[str, float]:
-    groups = row_values(rows, "group_id", torch.sum, None)
-    if groups is None:
-        return {}
-    episodes = row_values(rows, "traj_id", torch.sum, None)
-    names = range(len(groups)) if episodes is None else episodes.tolist()
-    agents = [leaf(row, ("agent",)) for row in row_list(rows)]
-    keys = zip(groups.tolist(), map(_agent, agents), names, strict=True)
-    returns: dict[Any, float] = defaultdict(float)
-    for key, reward in zip(keys, rewards.tolist(), strict=True):
-        returns[key] += reward
-    by_group: dict[Any, list[float]] = defaultdict(list)
-    for (group, agent, _), total in returns.items():
-        if math.isfinite(total):
-            by_group[group, agent].append(total)
-    compared = [values for values in by_group.values() if len(values) > 1]
-    equal = sum(min(values) == max(values) for values in compared)
-    return {"train/zero_variance": equal / len(compared)} if compared else {}
-
-
-def _agent(value: Any) -> Any:
-    return None if value is None else group_value(value)
 
 
 def _tools(calls: list[dict[str, Any]]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from torchrl_llm.data.failures import Failure, failures_of
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.rollouts import ends_trajectory, row_list
 from torchrl_llm.data.row_text import row_text
-from torchrl_llm.trainers.batch_source import trajectory_returns
+from torchrl_llm.trainers.episode_metrics import Episodes
 
 # A reward that gives each of its errors a new name must not fill the memory.
 _MOST_SORTS = 1000
@@ -129,11 +129,12 @@ class RewardWatch:
             failures = failures_of(row)
             self.failures.add(failures)
             self._of_step.add([f for f in failures if not f.source.startswith("tool ")])
-        returns = trajectory_returns(rows)
+        episodes = Episodes(rows)
+        returns = episodes.task_returns[episodes.returns.isfinite()]
         self.is_all_invalid = not returns.numel()
         if self.no_signal_steps is None or returns.numel() < 2:
             return None
-        if returns.min() < returns.max():
+        if not episodes.are_equal():
             self._equal.clear()
             return None
         self._equal.append(returns[0].item())

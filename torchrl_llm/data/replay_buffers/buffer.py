@@ -20,7 +20,7 @@ from torchrl.data import ReplayBuffer as _ReplayBuffer
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
-from torchrl_llm.data.rollouts import row_list, split_rollout
+from torchrl_llm.data.rollouts import row_list, split_rollout, unpadded
 from torchrl_llm.data.wire import PackedRows, new_node, own_rows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
@@ -84,7 +84,10 @@ class ReplayBuffer(_ReplayBuffer):
             self._init()
         # Transforms keep queues of trajectories, so writers take turns through them, too.
         with self._replay_lock:
-            rows = self._through_transforms(_as_rows(data))
+            rows = _as_rows(data)
+            if isinstance(self._storage, ListStorage):  # others hold rows of one shape only
+                rows = unpadded(rows)
+            rows = self._through_transforms(rows)
             if not rows:
                 return torch.zeros(0, dtype=torch.int64)
             rows = own_rows(rows)

@@ -31,7 +31,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
     as_path,
     was_cut,
 )
-from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.data.rollouts import row_list, unpadded
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS, TokenFact
 from torchrl_llm.data.wire import cell, leaf, new_node, plain_node, set_copied, typed_node
@@ -107,6 +107,7 @@ class JoinTurns(Transform):
             return None
         joined = []
         for turns in self.queue.push(row_list(tensordict)):
+            turns = unpadded(turns) if len(turns) > 1 else turns
             chains = [chain for own in _conversations(turns) for chain in _chains(own)]
             self.stats["trajectories"] += 1
             self.stats["turns"] += len(turns)

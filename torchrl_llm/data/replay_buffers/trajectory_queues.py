@@ -44,6 +44,15 @@ def as_path(key: NestedKey) -> tuple[str, ...]:
     return (key,) if isinstance(key, str) else tuple(key)
 
 
+def task_path(reward: tuple[str, ...]) -> tuple[str, ...]:
+    """Where a row keeps the task's own reward, if a KL divergence is subtracted from its reward.
+
+    Args:
+        reward: where the penalised one is.
+    """
+    return (*reward[:-1], f"{reward[-1]}_before_kl")
+
+
 def group_value(value: Any) -> Hashable:
     """A hashable form of a group's identifier.
 

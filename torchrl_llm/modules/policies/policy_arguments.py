@@ -86,6 +86,7 @@ class PolicyOptions:
             there and change nothing: ids are not padded before the model.
         pad_output: write dense columns, ``full`` as TorchRL does: prompts padded on the left to
             ``P`` tokens and responses on the right, so that ``full[:, P:]`` is the response.
+            Buffers of ragged rows, joined turns and training steps take the padding out again.
         inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
             into an empty one of its kind, ``False`` into a new one.
         layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Hashable, Sequence
-from math import comb
+from math import comb, fsum
+from operator import itemgetter
 from statistics import fmean
 from typing import Any, Literal, Unpack
 
@@ -17,9 +18,15 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
+from torchrl_llm.data.replay_buffers.trajectory_queues import (
+    GroupQueue,
+    Trajectory,
+    as_path,
+    task_path,
+)
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional.advantages import Deviation, are_equal
 from torchrl_llm.functional.padding import row_index
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative
 from torchrl_llm.objectives.credit.credit_assigner import (
@@ -149,10 +156,10 @@ def _distance(returns: Tensor, chosen: list[int], middle: float) -> float:
 TrajectoryReturn = Literal["sum", "max", "mean", "last"]
 
 _RETURNS = {
-    "sum": lambda trajectory: trajectory.total,
-    "max": lambda trajectory: max(trajectory.totals),
-    "mean": lambda trajectory: fmean(trajectory.totals),
-    "last": lambda trajectory: trajectory.totals[-1],
+    "sum": fsum,
+    "max": max,
+    "mean": fmean,
+    "last": itemgetter(-1),
 }
 RETURNS = tuple(_RETURNS)
 """The ways to make one return of the rewards of the turns."""
@@ -208,7 +215,7 @@ def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn)
         tensor([2.], dtype=torch.float64)
     """
     reduce = _RETURNS[reduction]
-    return torch.tensor([reduce(trajectory) for trajectory in group], dtype=torch.float64)
+    return torch.tensor([reduce(trajectory.totals) for trajectory in group], dtype=torch.float64)
 
 
 class ComparingOptions(CreditOptions, total=False):
@@ -218,9 +225,13 @@ class ComparingOptions(CreditOptions, total=False):
         trajectory_return: the return of a trajectory from the rewards of its turns: their sum, max,
             mean or last.
         keep_return_bounds: exclusive ``(low, high)`` bounds on the mean return of a group; groups
-            outside are not written (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2).
-        keep_zero_variance: ``False`` does not write groups whose returns are all equal: their
-            advantages are zero, so they add nothing but to the denominator of the loss.
+            outside are not written (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2). Like
+            all that judges groups, they look at the task's return, without the penalty of a
+            :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
+        keep_zero_variance: ``False`` does not write groups whose returns are all equal, within
+            what float32 resolves: nothing in them can be compared. Estimators that divide by a
+            deviation give such a group zeros, whatever the penalty: alone it would be blown up to
+            the size of a task's reward. Those that do not divide keep the penalty's differences.
         candidate_group_size: trajectories that are sampled of a group, more than are trained; those
             that are not chosen are filtered, also where they come after the choice was made.
         candidate_selection_min_size: how many candidates must be there for a choice to be tried;
@@ -280,6 +291,7 @@ class ComparingCredit(CreditAssigner):
         self.trajectory_return = trajectory_return
         self.keep_return_bounds = keep_return_bounds
         self.keep_zero_variance = keep_zero_variance
+        self.normalize: Deviation = "none"
         self._trained_size = group_size
         self.candidate_group_size = candidate_group_size
         self.candidate_selection_min_size = candidate_selection_min_size
@@ -321,8 +333,49 @@ class ComparingCredit(CreditAssigner):
         return chooses or self.keep_return_bounds is not None or not self.keep_zero_variance
 
     def returns(self, group: Sequence[Trajectory]) -> Tensor:
-        """Returns of a group's trajectories, float64 ``[G]``."""
-        return trajectory_returns(group, self.trajectory_return)
+        """Returns by which a group is judged, without a KL penalty, float64 ``[G]``."""
+        reduce = _RETURNS[self.trajectory_return or "sum"]
+        return torch.tensor([reduce(turns) for turns in self._task_totals(group)]).double()
+
+    def is_level(self, group: Sequence[Trajectory]) -> bool:
+        """Whether the returns by which a group is judged are equal, as far as float32 resolves."""
+        reduce = _RETURNS[self.trajectory_return or "sum"]
+        magnitudes = [reduce(list(map(abs, turns))) for turns in self._task_totals(group)]
+        return are_equal(self.returns(group), torch.tensor(magnitudes, dtype=torch.float64))
+
+    def level(
+        self, groups: Sequence[Sequence[Trajectory]], values_N: Tensor, sizes: Sequence[int]
+    ) -> Tensor:
+        """Make the values of each group equal that has nothing to compare, in place.
+
+        Args:
+            groups: trajectories.
+            values_N: ``[N]``, one for each trajectory; a group with more values stays as it is.
+            sizes: values of each group.
+        """
+        path = task_path(as_path(self.rewards_key))
+        for group, part in zip(groups, values_N.split(list(sizes)), strict=True):
+            # A group of single turns is compared within float32's resolution in any case.
+            single = all(len(trajectory.rows) < 2 for trajectory in group)
+            if len(part) != len(group) or (single and leaf(group[0].rows[0], path) is None):
+                continue
+            divides = self.normalize != "none"
+            if (divides or are_equal(part, part.abs())) and self.is_level(group):
+                part.fill_(part[0])
+        return values_N
+
+    def _task_totals(self, group: Sequence[Trajectory]) -> list[list[float]]:
+        """Rewards of the turns of each trajectory, without a KL penalty."""
+        path = task_path(as_path(self.rewards_key))
+        if leaf(group[0].rows[0], path) is None:
+            return [trajectory.totals for trajectory in group]
+        return [
+            [
+                total if (task := leaf(row, path)) is None else task.sum().item()
+                for row, total in zip(each.rows, each.totals, strict=True)
+            ]
+            for each in group
+        ]
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
         """Those that the selectors leave, of these the chosen candidates, if they are worth it."""
@@ -335,10 +388,9 @@ class ComparingCredit(CreditAssigner):
         """Whether a group's returns are such that it is trained."""
         if not group or not self.judges_groups:
             return bool(group)
-        returns = self.returns(group)
-        if not self.keep_zero_variance and bool((returns == returns[0]).all()):
+        if not self.keep_zero_variance and self.is_level(group):
             return False
-        return _within(returns, self.keep_return_bounds)
+        return _within(self.returns(group), self.keep_return_bounds)
 
     @abstractmethod
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
@@ -359,9 +411,9 @@ class ComparingCredit(CreditAssigner):
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
         """Advantages of all groups, compared in one call."""
         flat = [trajectory for group in groups for trajectory in group]
-        index = row_index([len(group) for group in groups])
-        advantages = self.compare(trajectory_returns(flat, self.trajectory_return), index)
-        return per_trajectory(groups, advantages)
+        sizes = [len(group) for group in groups]
+        returns = self.level(groups, trajectory_returns(flat, self.trajectory_return), sizes)
+        return per_trajectory(groups, self.compare(returns, row_index(sizes)))
 
     # -- candidates -------------------------------------------------------------------------------
 

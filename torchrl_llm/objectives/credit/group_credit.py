@@ -124,7 +124,7 @@ class MCAdvantage(ComparingCredit):
                 "keep_return_bounds, keep_zero_variance=False and candidate_group_size judge a "
                 "group by its returns: give trajectory_return"
             )
-        self.trajectory_return = trajectory_return
+        self.trajectory_return, self.normalize = trajectory_return, normalize
         self._how = {
             "normalize": normalize,
             "eps": eps,
@@ -154,7 +154,16 @@ class MCAdvantage(ComparingCredit):
             return super().assign_all(groups)
         flat = [reward.reshape(-1).double() for g in groups for t in g for reward in t.rewards]
         sizes = [sum(reward.numel() for t in group for reward in t.rewards) for group in groups]
-        advantages = self.compare(torch.cat(flat), F.row_index(sizes))
+        turns = [
+            [
+                Trajectory([row], totals=[total])
+                for t in g
+                for row, total in zip(t.rows, t.totals, strict=True)
+            ]
+            for g in groups
+        ]
+        values = self.level(turns, torch.cat(flat), sizes)
+        advantages = self.compare(values, F.row_index(sizes))
         parts = iter(advantages.split([len(rewards) for rewards in flat]))
         return [[[along_tokens(row, next(parts)) for row in t.rows] for t in g] for g in groups]
 
@@ -240,6 +249,7 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
         super().__init__(group_size, batch_size=batch_size, **options)
         check_choice("deviation_of", deviation_of, ("advantages", "returns"))
         check_deviation(normalize, eps, eps_as, deviation_of=deviation_of != "advantages")
+        self.normalize = normalize
         self._how = {
             "normalize": normalize,
             "deviation_of": deviation_of,

@@ -22,7 +22,7 @@ from torchrl.data import Composite
 from torchrl_llm._ray import RayService, check_service
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.kl_controllers import ConstantKLController, KLController
-from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
+from torchrl_llm.data.replay_buffers.trajectory_queues import as_path, task_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.specs import RaggedSpec
@@ -57,7 +57,9 @@ class KLTransform(RowTransform):
     what the reward was penalised with, float32 ``[1]``.
 
     Append it after the transform that writes the reward: to an environment, or to a replay buffer
-    behind its credit assigner, which then sees the penalised reward.
+    behind its credit assigner, which then sees the penalised reward. The task's own reward stays
+    next to it, ``("next", "reward_before_kl")``, ``[1, 1]``: by it groups are filtered, and those
+    in which it is equal have zero variance.
 
     Args:
         coeff: :math:`\beta`: a number, or a controller that follows the divergence of the rows
@@ -161,6 +163,9 @@ class KLTransform(RowTransform):
         if self.add_to_reward:
             rewards = rows.read(self.reward_key, "append this after the transform that writes it")
             responses = rows.read(("tokens", "response"), "the policy writes them")
+            task = task_path(self.penalised_key)
+            if rows.read(task) is None:  # else of a penalty before this one
+                columns[task] = [reward.sum().reshape(1, 1) for reward in rewards]
             columns[self.penalised_key] = [
                 self._penalised(reward, values, response.shape[0], count)
                 for reward, values, response, count in zip(
@@ -223,9 +228,11 @@ class KLTransform(RowTransform):
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the penalised reward where it has a name of its own."""
-        if self.add_to_reward and self.penalised_key != self.reward_key:
-            reward_spec[self.penalised_key[1]] = reward_spec[self.reward_key[1]].clone()
+        """Adds the task's own reward, and the penalised one where it has a name of its own."""
+        reward = reward_spec.get(self.reward_key[1], None)
+        if self.add_to_reward and reward is not None:
+            for key in (self.penalised_key, task_path(self.penalised_key)):
+                reward_spec[key[1]] = reward.clone()
         return reward_spec
 
     # -- state ------------------------------------------------------------------------------------
