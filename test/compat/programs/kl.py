@@ -370,6 +370,16 @@ def log_probs_of_the_assistant_of_recorded_text():
     RetrieveLogProb(policy(input_mode="text"))(recorded("text"))
 
 
+def recorded_conversations_without_a_reward():
+    kl = RetrieveKL(
+        gen_model=policy(log_probs_key="gen_log_probs"),
+        ref_model=reference_of("history"),
+        gen_log_probs_full_key=("gen_log_probs", "full"),
+        assistant_only=False,
+    )
+    show_divergences(kl(recorded("history")))
+
+
 def a_reward_of_recorded_conversations_less_the_divergence():
     td = recorded("history")
     td["next", "reward"] = torch.ones(2, 1, 1)

@@ -185,6 +185,18 @@ def test_recorded_rows_without_a_response_are_compared_where_they_are_scored(kin
     assert found["kl_penalty", "mean"].item() == pytest.approx(cost / count)
 
 
+def test_a_recorded_conversation_without_a_reward_is_measured():
+    row = TensorDict(tokens={"full": torch.arange(3)})
+    found = RetrieveKL(Scorer(0.5), Scorer(), assistant_only=False)(row)["next"]
+    assert found["kl_penalty", "sum"].item() == 1.5
+    assert found["kl_penalty", "coeff"].item() == 0
+    assert "reward" not in found.keys()
+    sampled = make_row([0.0, -0.5, -0.5])
+    del sampled["next", "reward"]
+    with pytest.raises(DataError, match="the transform that writes it"):
+        RetrieveKL(ref_model=Scorer())(sampled)
+
+
 def test_text_alone_tells_no_assistant_and_needs_a_policy_that_encodes_it(tokenizer):
     row = TensorDict(text=TensorDict(full=NonTensorData("Hi")))
     with pytest.raises(DataError, match="by a policy that has a tokenizer"):

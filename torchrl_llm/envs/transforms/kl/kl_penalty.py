@@ -53,7 +53,8 @@ class KLTransform(RowTransform):
     Only tokens count that the policy sampled in the turn a row stands for, so that of a
     conversation every token is paid for once; prompts, templates and tools never do. Of a recorded
     conversation, which has no ``("tokens", "response")``, every token counts that was scored (and
-    is the assistant's, where the rows have a mask of these). Written under
+    is the assistant's, where the rows have a mask of these), and without a reward it is measured
+    alone. Written under
     ``("next", kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0
     where a token does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``,
     what the reward was penalised with, float32 ``[1]``.
@@ -152,7 +153,9 @@ class KLTransform(RowTransform):
         sums = torch.stack([values.sum() for values in kl])
         counts = torch.stack([mask.sum() for mask in masks])
         means = sums / counts.clamp_min(1)
-        coeff = self.coeff if self.add_to_reward else 0.0
+        # A dataset's conversations may have no reward; they are measured.
+        measured = not self.add_to_reward or (recorded and rows.read(self.reward_key) is None)
+        coeff = 0.0 if measured else self.coeff
         node = ("next", self.kl_key)
         columns = {
             **columns,
@@ -161,7 +164,7 @@ class KLTransform(RowTransform):
             (*node, "mean"): list(means.unsqueeze(1).unbind(0)),
             (*node, "coeff"): [torch.tensor([coeff]) for _ in kl],
         }
-        if self.add_to_reward:
+        if not measured:
             rewards = rows.read(self.reward_key, "append this after the transform that writes it")
             responses = gen if recorded else rows.read(("tokens", "response"))
             columns[self.penalised_key] = [
