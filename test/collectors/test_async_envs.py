@@ -13,6 +13,7 @@ from torchrl.envs import AsyncEnvPool
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import History
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
+from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.weights.weight_source import TensorSource
 
@@ -48,6 +49,20 @@ def test_trajectories_of_a_pool_come_whole(policy):
     for row in rows:
         assert row["num_turns"].item() == row["turns"]
     assert len({row["traj_id"].item() for row in rows}) == len(rows)
+
+
+def _member(query):
+    return DatasetChatEnv(dataset=[{"query": query, "answer": query.upper()}], num_envs=1)
+
+
+def test_members_may_begin_with_rows_of_their_own(policy):
+    queries = ["Hi!", "A longer one, is it not?"]
+    pool = AsyncEnvPool([partial(_member, query) for query in queries], stack="lazy")
+    try:
+        rows = pool.reset().unbind(0)
+        assert [row["history"].prompt.content for row in rows] == [[[query]] for query in queries]
+    finally:
+        pool.close()
 
 
 def test_only_last_steps_of_a_pool(policy):

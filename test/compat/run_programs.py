@@ -45,7 +45,7 @@ def programs(root: str):
         module.__file__ = str(path)
         sys.modules[path.stem] = module
         exec(compile(source, str(path), "exec", dont_inherit=True), module.__dict__)
-        for name, function in vars(module).items():
+        for name, function in list(vars(module).items()):  # a warning adds a name
             ours = inspect.isfunction(function) and function.__module__ == path.stem
             # a helper of a file takes arguments or returns something
             if ours and not function.__code__.co_argcount and not _returns(function):

@@ -14,7 +14,7 @@ from tensordict import TensorDict, lazy_stack
 from torchrl_llm.data import Chat, ChatHistory
 from torchrl_llm.data.history import ContentBase, History
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.errors import DataError
+from torchrl_llm.errors import DataError, TemplateError
 
 
 def message(role, content, **more):
@@ -301,3 +301,12 @@ def test_defect_33_a_pickled_history_is_hardly_larger_than_its_messages():
     ]
     plain = len(pickle.dumps(chats))
     assert len(pickle.dumps(History.from_chats(chats))) < 1.15 * plain
+
+
+def test_a_text_without_any_template_is_read_as_chatml():
+    text = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello"
+    history = History.from_text(text)
+    assert (history.content, history.is_complete) == (["Hi", "Hello"], [True, False])
+    assert History.from_text([text, text]).shape == (2, 2)
+    with pytest.raises(TemplateError, match="not a text of chatml_format"):
+        History.from_text("Hi there")

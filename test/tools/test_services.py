@@ -254,6 +254,70 @@ def test_a_schema_says_more_than_the_signature(told):
     assert contents[1] == ["4"]
 
 
+ARGUMENTS = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "function", "function": {"name": "f", "description": "F.", "parameters": 0}},
+        {"type": "function", "name": "f", "description": "F.", "parameters": 0, "strict": True},
+        {"name": "f", "description": "F.", "parameters": 0},
+        {"name": "f", "description": "F.", "input_schema": 0},
+        {"name": "f", "description": "F.", "inputSchema": 0},
+        {"parameters": 0},
+        {"description": "F."},
+        {"n": {"type": "integer"}},
+        {"n": int},
+        0,
+    ],
+    ids=[
+        "chat",
+        "responses",
+        "torchrl",
+        "anthropic",
+        "mcp",
+        "nameless",
+        "text",
+        "name",
+        "int",
+        "bare",
+    ],
+)
+def test_a_schema_is_read_in_each_form_that_libraries_write(told, schema):
+    """``0`` stands for the schema of the arguments."""
+
+    def filled(value):
+        if isinstance(value, dict):
+            return {key: filled(each) for key, each in value.items()}
+        return ARGUMENTS if value == 0 and value is not False else value
+
+    def f(n: int):
+        return n + 1
+
+    schema = filled(schema)
+    transform = SimpleToolTransform({"f": f}, {"f": schema})
+    function = transform.schemas[0]["function"]
+    assert function["parameters"] == ARGUMENTS
+    assert function["description"] == ("F." if "F." in str(schema) else "")
+    assert told(transform, '<tool>f\n{"n": 1}</tool>')[1] == [["2"]]
+    service = type("F", (), {"name": "f", "schema_in": schema, "schema_out": {}})()
+    tool = ServiceTool.of(service, pass_state=False, stateful=False)
+    assert tool.parameters == (ARGUMENTS if schema != {"description": "F."} else {"type": "object"})
+
+
+def test_arguments_that_are_called_as_parts_of_a_schema_are_arguments():
+    schemas = {"f": {"name": "string", "description": "string", "parameters": {"type": "array"}}}
+    transform = SimpleToolTransform({"f": lambda name, description, parameters: name}, schemas)
+    properties = transform.schemas[0]["function"]["parameters"]["properties"]
+    assert list(properties) == ["name", "description", "parameters"]
+
+
+def test_a_schema_of_another_tool_is_refused_by_both_names():
+    with pytest.raises(ConfigError, match="'f' is one of 'g'"):
+        SimpleToolTransform({"f": lambda n: n}, {"f": {"name": "g", "parameters": ARGUMENTS}})
+
+
 def test_a_registry_and_its_transform_can_be_pickled(told):
     transform = ExecuteToolsInOrder(ToolRegistry([Plain()]), XMLBlockParser(), stop_on_error=True)
     again = pickle.loads(pickle.dumps(transform))

@@ -34,6 +34,7 @@ from torchrl_llm.data.message_fields import (
     read_fields,
 )
 from torchrl_llm.data.text.templates import (  # noqa: F401
+    DEFAULT_TEMPLATE,
     add_chat_template,
     remove_chat_template,
     resolve_template,
@@ -139,7 +140,7 @@ class History(MessageFields, TensorClass["nocast"]):
 
         Args:
             text: one text (result: batch size ``[]``) or several (``[B]``).
-            chat_template_name: name of the template that wrote the text.
+            chat_template_name: name of the template that wrote the text; ChatML without any.
             chat_template: its Jinja text.
             tokenizer: its tokenizer; names the end-of-sequence token of families that use it.
             strict: raise on text that can be read in two ways.
@@ -154,7 +155,7 @@ class History(MessageFields, TensorClass["nocast"]):
             >>> h.content, h.is_complete
             (['Hi ', 'Hel'], [True, False])
         """
-        spec = resolve_template(tokenizer, chat_template, chat_template_name)
+        spec = resolve_template(tokenizer, chat_template, chat_template_name, DEFAULT_TEMPLATE)
         if isinstance(text, str):
             return _single(read_text(text, spec, tokenizer, strict=strict))
         return cls.of([read_text(one, spec, tokenizer, strict=strict) for one in text])

@@ -94,6 +94,11 @@ class RowView:
         history = self.root.get(("history", "full"), None)
         return None if history is None else list(history.chats)
 
+    def texts(self) -> list[str] | None:
+        """The text of each row, under ``("text", "full")``; ``None`` without any."""
+        texts = self.root.get(("text", "full"), None)
+        return texts if texts is None or isinstance(texts, list) else texts.tolist()
+
     def stepped(self) -> list[bool]:
         """Which rows an environment steps; all of them outside of one."""
         mask = None if self.next_rows is None else self.root.get("_step", None)

@@ -49,6 +49,12 @@ class ColumnSpec(NonTensor):
             shape=torch.Size(shape), device=device, dtype=dtype, example_data=example_data
         )
 
+    def __eq__(self, other: object) -> bool:
+        """Whether both allow the same: an example, the first row of a dataset say, is no bound."""
+        return isinstance(other, ColumnSpec) and self.shape == other.shape
+
+    __hash__ = None
+
     def rand(self, shape: Iterable[int] | None = None) -> Any:
         """The example in every row; a leading ``shape`` gives plain non-tensor data."""
         sizes = (*(shape or ()), *self.shape[:-1])

@@ -14,7 +14,7 @@ import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from transformers.utils.chat_template_utils import get_json_schema
 
@@ -129,7 +129,8 @@ class FunctionTool(Tool):
     Args:
         function: with type hints and a Google-style docstring, of which the schema is made.
         kind: see :class:`Tool`.
-        schema: the schema, where the function's signature does not say it.
+        schema: the schema in a form of :func:`read_schema`, where the function's signature does not
+            say it.
 
     Raises:
         ConfigError: neither ``schema`` nor the function's signature and docstring describe it.
@@ -161,11 +162,11 @@ class FunctionTool(Tool):
                 f"{getattr(function, '__name__', function)!r} cannot be described to a model: "
                 f"{error}; write type hints and a Google-style docstring, or pass schema=..."
             ) from error
-        described = described.get("function", described)
+        told = read_schema(described)
         self.function = function
-        self.name = described["name"]
-        self.description = described.get("description", "")
-        self.parameters = described.get("parameters") or dict(Tool.parameters)
+        self.name = told.name or function.__name__
+        self.description = told.description or ""
+        self.parameters = told.parameters or dict(Tool.parameters)
         self.kind = kind
 
     @property
@@ -177,6 +178,53 @@ class FunctionTool(Tool):
         """Call the function; what is no string is written as one, by ``as_text``."""
         value = self.function(**call.args)
         return value if isinstance(value, ToolOutput) else as_text(value)
+
+
+class ToolDescription(NamedTuple):
+    """What a schema says about a tool; ``None`` where it does not say it.
+
+    Attributes:
+        name: what the model calls it.
+        description: what the model reads about it.
+        parameters: JSON schema of its arguments, or each argument's by its name.
+    """
+
+    name: str | None
+    description: str | None
+    parameters: Mapping[str, Any] | None
+
+
+# Where OpenAI, Anthropic and MCP write the schema of the arguments.
+_ARGUMENTS = ("parameters", "input_schema", "inputSchema")
+_DESCRIBES = {"type", "name", "description", "strict", *_ARGUMENTS}
+JSON_TYPES = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
+
+
+def read_schema(schema: Mapping[str, Any]) -> ToolDescription:
+    """Read the schema of a tool, whoever wrote it.
+
+    Args:
+        schema: ``{"type": "function", "function": {...}}``, as OpenAI writes it;
+            ``{"name", "description", "parameters"}``, as TorchRL does, or with ``input_schema``
+            or ``inputSchema``, as Anthropic and MCP do; or the schema of the arguments alone.
+
+    Example:
+        >>> read_schema({"type": "function", "function": {"name": "add", "description": "Adds."}})
+        ToolDescription(name='add', description='Adds.', parameters=None)
+        >>> read_schema({"name": {"type": "string"}}).parameters
+        {'name': {'type': 'string'}}
+    """
+    inner = schema.get("function")
+    if isinstance(inner, Mapping) and (schema.get("type") == "function" or "name" in inner):
+        schema = {"type": "function", **inner}
+    found = next((schema[k] for k in _ARGUMENTS if isinstance(schema.get(k), Mapping)), None)
+    texts = [schema.get("name"), schema.get("description")]
+    texts = [text if isinstance(text, str) and text not in JSON_TYPES else None for text in texts]
+    whole = found is not None and found.get("type") == "object" and set(schema) <= _DESCRIBES
+    arguments = schema.get("type") == "object" or "properties" in schema or "$schema" in schema
+    if arguments or not (schema.get("type") == "function" or any(texts) or whole):
+        return ToolDescription(None, None, schema)
+    return ToolDescription(*texts, found)
 
 
 def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:

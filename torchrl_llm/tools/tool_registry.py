@@ -16,7 +16,7 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_parsers import PatternParser, ToolParser, ToolTagParser
-from torchrl_llm.tools.tool import Tool, as_text, closed_schema
+from torchrl_llm.tools.tool import JSON_TYPES, Tool, as_text, closed_schema, read_schema
 from torchrl_llm.tools.tool_call import ToolCall, ToolResult
 from torchrl_llm.tools.tool_transform import Calls, ToolTransform
 
@@ -39,7 +39,8 @@ class ToolService(Protocol):
     Attributes:
         name: what the model calls it.
         schema_in: its arguments: a JSON schema of an object, or of each argument by name, or a
-            Python type of each.
+            Python type of each; or a whole description of the tool, see
+            :func:`~torchrl_llm.tools.tool.read_schema`.
         schema_out: what it returns, for people.
     """
 
@@ -190,14 +191,10 @@ class ServiceTool(Tool):
     def of(cls, service: ToolService, *, pass_state: bool, stateful: bool) -> ServiceTool:
         """The tool of a service."""
         schema = getattr(service, "schema_in", None)
-        return cls(
-            service,
-            name=service.name,
-            parameters=None if schema is None else json_schema(schema),
-            description=getattr(service, "description", None),
-            pass_state=pass_state,
-            stateful=stateful,
-        )
+        told = {} if schema is None else _told(schema, service.name)
+        if (description := getattr(service, "description", None)) is not None:
+            told["description"] = description
+        return cls(service, name=service.name, pass_state=pass_state, stateful=stateful, **told)
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
@@ -212,6 +209,15 @@ class ServiceTool(Tool):
         """Call the function; what it returns is written as JSON."""
         state = {"_state": RowState(call.state)} if self._pass_state else {}
         return as_text(self.function(**{**call.args, **state}))
+
+
+def _told(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """What a schema says of the tool ``name``, as arguments of a :class:`ServiceTool`."""
+    told = read_schema(schema)
+    if told.name not in (None, name):
+        raise ConfigError(f"the schema of the tool {name!r} is one of {told.name!r}: name it alike")
+    parameters = None if told.parameters is None else json_schema(told.parameters)
+    return {"parameters": parameters, "description": told.description}
 
 
 def json_schema(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -254,7 +260,7 @@ def signature_schema(function: Callable[..., Any]) -> dict[str, Any]:
 def _schema_of(kind: Any) -> dict[str, Any]:
     if isinstance(kind, Mapping):
         return dict(kind)
-    if isinstance(kind, str) and kind in _TYPES.values():
+    if isinstance(kind, str) and kind in JSON_TYPES:
         return {"type": kind}
     found = _TYPES.get(kind) if isinstance(kind, type) else None
     return {} if found is None else {"type": found}
@@ -276,7 +282,8 @@ class SimpleToolTransform(ToolTransform):
 
     Args:
         tools: name to function; it is called with the arguments as keywords.
-        tool_schemas: name to JSON schema of the arguments, where the signature does not say enough.
+        tool_schemas: name to schema, where the signature does not say enough: of the arguments, or
+            a whole description in a form of :func:`~torchrl_llm.tools.tool.read_schema`.
         parser: another way to write calls.
         tool_call_pattern: a regular expression with two groups, name and JSON arguments, instead of
             a parser.
@@ -285,7 +292,8 @@ class SimpleToolTransform(ToolTransform):
         kwargs: further arguments of the base class.
 
     Raises:
-        ConfigError: parser and pattern, or a schema for a tool that there is not.
+        ConfigError: parser and pattern, or a schema for a tool that there is not, or that names
+            another tool.
 
     Example:
         >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})
@@ -310,9 +318,10 @@ class SimpleToolTransform(ToolTransform):
             raise ConfigError(f"tool_schemas has {unknown}, and tools only {sorted(tools)}")
         if parser is None:
             parser = PatternParser(tool_call_pattern) if tool_call_pattern else ToolTagParser()
-        parameters = {name: json_schema(schema) for name, schema in schemas.items()}
         made = [
-            ServiceTool(function, name=name, parameters=parameters.get(name))
+            ServiceTool(
+                function, name=name, **(_told(schemas[name], name) if name in schemas else {})
+            )
             for name, function in tools.items()
         ]
         super().__init__(made, parser, tool_name=tool_name, timeout=timeout, **kwargs)

@@ -182,6 +182,45 @@ def the_selector_by_default():
     show(selector.strategy, selector.max_combinations, selector.in_keys)
 
 
+class ByTheFirstTurn(MCAdvantageSelector):
+    """Reads whole trajectories, as its ``in_keys`` ask."""
+
+    def select(self, candidates, *, group_size, keep_return_bounds=None):
+        rewards = candidates["trajectories", "next", "reward"]
+        show(rewards.shape, rewards.flatten())
+        return sorted(rewards.flatten(1)[:, 0].argsort(descending=True)[:group_size].tolist())
+
+
+def chosen_by(selector):
+    options = {"candidate_group_size": 3, "candidate_selection_min_size": 3}
+    estimator = MCAdvantage(2, candidate_selector=selector, trajectory_return="sum", **options)
+    for first, last in ((1.0, 0.0), (0.0, 5.0), (2.0, 4.0)):
+        written = estimator.inv(turns("a", first, last))
+    show([float(row["next", "reward"]) for row in written.reshape(-1).unbind(0)])
+
+
+def a_selector_that_reads_trajectories():
+    chosen_by(ByTheFirstTurn(in_keys=[("trajectories", "next", "reward")]))
+
+
+def a_selector_that_reads_returns_and_trajectories():
+    chosen_by(ByTheFirstTurn(in_keys=["return", ("trajectories", "next", "reward")]))
+
+
+def a_selector_that_chooses_by_another_number():
+    numbers = {"return": torch.tensor([0.0, 1.0, 2.0]), "length": torch.tensor([5.0, 1.0, 3.0])}
+    selector = MCAdvantageSelector("uniform", in_keys=["length"])
+    show(sorted(selector.select(TensorDict(numbers, [3]), group_size=2)))
+
+
+def a_selector_of_several_numbers_by_a_strategy():
+    chosen_by(MCAdvantageSelector("uniform", in_keys=[("trajectories", "next", "reward")]))
+
+
+def a_selector_without_keys():
+    MCAdvantageSelector(in_keys=[])
+
+
 def the_selector_with_too_few():
     candidates = TensorDict({"return": torch.tensor([0.0])}, [1])
     MCAdvantageSelector().select(candidates, group_size=2)

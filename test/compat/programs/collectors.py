@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 
@@ -232,6 +233,20 @@ def environments_that_step_on_their_own():
     for batch in itertools.islice(made, 2):
         show(batch.shape, batch["next", "done"].flatten())
     made.shutdown()
+
+
+def member(question):
+    made = ChatEnv.from_dataloader(
+        [{"query": question}], tokenizer=tokenizer(), batch_size=(1,), input_mode="history"
+    )
+    return made.append_transform(StepCounter(max_steps=1))
+
+
+def members_whose_first_rows_differ():
+    members = [functools.partial(member, text) for text in ("Hi!", "A longer one, is it not?")]
+    pool = AsyncEnvPool(members, backend="threading", stack="lazy")
+    show([row["history"].prompt.content for row in pool.reset().unbind(0)])
+    pool.close()
 
 
 def asynchronous_without_a_pool():

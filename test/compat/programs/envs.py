@@ -308,6 +308,25 @@ class Rows:
         return iter(self.elements)
 
 
+COLUMNS = [
+    {"query": ["a", "b"], "number": torch.tensor([1, 2])},
+    {"query": ["c"], "number": torch.tensor([3])},
+]
+
+
+def rows_of_a_list_of_batches():
+    for batches in (COLUMNS, tuple(COLUMNS), [{"query": ["a", "b"], "tag": ["x", "y"]}]):
+        env = ChatEnv.from_dataloader(batches, batch_size=(2,))
+        for _ in range(2):
+            td = env.reset()
+            show(td["history"].prompt, list(td.get("number", [])), list(td.get("tag", [])))
+
+
+def repeated_rows_of_a_list_of_batches():
+    env = ChatEnv(batch_size=(2,)).append_transform(DataLoadingPrimer(COLUMNS, repeats=2))
+    show([env.reset()["history"].prompt.content for _ in range(3)])
+
+
 def a_loader_of_ones_own():
     elements = [{"query": [f"a{n}", f"b{n}"], "answer": ["1", "2"]} for n in range(3)]
     env = ChatEnv(batch_size=(2,)).append_transform(DataLoadingPrimer(Rows(2, elements)))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from _rows import PROMPT, dense, ragged
 from _shared import CHAT, OTHER, model, show, tokenizer
@@ -10,6 +12,7 @@ from torchrl.data.llm import History
 from torchrl.envs.llm import KLRewardTransform, RetrieveLogProb, as_nested_tensor, as_padded_tensor
 from torchrl.envs.llm.transforms.kl import KLComputation, RetrieveKL
 from torchrl.modules.llm import TransformersWrapper
+from torchrl.modules.llm.policies import ChatHistory, Text
 
 
 def policy(**options):
@@ -256,6 +259,141 @@ def a_reference_from_a_factory():
         add_to_reward=False,
     )
     show(*numbers(kl(ragged()), "next", "ref_log_probs", "full"))
+
+
+# -- recorded conversations -----------------------------------------------------------------------
+
+
+def recorded(mode):
+    """Two conversations as a dataset has them: no policy has written anything."""
+    history = History.from_chats([CHAT, OTHER])
+    if mode == "history":
+        column = ChatHistory(full=history)
+        next_ = TensorDict(history=column.clone(), batch_size=(2,))
+        return TensorDict(history=column, next=next_, batch_size=(2,))
+    options = {"tokenizer": tokenizer(), "tokenize": False, "add_generation_prompt": False}
+    texts = [history[row].apply_chat_template(**options) for row in (0, 1)]
+    if mode == "text":
+        column = Text(full=texts, batch_size=(2,))
+        return TensorDict(text=column, next=TensorDict(batch_size=(2,)), batch_size=(2,))
+    ids = [torch.tensor(tokenizer()(text)["input_ids"]) for text in texts]
+    return lazy_stack([TensorDict(tokens={"full": row}, next=TensorDict()) for row in ids])
+
+
+def reference_of(mode):
+    """A reference that differs from the policy."""
+    other = copy.deepcopy(model())
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.01)
+    options = {"input_mode": mode, "log_probs_key": "ref_log_probs"}
+    return TransformersWrapper(
+        other, tokenizer=tokenizer(), generate=False, return_log_probs=True, **options
+    )
+
+
+def told(rows):
+    """Tokens, those that count, and their sum."""
+    show([[len(row), int((row != 0).sum()), round(float(row.sum()), 2)] for row in rows])
+
+
+def show_divergences(td):
+    key = ("next", "kl_penalty")
+    told(numbers(td, *key, "full") if (*key, "full") in td.keys(True) else numbers(td, *key))
+
+
+def scored_again(mode, **options):
+    """Both models score the rows, in one transform."""
+    kl = RetrieveKL(
+        gen_model=policy(input_mode=mode, log_probs_key="gen_log_probs"),
+        ref_model=reference_of(mode),
+        gen_log_probs_full_key=("gen_log_probs", "full"),
+        ref_log_probs_full_key=("ref_log_probs", "full"),
+        add_to_reward=False,
+        **options,
+    )
+    return kl(recorded(mode))
+
+
+def scored_apart(mode):
+    """Both models score the rows, each in a transform of its own, and a third one compares."""
+    td = recorded(mode)
+    pair = {"log_probs": policy(input_mode=mode), "ref_log_probs": reference_of(mode)}
+    for name, each in pair.items():
+        td = RetrieveLogProb(each, log_probs_full_key=(name, "full"), assistant_only=False)(td)
+    return KLComputation(add_to_reward=False)(td)
+
+
+def a_divergence_of_recorded_conversations():
+    show_divergences(scored_again("history", assistant_only=False))
+
+
+def a_divergence_of_recorded_text():
+    show_divergences(scored_again("text", assistant_only=False))
+
+
+def a_divergence_of_recorded_tokens():
+    show_divergences(scored_again("tokens", assistant_only=False))
+
+
+def a_divergence_of_the_assistant_of_recorded_conversations():
+    show_divergences(scored_again("history", assistant_only=True))
+
+
+def a_divergence_of_the_assistant_of_recorded_text():
+    scored_again("text", assistant_only=True)
+
+
+def a_divergence_of_the_assistant_of_recorded_tokens():
+    scored_again("tokens", assistant_only=True)
+
+
+def a_computation_over_recorded_conversations():
+    show_divergences(scored_apart("history"))
+
+
+def a_computation_over_recorded_text():
+    show_divergences(scored_apart("text"))
+
+
+def a_computation_over_recorded_tokens():
+    show_divergences(scored_apart("tokens"))
+
+
+def log_probs_of_recorded_text():
+    key = ("ref_log_probs", "full")
+    score = RetrieveLogProb(policy(input_mode="text"), log_probs_full_key=key, assistant_only=False)
+    told(numbers(score(lazy_stack(list(recorded("text").unbind(0)))), "next", *key))
+
+
+def log_probs_of_the_assistant_of_recorded_text():
+    RetrieveLogProb(policy(input_mode="text"))(recorded("text"))
+
+
+def recorded_conversations_without_a_reward():
+    kl = RetrieveKL(
+        gen_model=policy(log_probs_key="gen_log_probs"),
+        ref_model=reference_of("history"),
+        gen_log_probs_full_key=("gen_log_probs", "full"),
+        assistant_only=False,
+    )
+    show_divergences(kl(recorded("history")))
+
+
+def a_reward_of_recorded_conversations_less_the_divergence():
+    td = recorded("history")
+    td["next", "reward"] = torch.ones(2, 1, 1)
+    td = lazy_stack(list(td.unbind(0)))
+    kl = RetrieveKL(
+        gen_model=policy(log_probs_key="gen_log_probs"),
+        ref_model=reference_of("history"),
+        gen_log_probs_full_key=("gen_log_probs", "full"),
+        assistant_only=False,
+        coeff=0.5,
+    )
+    rewards = kl(td).get(("next", "reward"), as_list=True)
+    # what each token of the conversation costs, however the reward is spread over them
+    show([round(float((row - 1).sum()), 3) for row in rewards])
 
 
 # -- KLRewardTransform --------------------------------------------------------------------------

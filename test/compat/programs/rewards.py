@@ -362,7 +362,7 @@ def a_score():
     show(data.prompt_level_strict_acc.shape, data.inst_level_strict_acc.float().mean())
 
 
-def the_default_reward_of_a_score():
+def default_reward(**blocks):
     data = IFEvalScoreData(
         prompt_level_strict_acc=torch.tensor([False]),
         inst_level_strict_acc=torch.tensor([True, False]),
@@ -370,5 +370,43 @@ def the_default_reward_of_a_score():
         inst_level_loose_acc=torch.tensor([True, True]),
         batch_size=(),
     )
-    reward = IfEvalScorer().default_reward_aggregator(data, think_blocks=["a"], answer_blocks=["b"])
-    show(round(float(reward), 4))
+    return IfEvalScorer().default_reward_aggregator(data, **blocks)
+
+
+def the_default_reward_of_a_score():
+    show(round(float(default_reward(think_blocks=["a"], answer_blocks=["b"])), 4))
+
+
+def the_default_reward_is_a_tensor():
+    show(default_reward(), default_reward(answer_blocks=["b"], complete=True))
+    show(default_reward(think_blocks=["a", "b"]).to(torch.float64).dtype)
+
+
+def the_default_reward_of_a_score_that_lacks_some():
+    names = ("prompt_level_strict_acc", "prompt_level_loose_acc", "inst_level_loose_acc")
+    half = torch.tensor([True, False])
+    data = IFEvalScoreData(inst_level_strict_acc=half, **dict.fromkeys(names), batch_size=())
+    show(IfEvalScorer().default_reward_aggregator(data))
+
+
+def the_default_reward_of_several_scores():
+    column = torch.tensor([[True], [False]])
+    data = IFEvalScoreData(
+        prompt_level_strict_acc=column,
+        inst_level_strict_acc=column,
+        prompt_level_loose_acc=column,
+        inst_level_loose_acc=~column,
+        batch_size=(2,),
+    )
+    show(IfEvalScorer(format_weights=[1, 2, 3, 4]).default_reward_aggregator(data))
+
+
+def a_reward_made_of_the_default_one():
+    scorer = IfEvalScorer()
+
+    def twice(data, think_blocks=None, answer_blocks=None, complete=None):
+        made = scorer.default_reward_aggregator(data, think_blocks, answer_blocks, complete)
+        return 2 * made
+
+    td = followed(IfEvalScorer(aggregate_reward=twice), "<answer>Hi there</answer>")
+    show(round(float(td["reward"]), 3))

@@ -182,3 +182,39 @@ def truncated_ids():
         return_dict=True,
     )
     show(out["input_ids"].shape)
+
+
+# -- what is left open ----------------------------------------------------------------------------
+
+CHATML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello"
+
+
+def from_text_without_a_template():
+    show(History.from_text(CHATML), History.from_text(CHATML).is_complete)
+    show(History.from_text(CHATML + "<|im_end|>\n").is_complete)
+
+
+def from_texts_without_a_template():
+    show(History.from_text([CHATML, "<|im_start|>user\nHo<|im_end|>\n"]))
+
+
+def from_a_text_of_no_template():
+    History.from_text("Hi there")
+
+
+def ids_of_a_conversation_alone():
+    history = History.from_chats(CHAT)
+    show(history.apply_chat_template(tokenizer=tokenizer(), tokenize=True))
+
+
+def ids_of_a_batch_alone():
+    history = History.from_chats([CHAT, OTHER])
+    show(history.apply_chat_template(tokenizer=tokenizer(), tokenize=True))
+
+
+def ids_of_a_conversation_without_a_dict():
+    history = History.from_chats(CHAT)
+    ids = history.apply_chat_template(
+        tokenizer=tokenizer(), tokenize=True, return_tensors="pt", return_dict=False
+    )
+    show(ids)

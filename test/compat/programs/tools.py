@@ -262,6 +262,50 @@ def attributes_of_simple_tools():
     show(sorted(transform.tools), transform.tool_schemas, transform.tool_role, transform.timeout)
 
 
+def answered_with_a_schema(schema):
+    transform = SimpleToolTransform({"add": add}, tool_schemas={"add": schema})
+    (prompt,) = stepped(with_tool(transform), CALL)
+    show(prompt.role, "3" in prompt.content[-1], transform.tool_schemas == {"add": schema})
+
+
+ARGUMENTS = {
+    "type": "object",
+    "properties": {"a": {"type": "number"}, "b": {"type": "number"}},
+    "required": ["a", "b"],
+}
+
+
+def a_simple_tool_with_openais_schema():
+    function = {"name": "add", "description": "Adds.", "parameters": ARGUMENTS}
+    answered_with_a_schema({"type": "function", "function": function})
+
+
+def a_simple_tool_with_the_schema_of_responses():
+    answered_with_a_schema(
+        {"type": "function", "name": "add", "description": "Adds.", "parameters": ARGUMENTS}
+    )
+
+
+def a_simple_tool_with_torchrls_schema():
+    answered_with_a_schema({"name": "add", "description": "Adds.", "parameters": ARGUMENTS})
+
+
+def a_simple_tool_with_anthropics_schema():
+    answered_with_a_schema({"name": "add", "description": "Adds.", "input_schema": ARGUMENTS})
+
+
+def a_simple_tool_with_the_schema_of_mcp():
+    answered_with_a_schema({"name": "add", "inputSchema": ARGUMENTS})
+
+
+def a_simple_tool_with_a_description_alone():
+    answered_with_a_schema({"description": "Adds."})
+
+
+def a_simple_tool_with_a_schema_of_arguments():
+    answered_with_a_schema(ARGUMENTS)
+
+
 def the_pattern_of_simple_tools():
     transform = SimpleToolTransform({"add": add})
     show(transform.parser, transform.tool_call_pattern)

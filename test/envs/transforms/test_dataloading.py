@@ -290,3 +290,27 @@ def test_taking_the_state_changes_nothing():
         env.state_dict()
         seen += drawn(env)
     assert seen == drawn(other, 6)
+
+
+@pytest.mark.parametrize("kind", [list, tuple])
+def test_batches_of_columns_are_read_as_rows_where_nobody_says_their_size(kind):
+    batches = kind([{"query": ["a", "b"], "answer": ["A", "B"]}, {"query": ["c"], "answer": ["C"]}])
+    env = make_env(batches, size=2)
+    assert drawn(env, 2) == ["a", "b", "c", "a"]
+    env = make_env([{"query": ["a", "b"], "number": torch.tensor([1, 2])}], size=3)
+    assert env.reset()["number"].tolist() == [1, 2, 1]
+
+
+def test_conversations_are_rows_alone_and_columns_in_lists_of_them():
+    asked = [[{"role": "user", "content": text}] for text in "ab"]
+    env = make_env([{"query": asked}], size=2)
+    assert env.reset()["history"].prompt.content == [["a"], ["b"]]
+    env = make_env([{"query": chat, "tags": ["one"]} for chat in asked], size=2)
+    assert env.reset()["history"].prompt.content == [["a"], ["b"]]
+
+
+def test_an_element_that_may_be_one_row_is_one():
+    loader = [{"query": [{"role": "user", "content": "a"}], "number": 3}]
+    assert list(make_env(loader, size=1).reset()["number"]) == [3]
+    uneven = [{"query": "a", "tags": ["x", "y"], "ids": torch.arange(2)}]
+    assert make_env(uneven, size=1).reset()["ids"].tolist() == [[0, 1]]

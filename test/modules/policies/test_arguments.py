@@ -9,8 +9,10 @@ from dataclasses import fields
 import pytest
 import torch
 from modules.policies.rows_helper import fake_tokens, tokens_td
+from tensordict import TensorDict
 
 from torchrl_llm import modules
+from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeBackend, LLMWrapperBase, SamplingParams, TransformersBackend
 from torchrl_llm.modules.policies.policy_arguments import PolicyOptions, parse_generate_kwargs
@@ -19,8 +21,8 @@ OWN = {
     "FakeWrapper": "answers tokenizer vocab_size eos_token_ids max_length",
     "LLMWrapperBase": "backend tokenizer",
     "RemoteTransformersWrapper": "model max_concurrency validate_model actor_name num_gpus "
-    "num_cpus tokenizer num_replicas device dtype timeout_s start_timeout_s",
-    "TransformersWrapper": "model tokenizer pad_model_input device",
+    "num_cpus tokenizer num_replicas device dtype timeout_s start_timeout_s full_logits",
+    "TransformersWrapper": "model tokenizer pad_model_input device full_logits",
     "vLLMWrapper": "model tokenizer pad_model_input device engine_options",
 }
 
@@ -216,3 +218,23 @@ def test_what_torchrl_sets_for_its_tokenizer_may_be_given(mode, tokenizer):
     assert policy.tokenizer_kwargs is None
     with pytest.raises(ConfigError, match="tokenizer_kwargs"):
         policy.get_new_version(tokenizer_kwargs={"padding_side": "right"})
+
+
+def test_the_wrapper_takes_the_hint_that_it_gives(make_tiny_model):
+    model = make_tiny_model().eval()
+    model.config.logit_magic = 3.0  # a field that the chunked head does not know
+    with pytest.raises(ConfigError, match="pass full_logits=True"):
+        modules.TransformersWrapper(model, input_mode="tokens", generate=False)
+    policy = modules.TransformersWrapper(
+        model, input_mode="tokens", generate=False, full_logits=True
+    )
+    ids = torch.tensor([5, 6, 7])
+    for each in (policy, policy.get_new_version(pad_model_input=True)):
+        out = each(TensorDict(tokens=ragged_rows({"full": [ids]}), batch_size=[1]))
+        with torch.no_grad():
+            wanted = model(ids[None]).logits[0, :-1].log_softmax(-1).gather(-1, ids[1:, None])
+        torch.testing.assert_close(out[0]["log_probs", "full"][1:], wanted.flatten())
+    model.config.logit_magic = None
+    backend = TransformersBackend(model)
+    with pytest.raises(ConfigError, match="give the model itself"):
+        modules.TransformersWrapper(backend, input_mode="tokens", full_logits=True)

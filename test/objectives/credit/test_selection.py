@@ -242,6 +242,43 @@ def test_a_selector_of_ones_own_reads_other_keys():
         write(credit, [row(0.0)] * 3)
 
 
+def test_a_selector_reads_whole_trajectories():
+    seen = []
+
+    class FirstTurn(MCAdvantageSelector):
+        def select(self, candidates, *, group_size, keep_return_bounds=None):
+            for rows in candidates["trajectories"].unbind(0):
+                seen.append([row["next", "reward"].item() for row in rows.unbind(0)])
+            best = sorted(range(len(seen)), key=lambda at: -seen[at][0])
+            return sorted(best[:group_size])
+
+    turns = [(1.0, 0.0), (5.0,), (0.0, 2.0, 3.0)]
+    rows = [
+        row(reward, traj=number, done=at == len(rewards) - 1)
+        for number, rewards in enumerate(turns)
+        for at, reward in enumerate(rewards)
+    ]
+    options = {"candidate_group_size": 3, "candidate_selection_min_size": 3}
+    options["keep_return_bounds"] = None
+    selector = FirstTurn(in_keys=[("trajectories", "next", "reward")])
+    buffer = write(_oversampled(candidate_selector=selector, **options), rows)
+    assert seen == [list(rewards) for rewards in turns]
+    assert [r["next", "reward"].item() for r in buffer[:].unbind(0)] == [1.0, 0.0, 5.0]
+
+
+def test_the_strategies_choose_by_the_first_key():
+    candidates = TensorDict(
+        {"return": torch.tensor([0.0, 1.0, 2.0]), "length": torch.tensor([[5.0], [1.0], [3.0]])},
+        batch_size=[3],
+    )
+    selector = MCAdvantageSelector("uniform", in_keys=["length"])
+    assert sorted(selector.select(candidates, group_size=2)) == [0, 1]
+    with pytest.raises(ConfigError, match="one number per candidate at 'width'"):
+        MCAdvantageSelector(in_keys=["width"]).select(candidates, group_size=2)
+    with pytest.raises(ConfigError, match="in_keys must name"):
+        MCAdvantageSelector(in_keys=[])
+
+
 def test_candidates_resume_where_they_were():
     credit, other = _oversampled(), _oversampled()
     write(credit, [row(0.0), row(1.0), row(0.0, group=1)])

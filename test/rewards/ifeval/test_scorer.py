@@ -300,3 +300,19 @@ def test_accuracies_are_over_prompts_and_over_instructions():
 def test_an_unknown_instruction_raises_where_one_response_is_scored():
     with pytest.raises(RewardError, match="unknown instruction"):
         IfEvalScorer().score("a", IFEvalExample(("a:b",), ({},)))
+
+
+def test_the_default_reward_of_a_batch_of_scores_is_a_tensor():
+    # 0.4 p_s + 0.3 i_s + 0.2 p_l + 0.1 i_l: row 0 has (1, 1, 1, 0), row 1 has (0, 0, 0, 1).
+    column = torch.tensor([[True], [False]])
+    data = IFEvalScoreData(
+        prompt_level_strict_acc=column,
+        inst_level_strict_acc=column,
+        prompt_level_loose_acc=column,
+        inst_level_loose_acc=~column,
+        batch_size=(2,),
+    )
+    reward = IfEvalScorer().default_reward_aggregator(data, answer_blocks=["a"])
+    assert reward.shape == (2, 1, 1)
+    assert reward.dtype == torch.get_default_dtype()
+    assert reward.flatten().tolist() == pytest.approx([1.0, 0.2])

@@ -82,6 +82,7 @@ def resolve_template(
     tokenizer: Any,
     chat_template: str | None = None,
     chat_template_name: str | None = None,
+    default: str | None = None,
 ) -> TemplateSpec:
     """Find the template of a tokenizer.
 
@@ -93,6 +94,7 @@ def resolve_template(
         tokenizer: a Hugging Face tokenizer, or ``None`` with an explicit text or name.
         chat_template: Jinja text that overrides everything.
         chat_template_name: name of a template.
+        default: name of the template where nothing of these is given.
 
     Raises:
         TemplateError: both arguments were given, the name is unknown, or there is nothing to go by.
@@ -105,6 +107,8 @@ def resolve_template(
         raise TemplateError("pass chat_template or chat_template_name, not both")
     if chat_template is not None:
         return TemplateSpec("explicit", chat_template, parser_for_template(chat_template))
+    if chat_template_name is None and tokenizer is None:
+        chat_template_name = default
     if chat_template_name is not None:
         return _by_name(tokenizer, chat_template_name)
     if tokenizer is None:

@@ -6,7 +6,7 @@ It draws a row only for the conversations that start, hands each row out ``repea
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, Literal
 
 import torch
@@ -204,8 +204,12 @@ class _RowFeed:
                 f"a data loader must give dicts or tensordicts, got {type(element).__name__}"
             )
         # A string is one value; of a batch each column is a list.
-        single = any(isinstance(value, str) for value in element.values())
-        if single or not getattr(self.loader, "batch_size", self._batch_size):
+        batched = not any(isinstance(value, str) for value in element.values())
+        if hasattr(self.loader, "batch_size") or self._batch_size is not None:
+            batched &= bool(getattr(self.loader, "batch_size", self._batch_size))
+        else:
+            batched &= _is_batch(element)
+        if not batched:
             return [element]
         lengths = {name: len(values) for name, values in element.items()}
         if len(set(lengths.values())) != 1:
@@ -254,6 +258,21 @@ class _RowFeed:
         self._offset = state["offset"]
 
 
+def _is_batch(element: Mapping[str, Any]) -> bool:
+    """Whether each value is a column of texts, numbers or conversations, not a row's own list."""
+    columns = [value for value in element.values() if getattr(value, "ndim", None) != 0]
+    if len(columns) < len(element) or not all(isinstance(v, Sized) for v in columns):
+        return False
+    first = [value[0] for value in columns if isinstance(value, (list, tuple)) and value]
+    if any(isinstance(value, Mapping) and "role" in value for value in first):
+        return False  # one conversation
+    texts = any(
+        isinstance(v, str) or (isinstance(v, list) and v and isinstance(v[0], Mapping))
+        for v in first
+    )
+    return texts and len({len(value) for value in columns}) == 1
+
+
 def _row_of_tensordict(row: TensorDictBase) -> Row:
     values = {}
     for key, value in row.items():
@@ -282,8 +301,9 @@ class DataLoadingPrimer(RayService, Transform):
             tensordicts that gives one tensordict. ``torch.stack`` if not given.
         batch_size: ``B`` of the environment, as in TorchRL; where the loader has no ``batch_size``
             of its own it says that elements are batches of rows. An element is one row where
-            ``loader.batch_size`` is 0 or None, or neither is there, or a value is a string.
-            Tensordicts say themselves.
+            ``loader.batch_size`` is 0 or None, or a value is a string. Where neither says it, an
+            element is a batch if all its values are lists or tensors of one length, with a list of
+            texts or of conversations among them. Tensordicts say themselves.
         repeats: how many conversations each row starts, one after the other. None is 1.
         device: device of the tensors; the environment's if not given.
         group_repeats: promise that all repeats of a row start in the same reset. The batch must be

@@ -124,7 +124,8 @@ class RetrieveLogProb(RowTransform):
 
     Raises:
         ConfigError: for a model that cannot score, a key that is not nested, or a budget below 1.
-        DataError: for rows without tokens, or without a mask where one is needed.
+        DataError: for rows without ids, conversations and text (``("text", "full")``, which is
+            encoded as the policy encodes it), or without a mask where one is needed.
 
     Example:
         >>> from tensordict import TensorDict
@@ -244,15 +245,16 @@ class RetrieveLogProb(RowTransform):
         sequences = rows.read(("tokens", "full"))
         assistant = rows.read(("masks", "all_assistant_mask"))
         if sequences is None:
-            chats = rows.chats()
-            if chats is None:
-                raise DataError("the rows have no ('tokens', 'full'); the policy writes them")
-            sequences, assistant = encode_rows(chats, self.formatter, type(self).__name__)
+            if (chats := rows.chats()) is not None:
+                sequences, assistant = encode_rows(chats, self.formatter, type(self).__name__)
+            else:
+                sequences = self._encoded(rows.texts())
         if not self.assistant_only:
             assistant = [torch.ones_like(ids, dtype=torch.bool) for ids in sequences]
         elif assistant is None:
             raise DataError(
-                "the rows have no ('masks', 'all_assistant_mask'); the policy writes it"
+                "the rows have no ('masks', 'all_assistant_mask'), which the policy writes and "
+                "conversations tell; pass assistant_only=False for ids or text alone"
             )
         kept = _unpadded(rows, sequences)
         masks = []
@@ -261,6 +263,15 @@ class RetrieveLogProb(RowTransform):
             mask[kept[row].nonzero()[:1]] = False  # the first token has no prefix
             masks.append(mask)
         return sequences, masks, kept
+
+    def _encoded(self, texts: list[str] | None) -> list[Tensor]:
+        """The ids of texts, as the policy that scores them encodes text."""
+        if texts is None:
+            raise DataError("the rows have no ('tokens', 'full'); the policy writes them")
+        codec = getattr(getattr(self.model, "reader", None), "codec", None)
+        if codec is None:
+            raise DataError("rows with text alone are scored by a policy that has a tokenizer")
+        return codec.encode(texts)
 
     def empty_columns(self) -> dict[Path, Tensor]:
         """No token has a log-prob yet."""
@@ -404,6 +415,10 @@ class _Part(RowView):
     def chats(self) -> list[Any] | None:
         chats = self._rows.chats()
         return None if chats is None else [chats[row] for row in self._index]
+
+    def texts(self) -> list[str] | None:
+        texts = self._rows.texts()
+        return None if texts is None else [texts[row] for row in self._index]
 
     def stepped(self) -> list[bool]:
         flags = self._rows.stepped()

@@ -36,6 +36,8 @@ class TransformersWrapper(LLMWrapperBase):
             ``backend.layout``, see
             :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
         device: move the model there.
+        full_logits: score by the model's own logits, ``[B, T, V]`` at once, for heads that the
+            chunked one does not know.
         **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Attributes:
@@ -67,6 +69,7 @@ class TransformersWrapper(LLMWrapperBase):
         tokenizer: Any = None,
         pad_model_input: bool | None = None,
         device: torch.device | str | None = None,
+        full_logits: bool = False,
         **options: Any,
     ) -> None:
         if isinstance(model, str):
@@ -77,7 +80,11 @@ class TransformersWrapper(LLMWrapperBase):
         if not isinstance(model, TransformersBackend):
             if device is not None:
                 model = model.to(device)
-            model = TransformersBackend(model, tokenizer=tokenizer, layout=layout)
+            model = TransformersBackend(
+                model, tokenizer=tokenizer, layout=layout, full_logits=full_logits
+            )
+        elif full_logits and not _makes_logits(model):
+            raise ConfigError("full_logits=True contradicts the backend: give the model itself")
         elif layout not in (None, model.layout):
             raise ConfigError(
                 f"pad_model_input={pad_model_input} contradicts the backend's layout "
@@ -110,9 +117,15 @@ class TransformersWrapper(LLMWrapperBase):
 
     def get_new_version(self, **changes: Any) -> Self:
         """See :meth:`LLMWrapperBase.get_new_version`."""
-        if "pad_model_input" in changes:
-            changes = {"model": self.backend.model, **changes}
+        if "pad_model_input" in changes or "full_logits" in changes:
+            logits = _makes_logits(self.backend)
+            changes = {"model": self.backend.model, "full_logits": logits, **changes}
         return super().get_new_version(**changes)
+
+
+def _makes_logits(backend: TransformersBackend) -> bool:
+    """Whether the model makes the logits itself, and not the chunked head."""
+    return getattr(backend.scorer, "head", False) is None
 
 
 class vLLMWrapper(LLMWrapperBase):
@@ -212,6 +225,7 @@ class RemoteTransformersWrapper(LLMWrapperBase):
         dtype: of the weights.
         timeout_s: most seconds that a call may take.
         start_timeout_s: most seconds that the start may take.
+        full_logits: as in :class:`TransformersWrapper`.
         **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Raises:
@@ -241,6 +255,7 @@ class RemoteTransformersWrapper(LLMWrapperBase):
         dtype: str | torch.dtype = torch.float32,
         timeout_s: float = 600.0,
         start_timeout_s: float = 300.0,
+        full_logits: bool = False,
         **options: Any,
     ) -> None:
         tokenizer = _loaded(tokenizer)
@@ -256,8 +271,9 @@ class RemoteTransformersWrapper(LLMWrapperBase):
                 num_gpus = 1.0 if ray.cluster_resources().get("GPU", 0) else 0.0
             if device is None and num_gpus:
                 device = "cuda"
+            own = {"tokenizer": tokenizer, "full_logits": full_logits}
             pool = EnginePool(
-                partial(_load, model, dtype=dtype, device=device, tokenizer=tokenizer),
+                partial(_load, model, own, dtype=dtype, device=device),
                 num_replicas,
                 options=ActorOptions(
                     num_cpus=num_cpus,
@@ -295,8 +311,8 @@ class RemoteTransformersWrapper(LLMWrapperBase):
         self.shutdown()
 
 
-def _load(name_or_path: str, *, tokenizer: Any, **settings: Any) -> TransformersBackend:
-    return TransformersBackend(load_model(name_or_path, **settings), tokenizer=tokenizer)
+def _load(name_or_path: str, own: Mapping[str, Any], **settings: Any) -> TransformersBackend:
+    return TransformersBackend(load_model(name_or_path, **settings), **own)
 
 
 def _loaded(tokenizer: Any) -> Any:

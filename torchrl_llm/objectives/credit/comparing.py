@@ -14,7 +14,7 @@ from statistics import fmean
 from typing import Any, Literal, Unpack
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 from torch import Tensor
 
@@ -47,11 +47,12 @@ class MCAdvantageSelector:
             without bounds it is ``"uniform"``.
         max_combinations: up to so many choices ``"balanced"`` looks at all; beyond it starts from
             the lowest and highest returns, in the best proportion, and swaps while that helps.
-        in_keys: what :meth:`select` reads of each candidate: ``"return"``, or keys of the last row
-            of its trajectory, for subclasses that choose by something else.
+        in_keys: what :meth:`select` reads of each candidate; the strategies choose by the first.
+            ``"return"``, a key of the last row of its trajectory, or, for subclasses, its rows
+            ``[T]``: ``"trajectories"``, or a key of them, ``("trajectories", "next", "reward")``.
 
     Raises:
-        ConfigError: for an unknown strategy or no combination.
+        ConfigError: for an unknown strategy, no combination or no key.
 
     Example:
         >>> from tensordict import TensorDict
@@ -71,6 +72,8 @@ class MCAdvantageSelector:
         check_choice("strategy", strategy, ("balanced", "first", "uniform"))
         if max_combinations < 1:
             raise ConfigError(f"max_combinations must be at least 1, got {max_combinations}")
+        if in_keys is not None and not in_keys:
+            raise ConfigError('in_keys must name something to choose by, such as "return"')
         self.strategy = strategy
         self.max_combinations = max_combinations
         self.in_keys: list[NestedKey] = ["return"] if in_keys is None else list(in_keys)
@@ -85,7 +88,8 @@ class MCAdvantageSelector:
         """Choose.
 
         Args:
-            candidates: ``[C]`` with ``"return"``, floating ``[C]``, and the ``in_keys``.
+            candidates: ``[C]`` with ``"return"``, floating ``[C]``, and the ``in_keys``, of which
+                the first has one number per candidate.
             group_size: how many to choose, at most ``C``.
             keep_return_bounds: exclusive bounds on the mean return of the choice.
 
@@ -93,9 +97,15 @@ class MCAdvantageSelector:
             Indices of the chosen, ``None`` when no choice is inside the bounds.
 
         Raises:
-            ConfigError: fewer candidates than are to be chosen.
+            ConfigError: fewer candidates than are to be chosen, or several numbers per candidate.
         """
-        returns = candidates.get("return").double()
+        returns = candidates.get(self.in_keys[0], None)
+        if not isinstance(returns, Tensor) or returns.numel() != len(candidates):
+            raise ConfigError(
+                f"the strategies choose by one number per candidate at {self.in_keys[0]!r}, got "
+                f"{getattr(returns, 'shape', returns)}; override select() to choose by more"
+            )
+        returns = returns.double().flatten()
         if len(returns) < group_size:
             raise ConfigError(f"cannot choose {group_size} of {len(returns)} candidates")
         if self.strategy == "balanced" and keep_return_bounds is not None:
@@ -448,11 +458,13 @@ class ComparingCredit(CreditAssigner):
         """The selector's choice; all where there are no more than are trained."""
         if len(candidates) <= self.group_size:
             return candidates
-        columns = {
-            key: torch.stack([self._of_last_row(c, key) for c in candidates])
-            for key in self.candidate_selector.in_keys
-            if key != "return"
-        }
+        columns: dict[Any, Any] = {}
+        for key in self.candidate_selector.in_keys:
+            if key == "trajectories" or key[0] == "trajectories":
+                rows = [lazy_stack(list(candidate.rows)) for candidate in candidates]
+                columns["trajectories"] = lazy_stack(rows)
+            elif key != "return":
+                columns[key] = torch.stack([self._of_last_row(c, key) for c in candidates])
         indices = self.candidate_selector.select(
             TensorDict({"return": self.returns(candidates), **columns}, [len(candidates)]),
             group_size=self.group_size,

@@ -445,7 +445,7 @@ class IfEvalScorer(RewardParser):
         blocks = {"think_blocks": parts.think, "answer_blocks": parts.answer}
         if self.scored_part == "response":
             blocks = {}
-        return self.default_reward_aggregator(data, **blocks, complete=complete)
+        return self.default_reward_aggregator(data, **blocks, dtype=torch.float64).item()
 
     def default_reward_aggregator(
         self,
@@ -453,25 +453,34 @@ class IfEvalScorer(RewardParser):
         think_blocks: Sequence[str] | None = None,
         answer_blocks: Sequence[str] | None = None,
         complete: bool | None = None,
-    ) -> float:
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
         """The reward of :class:`IfEvalScorer`.
 
         Args:
-            score: of one response.
+            score: of one response, or of a batch ``[*B]``.
             think_blocks: its blocks of reasoning.
             answer_blocks: its answer blocks.
             complete: whether it ended by itself; the default reward does not ask.
+            dtype: of the reward; torch's default dtype by default.
+
+        Returns:
+            ``[*B, 1, 1]``.
         """
+        none = torch.zeros(*score.batch_size, 1, dtype=torch.float64, device=score.device)
         shares = (
             score.prompt_level_strict_acc,
             score.inst_level_strict_acc,
             score.prompt_level_loose_acc,
             score.inst_level_loose_acc,
         )
-        pairs = zip(self.format_weights, shares, strict=True)
-        reward = sum(weight * share.double().mean().item() for weight, share in pairs)
+        found = [none if s is None else s.to(none.dtype).mean(-1, keepdim=True) for s in shares]
+        reward = torch.stack(found, -1) @ none.new_tensor(self.format_weights).unsqueeze(-1)
         bonus = _ANSWER_BONUS * (len(answer_blocks or ()) == 1)
-        return reward + bonus + _THINK_BONUS * (len(think_blocks or ()) == 1)
+        return (reward + (bonus + _THINK_BONUS * (len(think_blocks or ()) == 1))).to(
+            dtype or torch.get_default_dtype()
+        )
 
     # Writing
 

@@ -6,13 +6,14 @@ import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy
 from envs.transforms.kl.kl_helper import Scorer, divergences, make_row, rewards
+from tensordict import NonTensorData, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.transforms import KLRewardTransform, RetrieveKL, RetrieveLogProb
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.modules import AdapterDisabled, TransformersBackend, load_model
+from torchrl_llm.modules import AdapterDisabled, FakeWrapper, TransformersBackend, load_model
 from torchrl_llm.objectives import GRPOLoss
 from torchrl_llm.rewards import RewardParser
 
@@ -158,3 +159,49 @@ def test_exactly_one_reference_and_one_policy():
         RetrieveKL("the collector's", Scorer())
     with pytest.raises(ConfigError, match="out_keys"):
         KLRewardTransform(Scorer(), out_keys=["a", "b"])
+
+
+@pytest.mark.parametrize("kind", ["ids", "masked", "text"])
+def test_recorded_rows_without_a_response_are_compared_where_they_are_scored(kind, tokenizer):
+    # Gen -id / 2, reference -id: each scored token costs id / 2; the first has no prefix.
+    policy = FakeWrapper(input_mode="text", tokenizer=tokenizer)
+    gen, reference = (Scorer(0.5), Scorer())
+    for scorer in (gen, reference):
+        scorer.reader = policy.reader
+    text = "What is 2+3?"
+    ids = torch.tensor(tokenizer(text)["input_ids"])
+    row = TensorDict(tokens={"full": ids}, next={"reward": torch.ones(1, 1)})
+    cost = ids[1:].sum().item() / 2
+    if kind == "masked":
+        row["masks"] = {"all_assistant_mask": torch.arange(len(ids)) >= len(ids) - 2}
+        cost = ids[-2:].sum().item() / 2
+    if kind == "text":
+        row = TensorDict(text=TensorDict(full=NonTensorData(text)), next=row["next"])
+    transform = RetrieveKL(gen, reference, coeff=0.1, assistant_only=False)
+    found = transform(row)["next"]
+    assert found["kl_penalty", "sum"].item() == pytest.approx(cost)
+    assert found["reward"].item() == pytest.approx(1 - 0.1 * cost)
+    count = 2 if kind == "masked" else len(ids) - 1
+    assert found["kl_penalty", "mean"].item() == pytest.approx(cost / count)
+
+
+def test_a_recorded_conversation_without_a_reward_is_measured():
+    row = TensorDict(tokens={"full": torch.arange(3)})
+    found = RetrieveKL(Scorer(0.5), Scorer(), assistant_only=False)(row)["next"]
+    assert found["kl_penalty", "sum"].item() == 1.5
+    assert found["kl_penalty", "coeff"].item() == 0
+    assert "reward" not in found.keys()
+    sampled = make_row([0.0, -0.5, -0.5])
+    del sampled["next", "reward"]
+    with pytest.raises(DataError, match="the transform that writes it"):
+        RetrieveKL(ref_model=Scorer())(sampled)
+
+
+def test_text_alone_tells_no_assistant_and_needs_a_policy_that_encodes_it(tokenizer):
+    row = TensorDict(text=TensorDict(full=NonTensorData("Hi")))
+    with pytest.raises(DataError, match="by a policy that has a tokenizer"):
+        RetrieveKL(Scorer(), Scorer(0.5))(row.clone())
+    scorer = Scorer()
+    scorer.reader = FakeWrapper(input_mode="text", tokenizer=tokenizer).reader
+    with pytest.raises(DataError, match="assistant_only=False for ids or text alone"):
+        RetrieveLogProb(scorer)(row)

@@ -51,7 +51,10 @@ class KLTransform(RowTransform):
     r"""Base of the transforms that measure, and penalise, the divergence from a reference.
 
     Only tokens count that the policy sampled in the turn a row stands for, so that of a
-    conversation every token is paid for once; prompts, templates and tools never do. Written under
+    conversation every token is paid for once; prompts, templates and tools never do. Of a recorded
+    conversation, which has no ``("tokens", "response")``, every token counts that was scored (and
+    is the assistant's, where the rows have a mask of these), and without a reward it is measured
+    alone. Written under
     ``("next", kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0
     where a token does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``,
     what the reward was penalised with, float32 ``[1]``.
@@ -143,7 +146,8 @@ class KLTransform(RowTransform):
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
         """Divergences and rewards, and what the sources add."""
         gen, ref, columns = self.sources(rows)
-        masks = rows.sampled()
+        recorded = rows.read(("tokens", "response")) is None
+        masks = _scored_tokens(rows, gen, ref) if recorded else rows.sampled()
         kl = [
             self._per_token(row, *parts)
             for row, parts in enumerate(zip(gen, ref, masks, strict=True))
@@ -151,7 +155,9 @@ class KLTransform(RowTransform):
         sums = torch.stack([values.sum() for values in kl])
         counts = torch.stack([mask.sum() for mask in masks])
         means = sums / counts.clamp_min(1)
-        coeff = self.coeff if self.add_to_reward else 0.0
+        # A dataset's conversations may have no reward; they are measured.
+        measured = not self.add_to_reward or (recorded and rows.read(self.reward_key) is None)
+        coeff = 0.0 if measured else self.coeff
         node = ("next", self.kl_key)
         columns = {
             **columns,
@@ -160,9 +166,9 @@ class KLTransform(RowTransform):
             (*node, "mean"): list(means.unsqueeze(1).unbind(0)),
             (*node, "coeff"): [torch.tensor([coeff]) for _ in kl],
         }
-        if self.add_to_reward:
+        if not measured:
             rewards = rows.read(self.reward_key, "append this after the transform that writes it")
-            responses = rows.read(("tokens", "response"), "the policy writes them")
+            responses = gen if recorded else rows.read(("tokens", "response"))
             task = task_path(self.penalised_key)
             if rows.read(task) is None:  # else of a penalty before this one
                 columns[task] = [reward.sum().reshape(1, 1) for reward in rewards]
@@ -244,6 +250,19 @@ class KLTransform(RowTransform):
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Continue where :meth:`get_extra_state` was taken."""
         self.controller.load_state_dict(state)
+
+
+def _scored_tokens(rows: RowView, gen: list[Tensor], ref: list[Tensor]) -> list[Tensor]:
+    """Bool ``[T_b]``: tokens with a log-prob; those that were not scored have 0.0."""
+    assistant = rows.read(("masks", "all_assistant_mask"))
+    masks = []
+    for row, stepped in enumerate(rows.stepped()):
+        mask = gen[row] != 0.0 if assistant is None else assistant[row].bool()
+        if mask.shape == gen[row].shape == ref[row].shape:  # else an error tells the shapes
+            scored = (gen[row] != 0.0) | (ref[row] != 0.0).to(gen[row].device)
+            mask = scored & stepped & (True if assistant is None else mask.to(scored.device))
+        masks.append(mask)
+    return masks
 
 
 class KLComputation(KLTransform):
@@ -427,7 +446,8 @@ class RetrieveKL(RayService, KLTransform):
         """Scores of the reference, and of the policy or what it recorded."""
         columns = self.reference.columns(rows)
         if self.generator is None:
-            gen = rows.read(self.gen_log_probs_full_key, "the policy writes it when it samples")
+            advice = "the policy writes it when it samples; score recorded rows with gen_model="
+            gen = rows.read(self.gen_log_probs_full_key, advice)
         else:
             own = self.generator.columns(rows)
             gen, columns = own[self.generator.written], {**columns, **own}
