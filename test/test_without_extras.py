@@ -5,52 +5,10 @@ from __future__ import annotations
 import json
 
 import pytest
-from without_extras import EXTRAS, ROOT, optional_packages, run_hidden
+from without_extras import EXTRAS, MAKE, NEEDS, ROOT, optional_packages, run_hidden, wrong_names
 
 from torchrl_llm._registry import KINDS
 
-# What is chosen by name and needs an extra. All others are made without one.
-NEEDS = {
-    "rewards math": "math",
-    # Their rows are on the hub, unless a file has them.
-    **dict.fromkeys(("tasks gsm8k", "tasks humaneval", "tasks ifeval", "tasks math"), "data"),
-    "math of a file": "math",
-    "tools browser": "browser",
-    "loggers mlflow": "mlflow",
-    "loggers trackio": "trackio",
-    "loggers wandb": "wandb",
-    "backends vllm": "vllm",
-}
-MAKE = """
-import json
-from torchrl_llm._registry import KINDS, find, names
-
-# Losses, advantage estimators, weights and the transformers backend take a model or a number.
-ARGUMENTS = {
-    "loggers": {"run_dir": "runs", "experiment_name": "one"},
-    "judge": {"url": "http://localhost:1/v1", "model": "judge"},
-    "length": {"longest": 9},
-    "rows": {"dataset": [{"query": "1+1?", "answer": "2"}], "reward": str.__eq__},
-}
-made = {}
-
-
-def make(entry, target, **arguments):
-    try:
-        target(**arguments)
-    except Exception as error:
-        made[entry] = [type(error).__name__, str(error)]
-    else:
-        made[entry] = ["", ""]
-
-
-for kind in KINDS:
-    for name in names(kind):
-        arguments = ARGUMENTS.get(name, ARGUMENTS.get(kind, {}))
-        make(f"{kind} {name}", find(kind, name), **arguments)
-make("math of a file", find("tasks", "math"), dataset=[{"problem": "Half?", "answer": "1/2"}])
-print(json.dumps(made))
-"""
 MAIN = "import sys\nfrom torchrl_llm.cli import main\nsys.exit(main({}))"
 
 
@@ -73,19 +31,20 @@ def test_every_name_of_every_kind_is_found(made):
     assert {name.partition(" ")[0] for name in made} >= set(KINDS)
 
 
-def test_what_needs_an_extra_names_it(made):
+def test_what_needs_an_extra_names_it_and_all_others_need_none(made):
     assert set(NEEDS.values()) <= set(EXTRAS)
-    for name, extra in NEEDS.items():
-        kind, message = made[name]
-        assert kind == "MissingExtraError", (name, kind, message)
-        assert f"torchrl_llm[{extra}]" in message
+    assert wrong_names(made) == []
 
 
-def test_what_needs_none_is_made_without(made):
-    kinds = ("rewards", "tasks", "tools", "agents", "loggers")
-    free = {n: error for n, error in made.items() if n not in NEEDS and n.startswith(kinds)}
-    assert not {name: error for name, error in free.items() if error != ["", ""]}
-    assert not {n for n, (kind, _) in made.items() if kind == "ModuleNotFoundError"}
+def test_a_name_that_is_not_found_or_asks_for_the_wrong_extra_is_noticed(made):
+    changes = {
+        "rewards exact": ["ModuleNotFoundError", "No module named 'math_verify'"],
+        "rewards math": ["MissingExtraError", 'pip install "torchrl_llm[data]"'],
+        "losses grpo": ["MissingExtraError", 'pip install "torchrl_llm[peft]"'],
+        "tools browser": ["", ""],
+    }
+    noticed = {line.partition(":")[0] for line in wrong_names({**made, **changes})}
+    assert noticed == set(changes)
 
 
 @pytest.mark.full

@@ -20,6 +20,52 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 EXTRAS = PROJECT["optional-dependencies"]
 
+# What is chosen by name and needs an extra. All others are made without one.
+NEEDS = {
+    "rewards math": "math",
+    # Their rows are on the hub, unless a file has them.
+    **dict.fromkeys(("tasks gsm8k", "tasks humaneval", "tasks ifeval", "tasks math"), "data"),
+    "math of a file": "math",
+    "tools browser": "browser",
+    "loggers mlflow": "mlflow",
+    "loggers trackio": "trackio",
+    "loggers wandb": "wandb",
+    "backends vllm": "vllm",
+}
+MAKE = """
+import json
+from torchrl_llm._registry import KINDS, find, names
+from torchrl_llm.langmarl.environment import env_class, list_envs
+
+# Losses, advantage estimators, weights and the transformers backend take a model or a number.
+ARGUMENTS = {
+    "loggers": {"run_dir": "runs", "experiment_name": "one"},
+    "judge": {"url": "http://localhost:1/v1", "model": "judge"},
+    "length": {"longest": 9},
+    "rows": {"dataset": [{"query": "1+1?", "answer": "2"}], "reward": str.__eq__},
+}
+made = {}
+
+
+def make(entry, target, **arguments):
+    try:
+        target(**arguments)
+    except Exception as error:
+        made[entry] = [type(error).__name__, str(error)]
+    else:
+        made[entry] = ["", ""]
+
+
+for kind in KINDS:
+    for name in names(kind):
+        arguments = ARGUMENTS.get(name, ARGUMENTS.get(kind, {}))
+        make(f"{kind} {name}", find(kind, name), **arguments)
+for name in list_envs():
+    make(f"environments {name}", env_class, name=name)
+make("math of a file", find("tasks", "math"), dataset=[{"problem": "Half?", "answer": "1/2"}])
+print(json.dumps(made))
+"""
+
 
 class Without:
     """A finder of ``sys.meta_path`` that does not find some packages.
@@ -100,3 +146,19 @@ def run_hidden(code, folder=None, also=()):
         cwd=folder,
         env={**os.environ, "PYTHONPATH": path},
     )
+
+
+def wrong_names(made):
+    """What :data:`MAKE` has printed that a user without extras should not see, a line each."""
+    free = ("rewards", "tasks", "tools", "agents", "loggers", "environments")
+    wrong = []
+    for name, (kind, message) in made.items():
+        if name in NEEDS:
+            well = kind == "MissingExtraError" and f"torchrl_llm[{NEEDS[name]}]" in message
+        elif name.startswith(free):
+            well = not kind
+        else:
+            well = kind not in ("MissingExtraError", "ModuleNotFoundError", "ImportError")
+        if not well:
+            wrong.append(f"{name}: {kind} {message}")
+    return wrong

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import os
 import uuid
 from collections.abc import Iterator
@@ -36,3 +37,14 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def remove_drafts(folder: Path, name: str | None = None) -> None:
+    """Remove drafts of :func:`replacing` that killed processes have left.
+
+    Args:
+        folder: where they lie, or below; nobody writes these files now.
+        name: of the file that they are drafts of; any if not given.
+    """
+    for draft in folder.rglob(f".{glob.escape(name) if name else '*'}.{'[0-9a-f]' * 8}"):
+        draft.unlink(missing_ok=True)

@@ -418,7 +418,8 @@ def test_episodes_are_read_as_they_were_saved(store):
     assert episodes.load(4) == []
     assert episodes.count(4) == 0
     value = json.loads(store.read_text("runs/one/trajectories/iter_3/episode_001.json"))
-    assert list(value) == ["episode_id", "task", "transitions", "reward", "metadata"]
+    names = ["episode_id", "task", "transitions", "reward", "metadata", "blake2b"]
+    assert list(value) == names
     assert value["episode_id"] == 1
 
 
@@ -514,7 +515,9 @@ def test_the_line_of_a_process_that_was_killed_is_ignored(store):
 
 
 def test_a_damaged_line_of_metrics_is_named(store):
-    store.write_text(CURVE, '{"iteration": 0}\n{"itera\n{"iteration": 2}\n')
+    append_metrics(store, "one", {"iteration": 0, "avg_reward": 0.5})
+    store.append_line(CURVE, '{"itera')
+    append_metrics(store, "one", {"iteration": 2, "avg_reward": 0.5})
     with pytest.raises(DamagedCheckpointError, match=r"training_curve\.jsonl, line 2, is damaged"):
         read_metrics(store, "one")
 

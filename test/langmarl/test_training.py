@@ -95,6 +95,7 @@ def test_defect_5_only_the_missing_episodes_are_played(tmp_path):
     for name in ("checkpoints", "metrics"):
         subprocess.run(["rm", "-r", str(run / name)], check=True)
     (run / "calls.jsonl").unlink()
+    (run / "spent.json").unlink()
     again = trainer_of(tmp_path)
     again.train(1)
     assert again.log.account()["actor", "actor"].calls == 3 * 4

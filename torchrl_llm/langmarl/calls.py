@@ -6,7 +6,8 @@ ask for them a second time. :func:`scope` gives calls their role and key; whoeve
 :class:`~torchrl_llm.langmarl.LLMClient` needs to know nothing of it.
 
 The file has two JSON lines a call: one when it begins, one with its answer. So a call that was
-under way when the process was killed is counted, too.
+under way when the process was killed is counted, too. ``spent.json`` next to it has the sums, so
+that a budget holds where lines of the journal are lost.
 """
 
 from __future__ import annotations
@@ -18,15 +19,26 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+from torchrl_llm._files import replacing
 from torchrl_llm._log import tell_once
-from torchrl_llm.errors import CheckpointError, ConfigError, TorchRLLLMError
-from torchrl_llm.langmarl.local_store import whole_lines
+from torchrl_llm.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    TorchRLLLMError,
+)
+from torchrl_llm.langmarl.local_store import parsed, read_file, sealed, whole_lines
 from torchrl_llm.modules.policies.policy_router import derived_seed
 from torchrl_llm.rewards.text_models import Messages, TextAnswer, TextModel, Usage
+
+_ASKED = {"key", "role", "model"}
+_ANSWER = {"digest", "text", "finish_reason", "cost_usd", *Usage._fields}
+# What a line of each event has.
+_NEEDED = {"begun": _ASKED, "failed": _ASKED, "answered": _ASKED | _ANSWER}
 
 
 class BudgetUsedUp(TorchRLLLMError, RuntimeError):
@@ -138,6 +150,11 @@ class Spent:
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
+    def at_least(self, other: Spent) -> Spent:
+        """The larger of each figure."""
+        pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
+        return Spent(**{name: max(pair) for name, pair in pairs.items()})
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -193,6 +210,7 @@ class CallLog:
         self.num_reused = 0
         self._lock = threading.Lock()
         self._account: dict[tuple[str, str], Spent] = {}
+        self._written: dict[tuple[str, str], Spent] = {}
         self._known: dict[str, dict[str, Any]] = {}
         self._file: IO[bytes] | None = None
         if self.path is not None:
@@ -212,32 +230,14 @@ class CallLog:
             self._read()
 
     def _read(self) -> None:
-        begun: dict[str, Any] = {}
-        for line in _lines(self.path):
-            self._count(json.loads(line), begun)
-        for record in begun.values():
-            self._of(record).lost += 1
-
-    def _count(self, record: dict[str, Any], begun: dict[str, Any]) -> None:
-        if record["event"] == "begun":
-            if record["key"] in begun:
-                self._of(record).lost += 1
-            begun[record["key"]] = record
-            self._of(record).calls += 1
-            return
-        begun.pop(record["key"], None)
-        self._of(record).add(_spent(record))
-        if record["event"] == "answered":
-            self._known[record["key"]] = record
-
-    def _of(self, record: Mapping[str, Any]) -> Spent:
-        return self._account.setdefault((record["role"], record["model"]), Spent())
+        self._account, self._known = _read_account(self.path)
+        self._written = {key: replace(spent) for key, spent in self._account.items()}
 
     def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
         """Append lines in one piece, so that answers that came together stay together."""
         if self.path is None or not records:
             return
-        data = b"".join(json.dumps(record).encode() + b"\n" for record in records)
+        data = b"".join(json.dumps(sealed(record)).encode() + b"\n" for record in records)
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -245,6 +245,11 @@ class CallLog:
                 whole_lines(self._file)
             while data:
                 data = data[os.write(self._file.fileno(), data) :]
+            for record in records:
+                _of(self._written, record).add(_spent(record))
+            sums = [[*key, asdict(spent)] for key, spent in self._written.items()]
+            with replacing(_sums_path(self.path)) as draft:
+                draft.write_text(json.dumps(sealed({"spent": sums})) + "\n", encoding="utf-8")
         except OSError as error:
             self.close()
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
@@ -350,7 +355,7 @@ class CallLog:
                 most = min(most, self.budget.max_calls - spent.calls)
             if self.budget.max_total_tokens is not None or self.budget.max_cost_usd is not None:
                 most = min(most, max(asked.model.concurrency, 1))
-            self._of({"role": role, "model": asked.name}).calls += most
+            _of(self._account, {"role": role, "model": asked.name}).calls += most
         return list(places[:most])
 
     def _keep(self, records: Sequence[dict[str, Any]]) -> None:
@@ -358,7 +363,7 @@ class CallLog:
             self._write(records)
             for record in records:
                 if record["event"] != "begun":  # calls were counted when they were admitted
-                    self._of(record).add(_spent(record))
+                    _of(self._account, record).add(_spent(record))
                 if record["event"] == "answered":
                     self._known[record["key"]] = record
 
@@ -423,7 +428,13 @@ def _raise_settings(asked: Asked, answers: Sequence[TextAnswer | Exception]) -> 
             raise ConfigError(f"{asked.name!r}: {answer}{key}") from answer
 
 
+def _of(account: dict[tuple[str, str], Spent], record: Mapping[str, Any]) -> Spent:
+    return account.setdefault((record["role"], record["model"]), Spent())
+
+
 def _spent(record: Mapping[str, Any]) -> Spent:
+    if record["event"] == "begun":
+        return Spent(calls=1)
     if record["event"] == "failed":
         return Spent(failed=1)
     return Spent(
@@ -442,7 +453,7 @@ def _digest(name: str, max_tokens: int | None, messages: Messages) -> str:
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _lines(path: Path) -> Iterator[bytes]:
+def _records(path: Path) -> Iterator[dict[str, Any]]:
     """The lines of a journal that are whole.
 
     Raises:
@@ -453,14 +464,67 @@ def _lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:
-                record = json.loads(line)
-                ok = isinstance(record, dict) and {"event", "key", "role", "model"} <= set(record)
-            except ValueError:
+                record = parsed(line.decode(), f"line {number}")
+                ok = record.keys() >= _NEEDED[record["event"]]
+            except (DamagedCheckpointError, ValueError, AttributeError, KeyError, TypeError):
                 ok = False
             if ok and line.endswith(b"\n"):
-                yield line
+                yield record
             elif line.endswith(b"\n"):
-                raise CheckpointError(f"{path}, line {number} is damaged; remove the line")
+                raise DamagedCheckpointError(f"{path}, line {number} is damaged; remove the line")
+
+
+def _read_account(
+    path: Path,
+) -> tuple[dict[tuple[str, str], Spent], dict[str, dict[str, Any]]]:
+    """What the calls of a journal have cost, by role and model; and what was answered, by key.
+
+    No figure is below that of ``spent.json``: lines that were cut off, or removed, are paid.
+
+    Raises:
+        CheckpointError: as of :func:`_records`, or ``spent.json`` is damaged.
+    """
+    account: dict[tuple[str, str], Spent] = {}
+    begun: dict[str, Any] = {}
+    known: dict[str, dict[str, Any]] = {}
+    for record in _records(path):
+        _of(account, record).add(_spent(record))
+        if record["event"] != "begun":
+            begun.pop(record["key"], None)
+        elif record["key"] in begun:
+            _of(account, record).lost += 1
+        if record["event"] == "begun":
+            begun[record["key"]] = record
+        if record["event"] == "answered":
+            known[record["key"]] = record
+    for record in begun.values():
+        _of(account, record).lost += 1
+    for key, paid in _read_sums(path).items():
+        spent = account.get(key, Spent())
+        account[key] = spent.at_least(paid)
+        if spent.calls < paid.calls:
+            tell_once(
+                f"{path} lacks {paid.calls - spent.calls} calls of {' '.join(key)} that were made: "
+                "they count for the budget, and are asked again where they are needed"
+            )
+    return account, known
+
+
+def _read_sums(path: Path) -> dict[tuple[str, str], Spent]:
+    place = _sums_path(path)
+    if not place.exists():
+        return {}
+    value = parsed(read_file(place), str(place))
+    try:
+        return {(role, model): Spent(**figures) for role, model, figures in value["spent"]}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamagedCheckpointError(
+            f"{place} is damaged: {error}; remove it to count what is in {path.name}"
+        ) from None
+
+
+def _sums_path(path: Path) -> Path:
+    return path.with_name("spent.json")
 
 
 def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent:
@@ -474,11 +538,10 @@ def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent
         CheckpointError: a journal cannot be read.
     """
     total = Spent()
-    for path in sorted(Path(folder).glob("runs/*/calls.jsonl")):
-        if path.parent.name != but:
-            for line in _lines(path):
-                record = json.loads(line)
-                total.add(Spent(calls=1) if record["event"] == "begun" else _spent(record))
+    for run in sorted(Path(folder).glob("runs/*")):
+        if run.name != but:
+            for spent in _read_account(run / "calls.jsonl")[0].values():
+                total.add(spent)
     return total
 
 

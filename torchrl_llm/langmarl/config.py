@@ -80,6 +80,8 @@ class BaseConfig:
         accept: ``better`` keeps the old policies unless held-out tasks say that the new are better.
         validation_fraction: of the tasks that are held out.
         max_policy_chars: most characters of a policy; a longer one is not taken.
+        edited_policies: whether texts of the newest checkpoint that were edited by hand are taken;
+            ``refuse`` takes them for damaged.
         max_calls: of all runs of ``experiment_dir``.
         max_total_tokens: likewise.
         max_cost_usd: likewise; the prices of all models must be known.
@@ -120,6 +122,7 @@ class BaseConfig:
     accept: Literal["always", "better"] = "always"
     validation_fraction: float = 0.0
     max_policy_chars: int | None = None
+    edited_policies: Literal["refuse", "take"] = "refuse"
     max_calls: int | None = None
     max_total_tokens: int | None = None
     max_cost_usd: float | None = None

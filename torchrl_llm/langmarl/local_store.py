@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import errno
 import fcntl
+import hashlib
 import json
 import math
 import os
@@ -26,12 +27,13 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from torchrl_llm._files import replacing
+from torchrl_llm._files import remove_drafts, replacing
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
 _SECRETS = {"api-key", "apikey", "authorization", "x-api-key", "access-token"}
 _MOST_BYTES = 200
+_SEAL = "blake2b"
 _appending = threading.Lock()
 
 
@@ -131,6 +133,8 @@ class LocalStore(BaseStore):
     def lock(self, run_id: str) -> Iterator[None]:
         """Keep other processes, and other trainers of this one, out of a run.
 
+        Drafts of files that a killed process has left in it are removed.
+
         Args:
             run_id: name of the run.
 
@@ -153,6 +157,7 @@ class LocalStore(BaseStore):
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
+            remove_drafts(place.parent)
             try:
                 yield
             finally:
@@ -311,6 +316,29 @@ def to_json_text(value: Any) -> str:
     return json.dumps(redacted(value), indent=2, allow_nan=False) + "\n"
 
 
+def digest_of(text: str) -> str:
+    """A short digest of a text, by which a change of it is noticed.
+
+    Example:
+        >>> digest_of("Be kind.")
+        '9cc11283e899a1a2'
+    """
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def sealed(value: Any) -> Any:
+    """A value as of :func:`redacted`; a mapping gets a digest, which :func:`parsed` checks.
+
+    Example:
+        >>> sealed({"reward": 1.0})
+        {'reward': 1.0, 'blake2b': 'f30b66bc5a590bad'}
+    """
+    value = redacted(value)
+    if not isinstance(value, dict):
+        return value
+    return {**value, _SEAL: digest_of(json.dumps(value, sort_keys=True))}
+
+
 def read_json(store: BaseStore, path: str) -> Any:
     """Read a JSON file.
 
@@ -319,7 +347,7 @@ def read_json(store: BaseStore, path: str) -> Any:
         path: of the file.
 
     Raises:
-        DamagedCheckpointError: it is no JSON.
+        DamagedCheckpointError: it is no JSON, or not what was written.
         CheckpointError: it is missing, or of a newer version of this package.
     """
     value = parsed(store.read_text(path), str(store.path(path)))
@@ -333,9 +361,18 @@ def read_json(store: BaseStore, path: str) -> Any:
 
 
 def parsed(text: str, place: str) -> Any:
-    """The value of a JSON text; a ``DamagedCheckpointError`` says where it was damaged."""
+    """The value of a JSON text, without its digest.
+
+    Raises:
+        DamagedCheckpointError: it is no JSON, or its digest is another; the place is named.
+    """
     try:
-        return json.loads(text)
+        value = json.loads(text)
+        if isinstance(value, dict) and _SEAL in value:
+            seal = value.pop(_SEAL)
+            if sealed(value)[_SEAL] != seal:
+                raise ValueError("it is not what was written")
+        return value
     except (ValueError, RecursionError) as error:
         raise DamagedCheckpointError(
             f"{place} is damaged: {error}; remove it, and the same command makes it again"

@@ -47,6 +47,7 @@ from torchrl_llm.langmarl.store import (
     evaluation_path,
     gradients_path,
     read_json,
+    sealed,
     to_json_text,
 )
 
@@ -94,7 +95,7 @@ class RunFiles:
 
     def write(self, path: str, value: Any) -> None:
         """Write a JSON file."""
-        self.store.write_text(path, to_json_text(value))
+        self.store.write_text(path, to_json_text(sealed(value)))
 
 
 def _silent(hook: str, *args: Any) -> None:

@@ -24,21 +24,25 @@ from torchrl_llm.langmarl.local_store import (
     BaseStore,
     MissingCheckpointError,
     check_name,
+    digest_of,
     parsed,
     read_file,
     read_json,
-    redacted,
     replace_file,
     run_folder,
+    sealed,
     to_json_text,
 )
 from torchrl_llm.langmarl.local_store import LocalStore as LocalStore
 from torchrl_llm.langmarl.local_store import aggregated_path as aggregated_path
 from torchrl_llm.langmarl.local_store import evaluation_path as evaluation_path
 from torchrl_llm.langmarl.local_store import gradients_path as gradients_path
+from torchrl_llm.langmarl.local_store import redacted as redacted
 
 # What a line of metrics has besides the statistics; the reference writes "type".
 _NO_STATISTICS = {"iteration", "metadata", "type"}
+# What each line has.
+_STATISTICS = {"iteration", "avg_reward"}
 
 
 def _open_run(store: BaseStore, run_id: str) -> str:
@@ -130,7 +134,8 @@ class PolicyCheckpoint:
 
         Raises:
             FileNotFoundError: no such checkpoint.
-            DamagedCheckpointError: the policy of an agent is missing in it.
+            DamagedCheckpointError: the policy of an agent is missing in it, or is another text than
+                the one that was saved.
         """
         saved = self.iterations()
         number = iteration if iteration is not None else max(saved, default=0)
@@ -147,7 +152,29 @@ class PolicyCheckpoint:
                 f"{self.store.path(folder)} has no policy of {', '.join(missing) or 'some agent'}; "
                 "put the file back, or remove the folder to make it again"
             )
-        return {name: self.store.read_text(f"{folder}/{name}.txt") for name in names}
+        texts = {name: self.store.read_text(f"{folder}/{name}.txt") for name in names}
+        if changed := _changed(meta, texts):
+            raise DamagedCheckpointError(
+                f"{self.store.path(folder)}/{changed[0]}.txt is not the text that was saved: it is "
+                "damaged, or was edited. Put the text back; or go on with this one, by "
+                "edited_policies=take; or remove the folder to make it again"
+            )
+        return texts
+
+    def take_edits(self) -> list[str]:
+        """Let texts of the newest checkpoint that were edited by hand be those that were saved.
+
+        Returns:
+            Names of their agents.
+        """
+        number = max(self.iterations(), default=0)
+        meta, folder = self._meta(number) if number else {}, self._of(number)
+        there = [n for n in meta.get("digests", {}) if self.store.exists(f"{folder}/{n}.txt")]
+        texts = {name: self.store.read_text(f"{folder}/{name}.txt") for name in there}
+        if changed := _changed(meta, texts):
+            meta["digests"].update({name: digest_of(texts[name]) for name in changed})
+            self.store.write_text(f"{folder}/meta.json", to_json_text(sealed(meta)))
+        return changed
 
     def save_policies(
         self,
@@ -180,10 +207,11 @@ class PolicyCheckpoint:
             "iteration": iteration,
             "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
             "num_agents": len(policies),
+            "digests": {name: digest_of(text) for name, text in policies.items()},
             "training_stats": stats,
             "metadata": metadata,
         }
-        self.store.write_text(f"{self._of(iteration)}/meta.json", to_json_text(meta))
+        self.store.write_text(f"{self._of(iteration)}/meta.json", to_json_text(sealed(meta)))
 
     def diff_policies(self, iter_a: int, iter_b: int) -> dict[str, str]:
         """What changed between two iterations.
@@ -223,6 +251,12 @@ class PolicyCheckpoint:
                 f"the run {self.run_id!r} has no complete checkpoint {iteration}, only {there}"
             )
         return read_json(self.store, f"{self._of(iteration)}/meta.json")
+
+
+def _changed(meta: Mapping[str, Any], texts: Mapping[str, str]) -> list[str]:
+    """Agents whose text is not the one that was saved; where nothing is known of it, it is."""
+    saved = meta.get("digests") or {}
+    return [name for name, text in texts.items() if saved.get(name) not in (None, digest_of(text))]
 
 
 def _diff(old: str | None, new: str | None, old_name: str, new_name: str) -> str:
@@ -329,7 +363,7 @@ class TrajectoryStore:
         data = trajectory.to_dict()
         data["metadata"] = {**data["metadata"], "episode_id": episode_id}
         path = f"{self._of(iteration)}/episode_{episode_id:03d}.json"
-        self.store.write_text(path, to_json_text({**data, "episode_id": episode_id}))
+        self.store.write_text(path, to_json_text(sealed({**data, "episode_id": episode_id})))
 
     def load(self, iteration: int, limit: int | None = None) -> list[Trajectory]:
         """Load episodes, in the order of their numbers.
@@ -390,7 +424,7 @@ def append_metrics(store: BaseStore, run_id: str, row: Mapping[str, Any]) -> Non
         CheckpointError: it cannot be written.
     """
     path = f"{run_folder(run_id)}/metrics/training_curve.jsonl"
-    store.append_line(path, json.dumps(redacted(row), allow_nan=False))
+    store.append_line(path, json.dumps(sealed(row), allow_nan=False))
 
 
 def read_metrics(store: BaseStore, run_id: str, *, whole: bool = False) -> list[dict[str, Any]]:
@@ -411,8 +445,14 @@ def read_metrics(store: BaseStore, run_id: str, *, whole: bool = False) -> list[
     path, rows = f"{folder}/metrics/training_curve.jsonl", {}
     lines = store.read_text(path).split("\n")[:-1] if store.exists(path) else []
     for number, line in enumerate(lines):
-        row = parsed(line, f"{store.path(path)}, line {number + 1},")
-        rows[row.get("iteration", number)] = row
+        place = f"{store.path(path)}, line {number + 1},"
+        row = parsed(line, place)
+        if missing := _STATISTICS - (row.keys() if isinstance(row, dict) else set()):
+            raise DamagedCheckpointError(
+                f"{place} is damaged: it lacks {', '.join(sorted(missing))}; remove it, and the "
+                "same command makes it again"
+            )
+        rows[row["iteration"]] = row
     for after in _iterations(store, folder):
         if after - 1 not in rows:
             meta = read_json(store, f"{folder}/checkpoints/iter_{after}/meta.json")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm._files import remove_drafts
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl import phases
 from torchrl_llm.langmarl.callbacks import Callback, fire
@@ -41,6 +42,7 @@ from torchrl_llm.langmarl.store import (
 _FREE = {"num_iterations", "start_iteration", "resume", "run_name", "max_workers", "log_level"}
 _FREE |= {"episode_generation_workers", "optimizer_workers", "checkpoint_dir", "experiment_dir"}
 _FREE |= {"max_calls", "max_total_tokens", "max_cost_usd", "schema_version", "prompts_dir"}
+_FREE |= {"edited_policies"}
 
 _FREE_OF_MODELS = {"base_url", "api_key", "api_key_env_var", "timeout_s", "max_retries"}
 _FREE_OF_MODELS |= {"concurrency", "input_price_per_million", "output_price_per_million"}
@@ -89,6 +91,8 @@ class MonteCarloTrainer:
         self.files = RunFiles.of(self.store, self.run_id, env)
         self._open()
         self.logger = RunLogger(self.store, self.run_id, level=config.log_level)
+        if config.edited_policies == "take" and (edited := self.files.policies.take_edits()):
+            self.logger.warning(f"goes on with edited policies of {', '.join(edited)}")
         self.log = CallLog(
             self.store.path(f"runs/{self.run_id}/calls.jsonl"),
             budget=Budget(
@@ -148,6 +152,9 @@ class MonteCarloTrainer:
         """
         last = self.config.num_iterations if num_iterations is None else num_iterations
         with self.store.lock(self.run_id):
+            for suffix in ("", "_best"):
+                name = f"{self.run_id}{suffix}.json"
+                remove_drafts(Path(self.config.checkpoint_dir), name)
             # Others may have trained since this trainer was made.
             self.log.before = spent_in(self.store.path("."), but=self.run_id)
             self.log.reload()
@@ -258,7 +265,7 @@ class MonteCarloTrainer:
             judged[0] = first["previous_validation_reward"]
         if judged:
             return saved[-1], max(judged, key=lambda number: (judged[number], number))
-        played = {row["iteration"]: row["avg_reward"] for row in self.rows if row["rewards"]}
+        played = {row["iteration"]: row["avg_reward"] for row in self.rows if row.get("rewards")}
         best = max(played, key=lambda number: (played[number], number)) if played else saved[-1]
         return saved[-1], best
 
