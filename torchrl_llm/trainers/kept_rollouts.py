@@ -228,16 +228,20 @@ class KeptRollouts:
         folder: of the run.
         kept: which rows of a step.
         ranks: the processes that train together; rank 0 writes the rows of all.
+        tools: schemas of the tools that prompts describe.
 
     Attributes:
         failures: steps whose rows could not be written.
     """
 
-    def __init__(self, folder: Path, kept: Kept, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, folder: Path, kept: Kept, ranks: Ranks = ALONE, tools: Sequence[Any] | None = None
+    ) -> None:
         self.folder = folder / FOLDER
         self._ranks = ranks
         self.failures = 0
         self._kept, self._writer = kept, RolloutWriter(self.folder)
+        self._tools = None if tools is None else list(tools)
 
     def record(self, step: int, outcomes: RowOutcomes) -> None:
         """Write rows of a step. All ranks have to call it.
@@ -265,6 +269,7 @@ class KeptRollouts:
         if not rows:
             return
         about = {"kept": self._kept, "collected": collected, "added": sorted(map(list, added))}
+        about |= {"tools": self._tools}
         try:
             self._writer.append(step, rows, about)
         except (OSError, DataError) as error:

@@ -228,6 +228,7 @@ class TrainingRun:
             and save, after the same step.
         ended: says why the run is over before ``max_steps``; ``None`` while it is not; rank 0 is
             asked.
+        tools: schemas of the tools that prompts describe; they are kept with the rollouts.
 
     Attributes:
         step: the last step that was begun.
@@ -264,6 +265,7 @@ class TrainingRun:
         shown: Shown | None = None,
         ranks: Ranks = ALONE,
         ended: Callable[[], str | None] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> None:
         self.ranks = ranks
         self.folder = Path(folder)
@@ -294,7 +296,7 @@ class TrainingRun:
             ranks=ranks,
             spare=(METRICS_FILE,),
         )
-        self._rollouts = KeptRollouts(self.folder, self._logging.rollouts, ranks)
+        self._rollouts = KeptRollouts(self.folder, self._logging.rollouts, ranks, tools)
         self._retired: list[Any] = []
         self._before: list[str] = []
         self._after: list[str] = []
