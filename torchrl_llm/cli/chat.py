@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torchrl_llm._run_log import printable
 from torchrl_llm.errors import ConfigError, OverlongError
 
 _FAILED = 1
@@ -142,7 +143,7 @@ def _talk(conversation: Any, *, is_terminal: bool) -> int:
                     return _FAILED
                 continue
             _tell_calls(conversation.messages[before:-1])
-            sys.stdout.write(f"{answer}\n")
+            sys.stdout.write(f"{printable(answer)}\n")
             sys.stdout.flush()
             if conversation.was_cut:
                 _tell("(cut: --max-tokens, or the end of the context)")
@@ -176,4 +177,4 @@ def _tell_calls(messages: Sequence[dict[str, Any]]) -> None:
 
 def _tell(text: str) -> None:
     """Say something that is no answer."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrl_llm._run_log import printable
 from torchrl_llm.cli.train import RECIPES
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -68,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         shown = f"{finding.shown(found)} ({name}, {time.perf_counter() - begun:.0f} s)"
     if os.environ.get("RANK", "0") == "0":  # ranks of torchrun agree
-        sys.stdout.write(shown + "\n")
+        sys.stdout.write(f"{printable(shown)}\n")
     return _FAILED if any(each.level == "error" for each in found) else 0
 
 
