@@ -132,6 +132,23 @@ def test_root_helpers_import_nothing_of_ours_but_errors():
         assert ours <= {"torchrl_llm.errors", "torchrl_llm._imports"}, ours
 
 
+def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
+    """``GenerationConfig`` has no class of its own to load, and reads JSON alone."""
+    pages = sorted((ROOT / "sota-implementations").rglob("*.py"))
+    calls = [
+        (f"{_id(path)}:{node.lineno}", node)
+        for path in [*FILES, *pages]
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("from_pretrained", "from_config", "_from_config")
+        and ast.unparse(node.func.value) not in ("GenerationConfig", "AsyncVLLM")
+    ]
+    assert len(calls) >= 5
+    says = "trust_remote_code=False"
+    assert not [at for at, node in calls if says not in map(ast.unparse, node.keywords)]
+
+
 def test_torchrl_llm_parts_are_never_imported():
     for path, tree in TREES.items():
         for line, module, names in _imports(tree):

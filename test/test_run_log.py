@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import multiprocessing
@@ -17,7 +18,10 @@ from torchrl._utils import logger as torchrl_logger
 
 from torchrl_llm import _run_log
 from torchrl_llm._progress import ProgressBar
-from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm._run_log import RunLog, say, show, show_traceback
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import launch
+from torchrl_llm.trainers.results import text_table
 
 
 class Pipe(io.StringIO):
@@ -434,3 +438,77 @@ def test_without_a_log_or_without_progress_a_bar_is_silent(streams, tmp_path):
         bar.update(1)
         say("a notice")
     assert out.getvalue() == "a notice\n"
+
+
+# -- texts of models, tools, files and exceptions ------------------------------------------------
+
+# A title, a cleared screen, a cursor that moves up, a colour, a reply of the terminal, 8-bit
+# controls, letters that are turned around, an invisible tag, and half a pair.
+HOSTILE = (
+    "\x1b]0;owned\x07 \x1b[2J \x1b[1A \x1b[31mred \x1bP$q\x1b\\ \x9b2J \x9d0;t\x9c \x07\x08\r"
+    "\u202eevil\u202c \u2066a\u2069 \u200f\u061c\u2028 \U000e0041 \ud83d\ttab é 😀"
+)
+
+
+def is_harmless(text):
+    """Nothing but tabulators, line ends and what can be seen."""
+    return all(char in "\t\n" or char.isprintable() for char in text)
+
+
+def test_what_is_printable_keeps_words_tabulators_and_line_ends():
+    text = _run_log.printable(f"one\n{HOSTILE}\ntwo")
+    assert is_harmless(text)
+    assert text.split("\n")[::2] == ["one", "two"]
+    for kept in ("red", "evil", "\ttab é 😀", "\ufffd"):
+        assert kept in text
+    assert "owned" not in text
+
+
+@pytest.mark.parametrize("kind", [Terminal, Pipe])
+@pytest.mark.parametrize("is_open", [True, False])
+def test_nothing_hostile_reaches_the_terminal_or_the_log(kind, is_open, loggers, tmp_path):
+    out, error, _ = loggers(kind)
+    log = RunLog(tmp_path) if is_open else contextlib.nullcontext()
+    with log:
+        say(HOSTILE)
+        show(HOSTILE.replace("\x1b[31m", ""))
+        torchrl_logger.warning("failed: %s", HOSTILE)
+        torchrl_logger.warning(f"failed: {HOSTILE}")
+        show(text_table([["name", HOSTILE], [HOSTILE, "value"]]))
+        show_traceback(ValueError, ValueError(HOSTILE), None)
+    shown = re.sub(r"\x1b\[[\d;]*m|\r\x1b\[2K", "", out.getvalue() + error.getvalue())
+    assert is_harmless(shown)
+    assert shown.count("evil") >= 7
+    if is_open:
+        assert is_harmless((tmp_path / "run.log").read_text())
+
+
+def test_of_what_others_print_titles_and_turned_letters_are_left_out_and_colours_stay(
+    streams, tmp_path
+):
+    out, _ = streams(Terminal)
+    with RunLog(tmp_path):
+        print("\x1b]0;owned\x07\u202ea \x1b[31mred\x1b[0m\x9d")
+    assert "a \x1b[31mred\x1b[0m\n" in out.getvalue()
+    assert not re.search("owned|\u202e|\x9d", out.getvalue())
+
+
+def test_an_error_that_ends_a_command_is_shown_without_its_controls(capsys, monkeypatch):
+    @launch.tells_errors
+    def fails(error):
+        raise error
+
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)
+    with pytest.raises(SystemExit):
+        fails(ConfigError(HOSTILE))
+    assert is_harmless(capsys.readouterr().err)
+    with pytest.raises(KeyError) as caught:
+        fails(KeyError(HOSTILE))
+    sys.excepthook(KeyError, KeyError(HOSTILE), caught.tb)
+    assert is_harmless(capsys.readouterr().err)
+
+
+def test_a_message_with_wrong_arguments_is_left_to_logging():
+    record = logging.LogRecord("torchrl", logging.WARNING, "", 0, "%d", ("no number",), None)
+    assert _run_log.clean_record(record)
+    assert (record.msg, record.args) == ("%d", ("no number",))

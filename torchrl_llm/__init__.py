@@ -8,10 +8,14 @@ and data, and :class:`SFT` fine-tunes a model on your conversations.
 
 from __future__ import annotations
 
+import logging as _logging
+
 from torchrl_llm._imports import lazy as _lazy
 from torchrl_llm._moved import install as _install_moved
+from torchrl_llm._run_log import clean_record as _clean_record
 
 _install_moved()
+_logging.getLogger("torchrl").addFilter(_clean_record)  # what is logged here goes there
 __getattr__ = _lazy(__name__, {"torchrl_llm.recipes.front": "GRPO SFT"})
 
 __version__ = "0.1.0"

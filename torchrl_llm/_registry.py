@@ -18,7 +18,8 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import is_dataclass
 from functools import cache
 from importlib import import_module
@@ -45,6 +46,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 """Each kind, and the rooms whose files register it."""
 
 T = TypeVar("T")
+# Names that may be imported, whose others are, and those that were refused; None for no limit.
+_closed: tuple[frozenset[str | None], str, list[str]] | None = None
 _entries: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 
 
@@ -294,6 +297,7 @@ def import_named(path: str) -> Any:
     """
     if not isinstance(path, str) or not path.strip(":. "):
         raise ConfigError(f"{path!r} names nothing to import; write 'module:name'")
+    refuse_foreign(path)
     where, separator, name = path.rpartition(":" if ":" in path else ".")
     if not separator or not where or not name:
         raise ConfigError(f"{path!r} names no module: write 'module:name' or 'file.py:name'")
@@ -316,6 +320,52 @@ def import_named(path: str) -> Any:
             f"{path!r}: there is no {name!r} in {module.__name__}{_suggestion(module, name)}"
         )
     return getattr(module, name)
+
+
+@contextmanager
+def importing_only(typed: Iterable[str], *, whose: str) -> Iterator[list[str]]:
+    """Import nothing, in all threads, but what was typed: files of somebody else run no code.
+
+    Args:
+        typed: words of a command, ``key=value`` too.
+        whose: what names the others, for the error.
+
+    Yields:
+        What was refused so far.
+
+    Example:
+        >>> with importing_only(["reward=fractions:Fraction"], whose="their.yaml") as refused:
+        ...     _ = import_named("fractions:Fraction")
+        ...     import_named("decimal:Decimal")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: their.yaml names 'decimal:Decimal', whose code is not run: \
+add --trust if you trust it
+    """
+    global _closed
+    words = {word for text in typed for word in re.split(r"[\s,=\[\]{}'\"]+", text)}
+    known = frozenset(words | {absolute_path(word) for word in words})
+    before, _closed = _closed, (known, whose, [])
+    try:
+        yield _closed[2]
+    finally:
+        _closed = before
+
+
+def refuse_foreign(path: str) -> None:
+    """Refuse to import what :func:`importing_only` does not allow.
+
+    Args:
+        path: what is to be imported.
+
+    Raises:
+        ConfigError: it was not typed.
+    """
+    if _closed is None or path in _closed[0]:
+        return
+    told = f"{_closed[1]} names {path!r}, whose code is not run: add --trust if you trust it"
+    _closed[2].append(told)
+    raise ConfigError(told)
 
 
 def _suggestion(module: Any, name: str) -> str:

@@ -27,22 +27,44 @@ from typing import Any, Self, TextIO
 from torchrl_llm._redis import masked
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
-# A file is read in an editor: of the control characters it gets tabulators only.
-_CONTROL = {code: None for code in (*range(32), *range(127, 160)) if code != 9}
+_COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
+# Marks that turn the order of letters around (U+202E and its kind), line ends that are none, tags.
+_BIDI = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
+_CONTROL = dict.fromkeys((*range(32), *range(127, 160), *_BIDI, *range(0xE0000, 0xE0080)))
+_CONTROL |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # half a pair, which no stream takes
+del _CONTROL[9], _CONTROL[10]
+# What somebody else's print may not do either; colours and bars are its own affair.
+_UNSAFE = re.compile(
+    r"\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[\x80-\x9f" + "".join(map(chr, _BIDI)) + "]"
+)
 _ERASE = "\r\x1b[2K"
 
 
 def printable(text: str) -> str:
-    r"""A line of text without what would move a cursor or change colours.
+    r"""Text without what would move a cursor, change colours or turn letters around.
+
+    All that is printed of models, tools, files and exceptions goes through it.
 
     Args:
-        text: may hold anything, as what a model wrote.
+        text: may hold anything; tabulators and line ends stay.
 
     Example:
-        >>> printable("\x1b[31mred\x1b[0m\x07\ttab")
+        >>> printable("\x1b[31mred\x1b[0m\x07\ttab\u202e")
         'red\ttab'
     """
     return _ESCAPES.sub("", text).translate(_CONTROL)
+
+
+def clean_record(record: logging.LogRecord) -> bool:
+    """Filter of a logger: its messages are :func:`printable`."""
+    with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are told later
+        record.msg, record.args = printable(record.getMessage()), ()
+    return True
+
+
+def show_traceback(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
+    """As ``sys.excepthook``, with a printable message."""
+    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
 
 
 def in_notebook() -> bool:
@@ -103,7 +125,7 @@ class Terminal:
                 _put(self._screen, _ERASE)
                 self._drawn = False
             plain = stream is None or stream.isatty() or "FORCE_COLOR" in os.environ
-            _put(stream, text if plain else _ESCAPES.sub("", text))
+            _put(stream, _UNSAFE.sub("", text if plain else _ESCAPES.sub("", text)))
             self._log(stream, text)
             if shared:
                 self._partial = not text.endswith("\n")
@@ -259,16 +281,17 @@ def say(text: str) -> None:
     Args:
         text: one line or several.
     """
-    _tell("stdout" if in_notebook() else "stderr", text)
+    _tell("stdout" if in_notebook() else "stderr", printable(text))
 
 
 def show(text: str) -> None:
     """Show a result, on standard output and in the logs that are open.
 
     Args:
-        text: one line or several.
+        text: one line or several, with colours.
     """
-    _tell("stdout", text)
+    parts = _COLOURS.split(text)
+    _tell("stdout", "".join(p if at % 2 else printable(p) for at, p in enumerate(parts)))
 
 
 def _tell(name: str, text: str) -> None:
@@ -349,7 +372,7 @@ class RunLog:
 
     def _traceback(self, error: BaseException) -> None:
         with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-            file.write(masked("".join(traceback.format_exception(error))))
+            file.write(masked(printable("".join(traceback.format_exception(error)))))
 
     def _uncaught(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
         if not self._depth:  # what is open hears of it when it is printed

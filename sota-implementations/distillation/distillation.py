@@ -117,6 +117,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         },
         evaluate=make_evaluation(config, eval_env, policy),
         config=config.flat(),
+        tools=policy.options.tools,
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

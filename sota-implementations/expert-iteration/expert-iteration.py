@@ -101,6 +101,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         },
         evaluate=make_evaluation(config, eval_env, policy),
         config=config.flat(),
+        tools=policy.options.tools,
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

@@ -93,6 +93,7 @@ def train_async(
             parts=parts,
             evaluate=make_evaluation(config, make_eval_env(config, policy.tokenizer), policy),
             config=config.flat(),
+            tools=policy.options.tools,
             logging=config.logging,
             checkpoint=config.checkpoint,
             evaluation=config.eval,

@@ -117,6 +117,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         },
         evaluate=make_evaluation(config, eval_env, sampler),
         config=config.flat(),
+        tools=policy.options.tools,
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

@@ -81,6 +81,7 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
         },
         evaluate=evaluation,
         config=config.flat(),
+        tools=next(iter(policies.values())).options.tools,
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

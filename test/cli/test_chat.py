@@ -19,6 +19,7 @@ from cli.run_folders import write_run
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.cli import main
+from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes.chat_settings import chat_settings
 
 CALCULATOR = {"env": {"dataset": "calculator"}, "model": {"name": None}}
@@ -187,3 +188,24 @@ def test_a_task_that_is_gone_is_warned_of_and_its_model_still_talks(monkeypatch)
     monkeypatch.setattr(logger, "warning", warned.append)
     assert chat_settings({"env": {"dataset": "gone:Task"}}).tools == ()
     assert "'gone:Task' cannot be loaded here" in warned[0]
+
+
+def test_neither_answers_nor_calls_nor_results_reach_the_terminal_raw(chat, monkeypatch):
+    hostile = "\x1b]0;owned\x07\x1b[2J\u202eevil\ud83d"
+
+    def say(self, text):
+        call = {"function": {"name": hostile, "arguments": {"a": hostile}}}
+        said = [
+            {"role": "assistant", "content": "", "tool_calls": [call]},
+            {"role": "tool", "name": hostile, "content": hostile},
+            {"role": "assistant", "content": hostile},
+        ]
+        monkeypatch.setattr(Conversation, "messages", property(lambda self: said))
+        return hostile
+
+    monkeypatch.setattr(Conversation, "messages", property(lambda self: []))
+    monkeypatch.setattr(Conversation, "say", say)
+    status, out, err = chat(["hello"])
+    assert (status, out) == (0, "evil\ufffd\n")
+    assert err.count("evil") == 4
+    assert all(char == "\n" or char.isprintable() for char in err)

@@ -30,7 +30,7 @@ torchrl-llm train grpo data=clock.csv reward=last_number env.tools=[clock.py:cal
 python "$HERE/metric.py" run eval/accuracy first '<=' 0.6
 python "$HERE/metric.py" run eval/accuracy last '>=' 0.7
 
-echo "What is 933*95?" | torchrl-llm chat run > answer.txt 2> calls.txt
+echo "What is 933*95?" | torchrl-llm chat run --trust > answer.txt 2> calls.txt
 cat calls.txt answer.txt
 grep -q '\[calculator {"expression": "933\*95"}\]' calls.txt
 test "$(cat answer.txt)" = 635

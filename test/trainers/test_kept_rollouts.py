@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import random
 import resource
+import shutil
 
 import pytest
 import torch
@@ -284,9 +286,58 @@ def test_damaged_rollouts_are_put_aside_when_a_run_resumes(tmp_path, capfd):
     data[3] ^= 1
     segment.write_bytes(data)
     Toy(tmp_path, max_steps=3, resume="auto").train(collected=[rows] * 3)
-    assert "the rollouts so far are now" in capfd.readouterr().err
+    assert f"is now in {tmp_path}/damaged_rollouts_2, and 0 whole steps" in capfd.readouterr().err
     assert (tmp_path / "damaged_rollouts_2" / segment.name).read_bytes() == data
     assert RolloutStore(tmp_path).steps() == [3]
+
+
+@pytest.fixture
+def long_run(tmp_path, monkeypatch):
+    """A run of six steps whose rollouts are in three segments of two steps."""
+    monkeypatch.setattr("torchrl_llm.data.rollout_store.SEGMENT_BYTES", 3000)
+    rows = lazy_rows(numbered([row(0), row(1)]))
+    Toy(tmp_path, interval=2).train(collected=[rows] * 6)
+    segments = sorted((tmp_path / "rollouts").iterdir())
+    assert [path.name[:-5] for path in segments] == [f"steps_0000000{n}" for n in (1, 3, 5)]
+    return tmp_path, segments, rows
+
+
+def test_a_flipped_bit_in_any_rollout_is_told_and_costs_no_other_step(long_run, tmp_path, capfd):
+    folder, segments, rows = long_run
+    draw = random.Random(0)
+    for number in range(12):
+        segment = segments[number % 3]
+        copy = tmp_path.with_name(f"copy_{number}")
+        shutil.copytree(folder, copy)
+        data = bytearray(segment.read_bytes())
+        bit = draw.randrange(8 * len(data))
+        data[bit // 8] ^= 1 << bit % 8
+        (copy / "rollouts" / segment.name).write_bytes(data)
+        Toy(copy, max_steps=7, resume="auto").train(collected=[rows] * 7)
+        aside = copy / "damaged_rollouts_6"
+        assert f"it is now in {aside}, and " in capfd.readouterr().err
+        assert [path.name for path in aside.iterdir()] == [segment.name]
+        assert (aside / segment.name).read_bytes() == data
+        store = RolloutStore(copy)
+        first = int(segment.name[6:14])
+        lost = {*range(1, 8)} - set(store.steps())
+        # A head that is damaged hides what follows it in its file.
+        assert lost in ({first}, {first + 1}, {first, first + 1})
+        assert len(list(store.iterate())) == 2 * len(store.steps())
+
+
+@pytest.mark.parametrize("place", range(3))
+def test_a_rollout_file_that_is_gone_or_shorter_is_told(long_run, place, capfd):
+    folder, segments, _ = long_run
+    data = segments[place].read_bytes()
+    second = data.rindex(b"rollout1")
+    segments[place].write_bytes(data[:second])
+    Toy(folder, max_steps=6, resume="auto")
+    assert f"{segments[place]} is shorter than it was; it is now in" in capfd.readouterr().err
+    segments[place].write_bytes(data)
+    segments[place].unlink()
+    Toy(folder, max_steps=6, resume="auto")
+    assert f"{segments[place]} is gone, and with it its rollouts" in capfd.readouterr().err
 
 
 def test_a_run_that_begins_anew_drops_what_a_killed_one_left(tmp_path):

@@ -7,10 +7,12 @@ import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torchrl_llm.errors import OverlongError
+from torchrl_llm._run_log import printable
+from torchrl_llm.errors import ConfigError, OverlongError
 
 _FAILED = 1
 _HELP = "/reset begins anew, /system TEXT does so with another system prompt, /quit ends"
@@ -60,6 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling; default: 0")
     parser.add_argument(
+        "--trust", action="store_true", help="import what the run's config.yaml names (its tools)"
+    )
+    parser.add_argument(
         "--tool",
         action="append",
         default=[],
@@ -73,6 +78,7 @@ def _conversation(given: argparse.Namespace) -> Any:
     import torch
 
     from torchrl_llm import modules
+    from torchrl_llm._registry import importing_only
     from torchrl_llm.recipes.builders import present_device, spare_threads
     from torchrl_llm.recipes.chat_settings import make_conversation
     from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
@@ -89,14 +95,26 @@ def _conversation(given: argparse.Namespace) -> Any:
     spare_threads(name)
     device = present_device("auto", "device")
     dtype = "bfloat16" if device.type == "cuda" else "float32"
-    conversation = make_conversation(
+    make = partial(
+        make_conversation,
         modules.load_model(name, dtype=dtype, device=device),
         modules.load_tokenizer(name),
-        config,
         system_prompt=given.system,
         max_tokens=given.max_tokens,
         temperature=given.temperature,
     )
+    whose = importing_only(given.tool, whose="the run's config.yaml")
+    with contextlib.nullcontext([]) if given.trust else whose as refused:
+        try:
+            conversation = make(config)
+        except ConfigError:
+            if not refused:
+                raise
+            own = {"system_prompt": env.get("system_prompt"), "tools": given.tool}
+            kept = {key: config.get(key) for key in ("model", "inference_model")}
+            conversation = make({**kept, "env": own})
+    if refused:
+        _tell(f"{refused[0]}. The conversation begins without what it adds to the prompt.")
     torch.manual_seed(given.seed)
     if sys.stdin.isatty():
         _tell(f"{name or 'the model that ships with the package'}; {_HELP}")
@@ -125,7 +143,7 @@ def _talk(conversation: Any, *, is_terminal: bool) -> int:
                     return _FAILED
                 continue
             _tell_calls(conversation.messages[before:-1])
-            sys.stdout.write(f"{answer}\n")
+            sys.stdout.write(f"{printable(answer)}\n")
             sys.stdout.flush()
             if conversation.was_cut:
                 _tell("(cut: --max-tokens, or the end of the context)")
@@ -159,4 +177,4 @@ def _tell_calls(messages: Sequence[dict[str, Any]]) -> None:
 
 def _tell(text: str) -> None:
     """Say something that is no answer."""
-    sys.stderr.write(f"{text}\n")
+    sys.stderr.write(f"{printable(text)}\n")

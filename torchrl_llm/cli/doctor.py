@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrl_llm._run_log import printable
 from torchrl_llm.cli.train import RECIPES
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -45,13 +46,19 @@ def main(arguments: Sequence[str]) -> int:
         parser.error(f"{error}{known}")
     name = given.recipe or name
 
+    from torchrl_llm._registry import importing_only
     from torchrl_llm.recipes.doctor import examine, finding
     from torchrl_llm.recipes.doctor.subject import Subject
 
     folders = [each for each in given.overrides if each.startswith("hydra.run.dir=")]
     folder = Path(folders[-1].partition("=")[2] if folders else "outputs")
     wanted = {"folder": folder, "samples": given.sample, "calibrates": given.calibrate}
-    with contextlib.redirect_stdout(sys.stderr):  # what code of the user's prints
+    closes = file is not None and not given.trust
+    whose = importing_only(given.overrides, whose=str(file))
+    with (
+        contextlib.redirect_stdout(sys.stderr),  # what code of the user's prints
+        whose if closes else contextlib.nullcontext(),
+    ):
         try:
             config, page = compose.compose(name, PAGES[name], given.overrides, file)
             found = examine.examine(Subject(config, page, **wanted))
@@ -62,7 +69,7 @@ def main(arguments: Sequence[str]) -> int:
     else:
         shown = f"{finding.shown(found)} ({name}, {time.perf_counter() - begun:.0f} s)"
     if os.environ.get("RANK", "0") == "0":  # ranks of torchrun agree
-        sys.stdout.write(shown + "\n")
+        sys.stdout.write(f"{printable(shown)}\n")
     return _FAILED if any(each.level == "error" for each in found) else 0
 
 
@@ -84,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         "calibrate": "find the largest train.micro_token_budget that fits, by training with it",
         "sample": "let the model answer some prompts, however large it is",
         "json": "print findings as JSON",
+        "trust": "import what the file or the run's config.yaml names",
     }.items():
         parser.add_argument(f"--{flag}", action="store_true", help=about)
     return parser

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -33,7 +34,7 @@ def main(arguments: Sequence[str]) -> int:
         duplicates=given.duplicates,
         only_whole=not given.cut,
     )
-    chats = _with_tools(read_chats(given.source), given.source)
+    chats = _with_tools(read_chats(given.source), given.source, given.trust)
     try:
         number = write_chats(wanted(chats), given.output)
     except OSError as error:
@@ -76,20 +77,32 @@ def _parser() -> argparse.ArgumentParser:
         "--duplicates", action="store_true", help="keep conversations that are equal"
     )
     parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="import tools that the run's config.yaml names, where its rollouts do not describe "
+        "them (those of an earlier version)",
+    )
+    parser.add_argument(
         "--cut", action="store_true", help="keep those with an answer that a length limit cut"
     )
     return parser
 
 
-def _with_tools(chats: Iterable[SampledChat], source: str) -> Iterator[SampledChat]:
+def _with_tools(chats: Iterable[SampledChat], source: str, trusts: bool) -> Iterator[SampledChat]:
     """The conversations of a run with the tools that its prompts describe."""
-    from torchrl_llm.data.rollout_store import FOLDER
+    from torchrl_llm._registry import importing_only
+    from torchrl_llm.data.rollout_store import FOLDER, RolloutStore
     from torchrl_llm.recipes.chat_settings import chat_settings
     from torchrl_llm.trainers.run_folder import read_config
 
-    tools = None
-    if (Path(source) / FOLDER).is_dir():
-        tools = chat_settings(read_config(Path(source))).schemas
+    tools, run = None, Path(source)
+    is_run = (run / FOLDER).is_dir()
+    if is_run and "tools" not in (store := RolloutStore(run)).about(store.steps()[-1]):
+        whose = importing_only((), whose="the run's config.yaml")
+        with contextlib.nullcontext([]) if trusts else whose as refused:
+            tools = chat_settings(read_config(run)).schemas
+        if refused:
+            raise ConfigError(refused[0])
     for chat in chats:
         chat.tools = tools or chat.tools
         yield chat

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrl_llm._run_log import printable
 from torchrl_llm.errors import ConfigError
 
 _METRICS = ("train/reward", "eval/accuracy")
@@ -29,7 +30,7 @@ def main(arguments: Sequence[str]) -> int:
     from torchrl_llm.trainers.curves import draw_panels, terminal_curve
 
     runs, left_out = comparison.find_runs(given.runs)
-    sys.stderr.writelines(f"left out: {line}\n" for line in left_out)
+    sys.stderr.writelines(f"left out: {printable(line)}\n" for line in left_out)
     known = list(dict.fromkeys(name for run in runs for name in run.metrics))
     metrics = given.metric or [name for name in _METRICS if name in known]
     metrics = metrics or [name for name in known if name.startswith("train/loss")] or _METRICS
@@ -59,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
         for name, curve in curves.items() if len(curves) <= _MOST_DRAWN else ():
             title = f"\n{metric}, {name}"
             shown.append(terminal_curve(curve.steps, curve.values, title=title, height=6))
-    sys.stdout.write("\n".join([*shown, f"\npicture {picture}", ""]))
+    sys.stdout.write(printable("\n".join([*shown, f"\npicture {picture}", ""])))
     return 0
 
 

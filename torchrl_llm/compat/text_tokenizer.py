@@ -111,7 +111,7 @@ class Tokenizer(Transform):
             in_keys=in_keys, out_keys=out_keys, in_keys_inv=in_keys_inv, out_keys_inv=out_keys_inv
         )
         if isinstance(tokenizer, str):
-            tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+            tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
         if additional_tokens:
             tokenizer.add_tokens(list(additional_tokens))
         self._tokenizer = tokenizer

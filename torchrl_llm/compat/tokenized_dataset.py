@@ -238,7 +238,8 @@ class TokenizedDatasetLoader:
             raise ConfigError("pass tokenizer, or tokenizer_class and tokenizer_model_name")
         if tokenizer is None or isinstance(tokenizer, (str, Path)):
             load = AutoTokenizer if tokenizer_class is None else tokenizer_class
-            tokenizer = load.from_pretrained(tokenizer or tokenizer_model_name or "gpt2")
+            name = tokenizer or tokenizer_model_name or "gpt2"
+            tokenizer = load.from_pretrained(name, trust_remote_code=False)
         self.split = split
         self.max_length = max_length
         self.dataset_name = dataset_name

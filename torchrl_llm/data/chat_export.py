@@ -99,13 +99,15 @@ def stored_chats(store: RolloutStore) -> Iterator[SampledChat]:
         DataError: rows without a conversation or a reward.
     """
     for step in store.steps():
+        tools = store.about(step).get("tools")
         groups: dict[Any, list[SampledChat]] = {}
         for turns in store.trajectories(step):
             episode = Trajectory.of(turns, ("next", "reward"))
             group_id = leaf(turns[0], ("group_id",))
             group = (step, None if group_id is None else int(group_id))
             reward = episode.total if episode.valid else None
-            chat = SampledChat(_messages(turns[-1]), reward, group, any(map(_is_cut, turns)))
+            cut = any(map(_is_cut, turns))
+            chat = SampledChat(_messages(turns[-1]), reward, group, cut, tools)
             groups.setdefault(group, []).append(chat)
         yield from chain.from_iterable(groups.values())
 

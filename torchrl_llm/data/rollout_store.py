@@ -236,12 +236,16 @@ class RolloutWriter:
     Args:
         folder: made when the first rows are written.
 
+    Attributes:
+        damaged: what :meth:`cut` found to be damaged, a line each.
+
     Raises:
         OSError: the folder cannot be read or mended.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self.damaged: list[str] = []
         self._path: Path | None = None
         self._size = 0
 
@@ -281,32 +285,49 @@ class RolloutWriter:
             with self._path.open("rb") as file:
                 os.fsync(file.fileno())
 
-    def cut(self, step: int) -> int | None:
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each segment by its name, for :meth:`cut`."""
+        return {path.name: path.stat().st_size for path in _segments(self.folder)}
+
+    def cut(self, step: int, sizes: Mapping[str, int] | None = None) -> int | None:
         """Continue behind a step: drop the rows of later ones, and what was half written.
+
+        A damaged segment goes to a folder ``damaged_rollouts_<step>`` next to this one; its whole
+        blocks stay here too. :attr:`damaged` then has a line for each.
 
         Args:
             step: the last one that counts.
+            sizes: what :meth:`sizes` was behind that step.
 
         Returns:
             The last step that is left, ``None`` without any.
-
-        Raises:
-            DataError: a segment is damaged before that step.
         """
         self._path, self._size = None, 0
-        last = None
+        last, sizes = None, sizes or {}
+        gone = (self.folder / name for name in sizes if not (self.folder / name).exists())
+        self.damaged = [f"{path} is gone, and with it its rollouts" for path in gone]
         for path in _segments(self.folder):
             data = path.read_bytes()
-            kept = [place for place in _scan(path, data) if place.step <= step]
-            if not kept:
-                path.unlink()
+            blocks, harm = _sound_blocks(path, data, step)
+            if harm is None and sum(map(len, blocks.values())) < sizes.get(path.name, 0):
+                harm = f"{path} is shorter than it was"
+            if harm is not None:
+                aside = self.folder.with_name(f"damaged_{self.folder.name}_{step}")
+                while (aside / path.name).exists():
+                    aside = aside.with_name(f"{aside.name}_again")
+                aside.mkdir(exist_ok=True)
+                path.rename(aside / path.name)
+                stay = f"{len(blocks)} whole steps of it stay"
+                self.damaged.append(f"{harm}; it is now in {aside}, and {stay}")
+            if not blocks:
+                path.unlink(missing_ok=True)
                 continue
-            end = kept[-1].end
-            if end < len(data):
+            whole = b"".join(blocks.values())
+            if harm is not None or len(whole) < len(data):
                 # Not in place: whoever reads has the file mapped.
                 with replacing(path) as draft:
-                    draft.write_bytes(data[:end])
-            last, self._path, self._size = kept[-1].step, path, end
+                    draft.write_bytes(whole)
+            last, self._path, self._size = max(blocks), path, len(whole)
         return last
 
 
@@ -325,6 +346,23 @@ def _rollouts_of(folder: Path) -> Path:
 
 def _segments(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"steps_*{_SUFFIX}"))
+
+
+def _sound_blocks(path: Path, data: bytes, step: int) -> tuple[dict[int, bytes], str | None]:
+    """The blocks up to a step that are what was written, and what is wrong with others."""
+    blocks, wrong = {}, []
+    try:
+        for place in _scan(path, data):
+            if place.step > step:
+                break
+            if is_sound(data, place.start, read_head(data, place.start)):
+                blocks[place.step] = data[place.start : place.end]
+            else:
+                wrong.append(place.step)
+    except DataError as error:
+        return blocks, str(error)
+    told = f"{path} is damaged: the checksum of step {wrong[0]} is wrong" if wrong else None
+    return blocks, told
 
 
 def _scan(path: Path, data: Any) -> Iterator[_Place]:

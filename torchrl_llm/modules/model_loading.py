@@ -97,7 +97,9 @@ def empty_model(
     config = _load(AutoConfig, "model", name_or_path, {})
     with torch.device("meta"):
         try:
-            model = AutoModelForCausalLM.from_config(config, dtype=_dtype(dtype))
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=_dtype(dtype), trust_remote_code=False
+            )
         except ValueError as error:  # a model of another kind
             raise ConfigError(
                 f"{str(name_or_path)!r} is no causal language model: {str(error).splitlines()[0]}"
@@ -250,7 +252,7 @@ def _load(
     name_or_path = embedded_model_path() if name_or_path is None else name_or_path
     try:
         with no_weight_bars():
-            return loader.from_pretrained(name_or_path, **options)
+            return loader.from_pretrained(name_or_path, trust_remote_code=False, **options)
     except ImportError as error:
         how = f" with {options}" if options else ""
         raise ConfigError(
@@ -267,6 +269,9 @@ def _missing(kind: str, name: str, error: Exception) -> str:
     from huggingface_hub.errors import HFValidationError
 
     path, why = Path(name), str(error).splitlines()[0]
+    if "custom code" in why:
+        why = "it needs Python code of its folder (auto_map), which is not run here"
+        return f"{name!r} holds no {kind} that can be loaded: {why}; use one that transformers has"
     if path.is_dir():  # empty, or with a part only
         return f"{name!r} holds no {kind} that can be loaded: {why}"
     if path.is_file():

@@ -24,7 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from torchrl_llm._run_log import RunLog
+from torchrl_llm._run_log import RunLog, printable, show_traceback
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
 
@@ -284,6 +284,8 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
+        if sys.excepthook is sys.__excepthook__:
+            sys.excepthook = show_traceback
         with _run_log():
             try:
                 result = function(*args, **kwargs)
@@ -297,7 +299,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                     raise
                 if words is not None:
                     sys.stdout.flush()
-                    sys.stderr.write(f"{words}\n")
+                    sys.stderr.write(f"{printable(words)}\n")
                 raise SystemExit(_FAILED) from None
             except SystemExit as ended:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)
@@ -307,10 +309,8 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 from torchrl_llm.data.failures import place_of
 
                 sys.stdout.flush()
-                sys.stderr.write(
-                    f"SystemExit: {ended.code} at {place_of(ended)}: it ended the program before "
-                    "its end\n"
-                )
+                told = printable(f"SystemExit: {ended.code} at {place_of(ended)}")
+                sys.stderr.write(f"{told}: it ended the program before its end\n")
                 raise SystemExit(ended.code or _FAILED) from None
 
     return call

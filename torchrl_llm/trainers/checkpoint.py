@@ -18,7 +18,7 @@ import socket
 import warnings
 import zlib
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
 
@@ -60,6 +60,7 @@ class CheckpointStore:
         folder: where the checkpoints go; made when the first one is written.
         keep_last: how many of the newest are kept; ``None`` keeps all.
         ranks: the processes that save together.
+        spare: files without which a checkpoint is still whole; see :meth:`is_whole`.
 
     Example:
         >>> import tempfile
@@ -71,12 +72,17 @@ class CheckpointStore:
     """
 
     def __init__(
-        self, folder: str | Path, *, keep_last: int | None = None, ranks: Ranks = ALONE
+        self,
+        folder: str | Path,
+        *,
+        keep_last: int | None = None,
+        ranks: Ranks = ALONE,
+        spare: Collection[str] = (),
     ) -> None:
         if keep_last is not None and keep_last < 1:
             raise ValueError(f"keep_last must be at least 1 or None, got {keep_last}")
         self.folder = Path(folder)
-        self.keep_last, self.ranks = keep_last, ranks
+        self.keep_last, self.ranks, self.spare = keep_last, ranks, spare
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, ascending."""
@@ -118,7 +124,7 @@ class CheckpointStore:
                 of which has its shards of tensors that are spread over them.
             own: what is this rank's own.
             write_model: writes model and tokenizer files into the folder that it is given, and may
-                return the CRC-32 of some of them by name, which :meth:`load` then checks too.
+                return the CRC-32 of some of them by name; the others are read once for theirs.
 
         Returns:
             The folder.
@@ -152,6 +158,8 @@ class CheckpointStore:
         return final
 
     def _complete(self, final: Path, partial: Path, checksums: Mapping[str, int]) -> None:
+        files = {f.relative_to(partial).as_posix(): f for f in partial.rglob("*") if f.is_file()}
+        checksums = {n: _checksum(f) for n, f in files.items() if n not in checksums} | checksums
         manifest = {"format": _FORMAT, "ranks": self.ranks.world, "checksums": checksums}
         (partial / _STATE / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         _flush(partial)
@@ -208,7 +216,7 @@ class CheckpointStore:
                 f"on with that version, or begin another run from its model, model.name={path}"
             )
         try:
-            num_ranks = _check_files(path, check)
+            num_ranks = _check_files(path, check, self.spare)
             state = _read_state(path, "state")
             return {**state, "ranks": [_read_state(path, f"rank_{n}") for n in range(num_ranks)]}
         except CheckpointError:
@@ -216,6 +224,17 @@ class CheckpointStore:
         # A damaged file raises whatever its bytes happen to mean.
         except Exception as error:
             raise DamagedCheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+
+    def is_whole(self, step: int, name: str) -> bool | None:
+        """Whether a file is what was written; ``None`` where an earlier version kept no checksum.
+
+        Args:
+            step: of the checkpoint.
+            name: of the file in it.
+        """
+        checksum = _manifest(self.path(step))["checksums"].get(name)
+        file = self.path(step) / name
+        return None if checksum is None else file.is_file() and _checksum(file) == checksum
 
     def read_spread(self, step: int, wanted: dict[str, Tensor]) -> None:
         """Fill tensors that ranks had written together, whatever their number was.
@@ -240,10 +259,15 @@ class CheckpointStore:
         except Exception as error:
             raise DamagedCheckpointError(f"cannot read {folder}: {error}") from error
 
-    def load_newest_whole(self) -> tuple[int, dict[str, Any], list[str]]:
+    def load_newest_whole(
+        self, look: Callable[[int, dict[str, Any]], None] = lambda step, state: None
+    ) -> tuple[int, dict[str, Any], list[str]]:
         """The newest checkpoint that is not damaged; damaged ones are renamed ``damaged_step_N``.
 
         Only for the one process that writes here.
+
+        Args:
+            look: raises a ``DamagedCheckpointError`` for a step's state that means nothing.
 
         Returns:
             Its step, its state, and a line for each damaged one.
@@ -254,7 +278,8 @@ class CheckpointStore:
         damaged: list[str] = []
         for step in reversed(self.steps()):
             try:
-                return step, self.load(step), damaged
+                look(step, state := self.load(step))
+                return step, state, damaged
             except DamagedCheckpointError as error:
                 aside = self.path(step).with_name(f"damaged_{self.path(step).name}")
                 shutil.rmtree(aside, ignore_errors=True)
@@ -429,9 +454,13 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
     return state
 
 
-def _check_files(folder: Path, checksums: bool) -> int:
+def _manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / _STATE / _MANIFEST).read_text(encoding="utf-8"))
+
+
+def _check_files(folder: Path, checksums: bool, spare: Collection[str]) -> int:
     """Look at what a checkpoint says of itself; the number of ranks that wrote it."""
-    manifest = json.loads((folder / _STATE / _MANIFEST).read_text(encoding="utf-8"))
+    manifest = _manifest(folder)
     if manifest["format"] != _FORMAT:
         raise CheckpointError(
             f"{folder} is of format {manifest['format']!r}, and this version of torchrl_llm reads "
@@ -441,8 +470,10 @@ def _check_files(folder: Path, checksums: bool) -> int:
         place = PurePosixPath(name)
         if place.is_absolute() or ".." in place.parts:
             raise DamagedCheckpointError(f"{folder} names {name!r}, which is not in it")
-        if checksums and _checksum(folder / place) != checksum:
+        if checksums and name not in spare and _checksum(folder / place) != checksum:
             raise DamagedCheckpointError(f"the checksum of {folder / place} is wrong")
+    if f"{_STATE}/rank_{manifest['ranks']}.json" in manifest["checksums"]:
+        raise DamagedCheckpointError(f"{folder} is of more ranks than {manifest['ranks']}")
     return int(manifest["ranks"])
 
 

@@ -9,7 +9,7 @@ Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` reads them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -228,16 +228,20 @@ class KeptRollouts:
         folder: of the run.
         kept: which rows of a step.
         ranks: the processes that train together; rank 0 writes the rows of all.
+        tools: schemas of the tools that prompts describe.
 
     Attributes:
         failures: steps whose rows could not be written.
     """
 
-    def __init__(self, folder: Path, kept: Kept, ranks: Ranks = ALONE) -> None:
+    def __init__(
+        self, folder: Path, kept: Kept, ranks: Ranks = ALONE, tools: Sequence[Any] | None = None
+    ) -> None:
         self.folder = folder / FOLDER
         self._ranks = ranks
         self.failures = 0
         self._kept, self._writer = kept, RolloutWriter(self.folder)
+        self._tools = None if tools is None else list(tools)
 
     def record(self, step: int, outcomes: RowOutcomes) -> None:
         """Write rows of a step. All ranks have to call it.
@@ -265,6 +269,7 @@ class KeptRollouts:
         if not rows:
             return
         about = {"kept": self._kept, "collected": collected, "added": sorted(map(list, added))}
+        about |= {"tools": self._tools}
         try:
             self._writer.append(step, rows, about)
         except (OSError, DataError) as error:
@@ -283,26 +288,26 @@ class KeptRollouts:
         except OSError as error:
             logger.warning(f"the rollouts in {self.folder} may not be on the disk: {error}")
 
-    def resume(self, step: int) -> str | None:
+    def sizes(self) -> dict[str, int]:
+        """Bytes of each file so far, for :meth:`resume`; rank 0 has them."""
+        return self._writer.sizes() if self._ranks.is_main else {}
+
+    def resume(self, step: int, sizes: Mapping[str, int] | None = None) -> list[str]:
         """Continue behind a step, whose later rows are dropped.
 
         Args:
             step: the last one that counts; 0 for a run that begins.
+            sizes: what :meth:`sizes` was behind that step.
 
         Returns:
-            What was wrong with the files, ``None`` if nothing was.
+            What was wrong with the files, a line each.
         """
-        if not self._ranks.is_main or not self.folder.is_dir():
-            return None
-        try:
-            last = self._writer.cut(step)
-        except DataError as error:
-            aside = self.folder.with_name(f"damaged_{FOLDER}_{step}")
-            while aside.exists():
-                aside = aside.with_name(f"{aside.name}_again")
-            self.folder.rename(aside)
-            self._writer = RolloutWriter(self.folder)
-            return f"{error}; the rollouts so far are now {aside}"
-        if last is None or last == step or self._kept == "none":
-            return None
-        return f"{self.folder} ended at step {last}: the rows of the steps up to {step} are lost"
+        if not self._ranks.is_main or not (sizes or self.folder.is_dir()):
+            return []
+        last = self._writer.cut(step, sizes)
+        told = list(self._writer.damaged)
+        if last is not None and last != step and self._kept != "none":
+            told.append(
+                f"{self.folder} ended at step {last}: the rows of the steps up to {step} are lost"
+            )
+        return told

@@ -210,21 +210,25 @@ class MetricsTable:
         # Not read: its rows take nine times the file, and a process that trains keeps that memory.
         shutil.copyfile(self.path, path)
 
-    def resume(self, step: int, copy: Path | None = None) -> str | None:
+    def resume(self, step: int, copy: Path | None = None, *, is_checked: bool = True) -> str | None:
         """Continue the file of an earlier run after ``step``, dropping the rows behind it.
 
         Args:
             step: the last step that counts.
             copy: what :meth:`save` wrote at that step; the file is mended from it.
+            is_checked: whether the copy is known to be whole; if not, a file that reaches as far
+                is believed.
 
         Returns:
             What was wrong with the file, ``None`` if nothing was.
         """
-        found = self._read_rows(self.path, step)
-        saved = None if copy is None else self._read_rows(copy, step)
+        found = _if_sound(self._read_rows(self.path, step))
+        saved = None if copy is None else _if_sound(self._read_rows(copy, step))
+        last = int(found[1][-1][STEP]) if found and found[1] else None
+        if saved and last is not None and not is_checked:
+            saved = saved if saved[1] and int(saved[1][-1][STEP]) > last else None
         columns, rows = saved or found or ([], [])
         self._columns.extend(name for name in columns if name not in self._columns)
-        last = int(found[1][-1][STEP]) if found and found[1] else None
         if found is None:
             wrong = "is broken" if self.path.exists() else "was missing"
         elif last != step:
@@ -259,6 +263,20 @@ class MetricsTable:
     def _lines(self, file: IO[str], rows: Sequence[Mapping[str, str]]) -> None:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerows([row.get(name, "") for name in self._columns] for row in rows)
+
+
+def _if_sound(
+    table: tuple[list[str], list[dict[str, str]]] | None,
+) -> tuple[list[str], list[dict[str, str]]] | None:
+    """A table whose cells are numbers and whose steps ascend, or ``None``."""
+    rows = table[1] if table else []
+    try:
+        for row in rows:
+            _ = [float(cell) for cell in row.values()]
+    except ValueError:
+        return None
+    steps = [int(row[STEP]) for row in rows]
+    return table if steps == sorted(set(steps)) else None
 
 
 class LossMeter:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from torchrl_llm._run_log import printable
 from torchrl_llm.functional import wilson_interval
 
 
@@ -40,7 +41,7 @@ def text_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> 
         right = "right" if header and number else "left"
         table.add_column(Text(title if header else ""), justify=right, no_wrap=True)
     for name, *values in rows:
-        table.add_row(Text(name, "bold"), *map(Text, values))
+        table.add_row(Text(printable(name), "bold"), *(Text(printable(v)) for v in values))
     terminal = sys.stdout is not None and sys.stdout.isatty()
     # As wide as it likes: a path that is folded cannot be copied.
     console = Console(file=io.StringIO(), width=10_000, force_terminal=terminal)

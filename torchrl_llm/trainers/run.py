@@ -21,6 +21,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
+import torch
 import yaml
 from tensordict import LazyStackedTensorDict
 from torch import nn
@@ -29,7 +30,13 @@ from torchrl_llm._progress import ProgressBar, clock
 from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, say, show
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
+from torchrl_llm.errors import (
+    CheckpointError,
+    ConfigError,
+    DamagedCheckpointError,
+    RewardError,
+    TorchRLLLMError,
+)
 from torchrl_llm.modules.weight_files import size_in_bytes
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore,
@@ -48,7 +55,7 @@ from torchrl_llm.trainers.rank_state import rank_state
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.results import share_text, text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
-from torchrl_llm.trainers.run_folder import nested
+from torchrl_llm.trainers.run_folder import METRICS_FILE, nested
 from torchrl_llm.trainers.run_models import (
     RunModels,
     load_part_states,
@@ -221,6 +228,7 @@ class TrainingRun:
             and save, after the same step.
         ended: says why the run is over before ``max_steps``; ``None`` while it is not; rank 0 is
             asked.
+        tools: schemas of the tools that prompts describe; they are kept with the rollouts.
 
     Attributes:
         step: the last step that was begun.
@@ -257,6 +265,7 @@ class TrainingRun:
         shown: Shown | None = None,
         ranks: Ranks = ALONE,
         ended: Callable[[], str | None] | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> None:
         self.ranks = ranks
         self.folder = Path(folder)
@@ -282,9 +291,12 @@ class TrainingRun:
         self._ended = ended or (lambda: None)
         self._evaluate = None if self._evaluation.num_prompts == 0 else evaluate
         self._store = CheckpointStore(
-            self.folder / "checkpoints", keep_last=self._checkpoint.keep_last, ranks=ranks
+            self.folder / "checkpoints",
+            keep_last=self._checkpoint.keep_last,
+            ranks=ranks,
+            spare=(METRICS_FILE,),
         )
-        self._rollouts = KeptRollouts(self.folder, self._logging.rollouts, ranks)
+        self._rollouts = KeptRollouts(self.folder, self._logging.rollouts, ranks, tools)
         self._retired: list[Any] = []
         self._before: list[str] = []
         self._after: list[str] = []
@@ -322,9 +334,7 @@ class TrainingRun:
                 ),
                 columns=(self._shown.metric, *self._shown.held_out),
             )
-            repairs = self._resume() if saved else []
-            if (lost := self._rollouts.resume(self.step)) is not None:
-                repairs.append(lost)
+            repairs = self._resume() if saved else self._rollouts.resume(0)
             if self._config and ranks.is_main:
                 text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
                 (self.folder / "config.yaml").write_text(text, encoding="utf-8")
@@ -613,6 +623,7 @@ class TrainingRun:
             "parts": part_states(shared, self._names),
             "watch": self._watch.state_dict(),
             "retired": self._retired,
+            "rollouts": self._rollouts.sizes(),
         }
         of_rank = {"parts": part_states(own, self._names), "rng": rng_state()}
         return self._store.save(self.step, state, own=of_rank, write_model=self._write_models)
@@ -627,12 +638,52 @@ class TrainingRun:
         """Continue from the newest whole checkpoint; what had to be mended, a line each."""
         step, state, repairs = 0, {}, []
         if self.ranks.is_main:
-            step, state, repairs = self._store.load_newest_whole()
+            step, state, repairs = self._store.load_newest_whole(self._look_at)
         step = self.ranks.from_main(step)
         if not self.ranks.is_main:
             state = self._store.load(step, check=False)  # rank 0 has looked at it
-        self._check_config(masked(state["config"]))
         path = self._store.path(step)
+        with _naming_state(path):
+            self._check_config(masked(state["config"]))
+            mine, notice = self._load_parts(path, step, state)
+        repairs += [notice] if notice else []
+        repairs += self._rollouts.resume(step, state.get("rollouts"))
+        self.step, self._before, self._after = step, state["before"], state["after"]
+        if self.ranks.is_main:
+            repairs += self._resume_metrics(step, path / METRICS_FILE)
+        load_rng_state(mine["rng"])
+        return repairs
+
+    def _look_at(self, step: int, state: Mapping[str, Any]) -> None:
+        match state:
+            case {
+                "step": number,
+                "config": dict(),
+                "before": list(),
+                "after": list(),
+                "models": dict(),
+                "parts": dict(),
+                "watch": {"equal": list(), "failures": dict()},
+                "retired": list(),
+                "ranks": [{"parts": dict(), "rng": {"python": _, "numpy": _, "torch": _}}, *_],
+            } if number == step:
+                return
+        raise DamagedCheckpointError(f"{self._store.path(step)} holds no state of a run's step")
+
+    def _resume_metrics(self, step: int, copy: Path) -> Iterator[str]:
+        is_whole = self._store.is_whole(step, copy.name)
+        if is_whole is False:
+            yield f"{copy} is damaged or gone, and is not used"
+        given = None if is_whole is False or not copy.exists() else copy
+        wrong = self._table.resume(step, given, is_checked=bool(is_whole))
+        if wrong is not None:
+            mended = "mended from the checkpoint" if given else "its rows are lost"
+            yield f"{wrong}; {mended}, to step {step}"
+
+    def _load_parts(
+        self, path: Path, step: int, state: Mapping[str, Any]
+    ) -> tuple[Mapping[str, Any], str | None]:
+        """Give models and parts their states; that of this rank, and what is to be told."""
         self._models.load(path, state["models"])
         shared, own = split_parts(self._parts)
 
@@ -649,17 +700,9 @@ class TrainingRun:
             world=self.ranks.world,
             is_shared=sum(self.ranks.gather(bool(own))) > 1,
         )
-        repairs += [notice] if notice else []
         load_part_states(own, mine["parts"], self._names, read=read)
         self._watch.load_state_dict(state["watch"])
-        self.step, self._before, self._after = step, state["before"], state["after"]
-        copy = path / "metrics.csv"
-        wrong = self._table.resume(step, copy) if self.ranks.is_main else None
-        if wrong is not None:
-            mended = "mended from the checkpoint" if copy.exists() else "its rows are lost"
-            repairs.append(f"{wrong}; {mended}, to step {step}")
-        load_rng_state(mine["rng"])
-        return repairs
+        return mine, notice
 
     def _check_config(self, earlier: Mapping[str, Any]) -> None:
         changed = [
@@ -672,6 +715,21 @@ class TrainingRun:
                 "checkpoint.resume=auto continues a run as it was, but these keys differ: "
                 + "; ".join(changed)
             )
+
+
+@contextmanager
+def _naming_state(path: Path) -> Iterator[None]:
+    """A state with the right checksum may still be of something else."""
+    try:
+        yield
+    except (TorchRLLLMError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # whatever foreign values mean to the parts that get them
+        raise DamagedCheckpointError(
+            f"a part of this run cannot take its state in {path} ({type(error).__name__}: {error}):"
+            " it is damaged, or of something else. Rename that folder, and the same command goes on"
+            " from the checkpoint before it, or begins"
+        ) from error
 
 
 @contextmanager

@@ -67,7 +67,7 @@ def _group(row: TensorDict) -> tuple[Any, ...]:
 def _shown(title: str, episode: Trajectory) -> str:
     about = ", ".join([f"{title}: {_reward(episode)}", *_remarks(episode)])
     text = row_text(episode.rows[-1], indent="    ")
-    return "\n".join(map(printable, [f"  {about}", *text.split("\n")]))
+    return printable(f"  {about}\n{text}")
 
 
 def _reward(episode: Trajectory) -> str:

@@ -216,7 +216,7 @@ def make_mlgym(
     if isinstance(tokenizer, str):
         from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer, trust_remote_code=False)
     _mlgym("environment.registration")
     return MLGymWrapper(
         make=_make,

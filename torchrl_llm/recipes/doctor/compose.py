@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchrl_llm._registry import refuse_foreign
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.command_keys import KeyTable, check_option
@@ -79,6 +80,9 @@ def compose(
 
     folder, entry, values = _folder(page), name, {} if file is None else read_file(file)
     if file is not None and "defaults" in values:
+        for place in (values.get("hydra") or {}).get("searchpath") or ():
+            if str(place).startswith("pkg://"):  # Hydra imports it
+                refuse_foreign(str(place))
         folder, entry, values = file.parent, file.stem, {}
     values.pop("hydra", None)
     open_keys, other = _OPEN.get(name, ()), _SIBLINGS.get(name)
