@@ -20,11 +20,12 @@ from torch import Tensor
 from torchrl_llm.data.column import chat_of
 from torchrl_llm.data.column_names import (
     MESSAGES,
-    PROMPTS,
     as_messages,
     as_tools,
     check_named,
     first_column,
+    joined_prompt,
+    prompt_columns,
 )
 from torchrl_llm.data.conversation_rules import (
     check_conversation,
@@ -110,11 +111,9 @@ class DemonstrationColumns(NamedTuple):
             )
         if pair is None and (messages := messages or first_column(row, MESSAGES)):
             return cls(messages=messages, tools=tools)
-        asked = (prompt,) if prompt else (first_column(row, PROMPTS),)
-        if asked == ("instruction",) and prompt is None and "input" in row:
-            asked = ("instruction", "input")
+        asked = prompt_columns(row, prompt)
         said = completion or first_column(row, [n for n in COMPLETIONS if n not in asked])
-        if asked[0] is None or said is None:
+        if not asked or said is None:
             raise DataError(
                 f"none of the columns {sorted(row)} is a {'prompt' if said else 'completion'} by "
                 "its name; name data.prompt and data.completion, or data.messages for whole "
@@ -137,8 +136,7 @@ class DemonstrationColumns(NamedTuple):
                 raise DataError(f"there is no column {name!r}; there are {sorted(row)}")
         if self.messages is not None:
             return as_messages(row[self.messages])
-        parts = [row.get(name) for name in self.prompt]
-        prompt = "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+        prompt = joined_prompt(row, self.prompt)
         found = []
         for name, value, role in (
             (self.prompt[0], prompt, "user"),
