@@ -1,7 +1,8 @@
 """Demonstrations: conversations of a table, as token ids and which of them are to be learned.
 
 What is learned is what the assistant says, thinks and calls, in every turn, with the token that
-ends the turn. A turn with ``weight`` 0 or ``train`` false is left out.
+ends the turn. A turn with ``weight`` 0 or ``train`` false is left out. A special token that was
+added to the tokenizer and stands in such a turn is that token; elsewhere its text is plain.
 
 Not here: how rows are read (:mod:`torchrl_llm.data.row_files`), and which conversations are refused
 (:mod:`torchrl_llm.data.conversation_rules`). Next:
@@ -32,6 +33,7 @@ from torchrl_llm.data.conversation_rules import (
     check_written,
     keep_turns,
     learned_turns,
+    with_marks,
 )
 from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.ragged import lazy_rows
@@ -274,10 +276,12 @@ class Demonstrations(Sequence[Demonstration]):
 
     def __getitem__(self, index: int) -> Demonstration:  # type: ignore[override]
         messages, tools = self.messages(index), self.tools(index)
-        whole = {"add_generation_prompt": False, "tools": tools}
         try:
-            encoded = self.formatter.encode(messages, **whole)
-            check_written(messages, self.formatter.render(messages, **whole))
+            encoded = self.formatter.encode_demonstration(messages, tools=tools)
+            marked = with_marks(messages)
+            check_written(
+                marked, self.formatter.render(marked, add_generation_prompt=False, tools=tools)
+            )
             learned = keep_turns(encoded.assistant, learned_turns(messages)).clone()
         except (DataError, TemplateError, TokenizerError) as error:
             raise DataError(f"{self.where(index)}: {error}") from error

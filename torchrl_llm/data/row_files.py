@@ -124,7 +124,7 @@ def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
         if str(getattr(feature, "dtype", "")).startswith("float"):
             cells = table.data.column(name).to_pylist()
             whole += whole_columns([{name: cell} for cell in cells], [name])
-    return MappedRows(rows, partial(plain_row, whole))
+    return MappedRows(rows, partial(plain_row, whole=whole))
 
 
 def _check_not_columns(source: Any) -> None:
