@@ -192,6 +192,7 @@ class Demonstrations(Sequence[Demonstration]):
         columns: where a conversation is.
         name: of the table, for errors.
         first_row: number of its first row, for errors.
+        held_out: whether its rows are held out, which errors then say.
         system_prompt: first message of every conversation; ``None`` for what the rows have.
         max_seq_len: tokens that a conversation may have; ``None`` for no limit.
         on_overlong: what becomes of a longer one: ``"error"``, ``"drop"``, or ``"truncate"``, which
@@ -222,12 +223,13 @@ class Demonstrations(Sequence[Demonstration]):
         *,
         name: str = "the dataset",
         first_row: int = 1,
+        held_out: bool = False,
         system_prompt: str | None = None,
         max_seq_len: int | None = None,
         on_overlong: OnOverlong = "error",
     ) -> None:
         self.rows, self.formatter, self.columns = rows, formatter, columns
-        self._name, self._first_row = name, first_row
+        self._name, self._first_row, self._held_out = name, first_row, held_out
         self._system_prompt = system_prompt
         self.max_seq_len, self.on_overlong = max_seq_len, on_overlong
 
@@ -305,7 +307,8 @@ class Demonstrations(Sequence[Demonstration]):
         Args:
             index: of the row.
         """
-        return place_of(self.rows[index], f"row {self._first_row + index} of {self._name}")
+        place = place_of(self.rows[index], f"row {self._first_row + index} of {self._name}")
+        return f"{place} (held out)" if self._held_out else place
 
     def check(self, most: int) -> int:
         """Read the first rows, so that a bad one is told of before anything else is done.
@@ -328,8 +331,8 @@ class Demonstrations(Sequence[Demonstration]):
             left += bool(one.learned.any())
         if not left:
             raise DataError(
-                f"all rows of {self._name} have more than {self.max_seq_len} tokens, and nothing "
-                "is left to learn from"
+                f"all {'held-out ' * self._held_out}rows of {self._name} have more than "
+                f"{self.max_seq_len} tokens, and nothing is left to learn from"
             )
         if isinstance(self.rows, list):
             for index in range(most, len(self)):

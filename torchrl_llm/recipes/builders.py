@@ -209,7 +209,7 @@ def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
         config: the recipe's.
     """
     return {
-        "chat_template_name": config.model.chat_template_name,
+        **config.model.template,
         "on_overlong": config.env.on_overlong,
         "max_prompt_length": config.env.max_prompt_length,
         "generate_kwargs": config.inference_model.arguments,
@@ -503,7 +503,7 @@ def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
         )
         formatter = ChatFormatter(
             env.tokenizer,
-            chat_template_name=config.model.chat_template_name,
+            **config.model.template,
             tools=env.tool_schemas if config.model.is_told_of_tools else None,
         )
         env.append_transform(ContextLimit(longest, formatter))

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torchrl._utils import logger
 
+from torchrl_llm._log import tell_once
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord, extend_records
@@ -161,6 +162,8 @@ class ChatFormatter:
         self.tools = list(tools) if tools else None
         self.debug = debug
         self._codec = Codec(tokenizer)
+        if unread := [name for name in template_kwargs or () if name not in spec.template]:
+            tell_once(f"the chat template does not read {', '.join(unread)} (template_kwargs)")
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         renderer = Renderer(spec.template, self._codec.shield, variables, Form())
         self.probe = probe_template(renderer, self._codec)
