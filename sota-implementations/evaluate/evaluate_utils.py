@@ -252,7 +252,7 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
     tokenizer = make_tokenizer(config.model.name, wanted.max_tokens)
     options = {
         "tokenizer": tokenizer,
-        "chat_template_name": config.model.chat_template_name,
+        **config.model.template,
         "on_overlong": config.eval.on_overlong,
         "generate_kwargs": wanted.arguments,
     }

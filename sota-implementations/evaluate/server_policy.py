@@ -103,10 +103,10 @@ def check_chat(config: EvaluateConfig, why: str) -> None:
     Raises:
         ConfigError: a key of prompts that are written here.
     """
-    for name in ("name", "chat_template_name"):
+    for name in ("name", "chat_template_name", "template_kwargs"):
         value = getattr(config.model, name)
         ensure(
-            value is None,
+            not value,
             f"model.{name}={value} has no effect on chat completions ({why}). Leave it out: the "
             "server has a template and a tokenizer of its own",
         )
@@ -183,7 +183,7 @@ def _token_policy(config: EvaluateConfig, card: dict[str, Any], key: str | None)
     return vLLMWrapper(
         backend,
         tokenizer=tokenizer,
-        chat_template_name=config.model.chat_template_name,
+        **config.model.template,
         on_overlong=config.eval.on_overlong,
         generate_kwargs=wanted.arguments,
     )

@@ -12,6 +12,7 @@ from itertools import chain, repeat
 from typing import Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict
+from torchrl._utils import logger
 
 from torchrl_llm.data.column_names import check_named
 from torchrl_llm.data.demonstrations import (
@@ -258,7 +259,7 @@ def load_data(config: SFTConfig, tokenizer: Any) -> Data:
     if held_out is not None:
         where = data.source if cut or data.eval_split is not None else data.eval_source
         first = len(rows) + 1 if cut else 1
-        held_out = make(_first(held_out, wanted), name=_name(where), first_row=first)
+        held_out = make(_first(held_out, wanted), name=_name(where), first_row=first, held_out=True)
         found = found._replace(held_out=held_out)
     for part in found:
         if part is not None:
@@ -285,7 +286,7 @@ def make_demonstrations(
     """
     return Demonstrations(
         rows,
-        ChatFormatter(tokenizer, chat_template_name=config.model.chat_template_name),
+        ChatFormatter(tokenizer, **config.model.template),
         max_seq_len=longest_row(config),
         on_overlong=config.train.on_overlong,
         **settings,
@@ -297,7 +298,7 @@ def make_policy(config: SFTGroups, tokenizer: Any) -> TransformersWrapper:
     return load_policy(
         config,
         tokenizer,
-        chat_template_name=config.model.chat_template_name,
+        **config.model.template,
         on_overlong=config.train.on_overlong,
     )
 
@@ -371,6 +372,12 @@ def make_evaluation(
     if held_out is None:
         return None
     rows, answer = list(held_out), None
+    if long := sum(row.overlong for row in rows):
+        logger.warning(
+            f"{long} of the {len(rows)} held-out rows have more than {held_out.max_seq_len} tokens "
+            f"(train.max_seq_len): with train.on_overlong={held_out.on_overlong}, eval/loss is "
+            + ("without them" if held_out.on_overlong == "drop" else "of their first tokens")
+        )
     if config.answers:
         answer = greedy_evaluation(
             config,

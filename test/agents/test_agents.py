@@ -18,7 +18,7 @@ from torchrl_llm.envs import ArithmeticEnv, CalculatorEnv, ChatEnv, LetterCounti
 from torchrl_llm.envs.actions import BoxedAction, CallAction, ParserChain, TagAction, ThinkPrefix
 from torchrl_llm.envs.datasets.rows_env import RowsEnv
 from torchrl_llm.envs.transforms import ContextStrategy, SlidingWindow
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.modules.backends.fake import Answer
 from torchrl_llm.objectives.credit import MonteCarloReturn
@@ -282,21 +282,56 @@ def cut(text):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("agent", [Agent(), *(agent for agent, *_ in AGENTS.values())])
-def test_a_cut_answer_is_no_answer(agent, mode, tokenizer):
+def test_a_cut_answer_is_scored_and_its_reward_is_told_that_it_was_cut(agent, mode, tokenizer):
+    told = []
+
+    def reward(response, row):
+        told.append((response, row["finish_reason"]))
+        return float("2" in response)
+
+    options = {"dataset": [{"query": "1+1?", "answer": "2"}], "reward": reward, "num_envs": 1}
+    options |= {"input_mode": mode, "tokenizer": tokenizer, "max_steps": 2}
+    for said, ended, penalty, expected in [
+        ("It is 2", "length", 0.0, 1.0),
+        ("It is", "length", 0.0, 0.0),
+        ("It is 2", "length", 0.25, 0.75),
+        ("2", "stop", 0.25, 1.0),
+    ]:
+        answer = Answer(said, FinishReason[ended.upper()])
+        [row] = play(agent, RowsEnv(cut_penalty=penalty, **options), [answer], tokenizer)
+        assert row["next", "reward"].item() == expected
+        assert row["next", "success"].item() == ("2" in said)
+        assert row["next", "reward_valid"].item()
+        assert row["next", "error", "type"] == ""
+        assert told.pop() == (said, ended)
+
+
+def test_every_kind_of_reward_sees_how_an_answer_ended_and_a_column_of_that_name_is_refused(
+    tokenizer,
+):
+    def of_sample(sample):
+        return float(sample.finish_reason == FinishReason.LENGTH) + sample.num_tokens / 100
+
+    def of_row(response, row):
+        return float(row["finish_reason"] == "length")
+
     rows = [{"query": "1+1?", "answer": "2"}]
-    options = {"dataset": rows, "reward": lambda response, answer: 1.0, "max_steps": 2}
-    options |= {"input_mode": mode, "tokenizer": tokenizer, "num_envs": 1}
-    told = play(agent, RowsEnv(**options), [cut("It is 2"), "2"], tokenizer)
-    assert values(told, "next", "reward") == pytest.approx([-0.1, 1.0])
-    assert values(told, "next", "reward_cut") == pytest.approx([-0.1, 0.0])
-    assert values(told, "next", "success") == [False, True]
-    assert values(told, "next", "reward_valid") == [True, True]
-    assert [row["next", "error", "type"] for row in told] == ["IncompleteCompletion", ""]
-    assert "Your answer was cut off." in tokenizer.decode(told[1]["tokens", "prompt"])
-    accepts = dataclasses.replace(agent, accept_cut=True)
-    [row] = play(accepts, RowsEnv(**options), [cut("It is 2")], tokenizer)
-    assert values([row], "next", "reward") == [1.0]
-    assert row["next", "error", "type"] == ""
+    options = {"num_envs": 1, "tokenizer": tokenizer}
+    both = {"row": of_row, "sample": (of_sample, 0.5)}
+    for reward, expected in ((of_sample, 1.01), (both, 1.505)):
+        env = RowsEnv(dataset=rows, reward=reward, **options)
+        [row] = play(Agent(), env, [cut("2")], tokenizer)
+        assert row["next", "reward"].item() == pytest.approx(expected)
+    logged = [{**rows[0], "finish_reason": "stop"}]
+    env = RowsEnv(dataset=logged, reward=of_row, **options)
+    with pytest.raises(DataError, match=r"column 'finish_reason'.*rename"):
+        play(Agent(), env, [cut("2")], tokenizer)
+
+
+def test_a_task_in_which_no_cut_answer_is_refused_says_that_accepting_has_no_effect():
+    env = RowsEnv(dataset=[{"query": "1+1?", "answer": "2"}], reward=lambda response: 1.0)
+    with pytest.raises(ConfigError, match="accept_cut has no effect in RowsEnv"):
+        Agent(accept_cut=True).wrap(env)
 
 
 @pytest.mark.parametrize("name", ["tool", "retool"])
@@ -305,7 +340,8 @@ def test_calls_of_a_cut_answer_are_not_made_unless_it_is_accepted(name, tokenize
     options = {"dataset": [{"query": "1+1?", "answer": "2"}], "max_steps": 2, "num_envs": 1}
     options |= {"reward": lambda response, answer: 1.0, "tokenizer": tokenizer}
     rows = play(agent, RowsEnv(**options), [cut(thought), "2"], tokenizer)
-    assert values(rows, "next", "reward") == pytest.approx([-0.1, 1.0])
+    assert values(rows, "next", "reward") == [0.0, 1.0]
+    assert [row["next", "error", "type"] for row in rows] == ["IncompleteCompletion", ""]
     assert values(rows, "env_step") == [0, 1]
     said = tokenizer.decode(rows[1]["tokens", "prompt"])
     assert said.count("your answer was cut") == 1
@@ -334,9 +370,8 @@ def test_the_penalty_counts_once_beside_other_parts_of_the_reward(tokenizer):
     bonus = Component(lambda sample: 1.0, weight=4.0)
     parts = {"task": Component(WrittenReward()), "bonus": bonus}
     env.append_transform(CompositeReward(parts, set_done_if_answer=False))
-    told = play(Agent(), env, [cut("2"), "2"], tokenizer)
-    assert values(told, "next", "reward") == [-0.5, 5.0]
-    assert told[0]["next", "error", "type"] == "IncompleteCompletion"
+    told = play(Agent(), env, [cut("2")], tokenizer)
+    assert values(told, "next", "reward") == [4.5]
     buffer = ReplayBuffer(transform=JoinTurns())
     buffer.extend(told)
     assert buffer[0]["next", "reward"].item() == 4.5

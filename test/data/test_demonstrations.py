@@ -14,6 +14,7 @@ from torchrl_llm.data.conversation_rules import check_conversation, check_writte
 from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.envs.datasets.rows_env import RowsEnv
 from torchrl_llm.errors import ConfigError, DataError, TemplateError
 from torchrl_llm.modules import load_tokenizer
 
@@ -239,6 +240,96 @@ def test_white_space_and_escapes_of_a_template_are_no_loss():
         check_written(chat, 'user say "a\nb" line one\nline two')
     with pytest.raises(TemplateError, match=r"message 1 .*its text 'line one'"):
         check_written(chat, 'user say "a\nb" x')
+
+
+def test_each_text_needs_a_place_of_its_own():
+    chat = [user("is it 4?"), says("<think>4</think>yes")]
+    check_written(chat, "user is it 4? assistant 4 yes")
+    with pytest.raises(TemplateError, match=r"message 1 .*its reasoning '4'"):
+        check_written(chat, "user is it 4? assistant yes")
+    twice = [user("hi"), says("hi")]
+    with pytest.raises(TemplateError, match=r"message 1 .*its text 'hi'"):
+        check_written(twice, "user hi assistant")
+
+
+@pytest.mark.parametrize("thought", ["4", "assistant", "is it", "yes"])
+def test_a_thought_that_a_template_drops_is_told_of_wherever_its_text_stands(thought):
+    drops = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        "{{ m.content.split('</think>')[-1] + '<|im_end|>\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    )
+    formatter = ChatFormatter(load_tokenizer(), chat_template=drops)
+    chat = [user("is it 4?"), says(f"<think>{thought}</think>yes, it is")]
+    with pytest.raises(DataError, match=f"message 1 .*does not write its reasoning '{thought}'"):
+        made([{"messages": chat}], formatter)[0]
+    plain = [user("is it 4?"), says("yes, it is")]
+    assert text_of(made([{"messages": plain}], formatter)) == "yes, it is<|im_end|>"
+
+
+def test_special_tokens_that_were_added_are_learned_in_answers_and_plain_elsewhere():
+    tokenizer = load_tokenizer()
+    tokenizer.add_special_tokens({"extra_special_tokens": ["<obs>"]})
+    formatter = ChatFormatter(tokenizer)
+    (obs, end) = tokenizer.convert_tokens_to_ids(["<obs>", "<|im_end|>"])
+    system = {"role": "system", "content": "<obs> marks"}
+    chat = [system, user("what is <obs>?"), says("an <obs> and no <|im_end|>")]
+    one = made([{"messages": chat}], formatter)[0]
+    ids, learned = one.token_ids, one.learned
+    assert (ids == obs).sum() == 1
+    assert learned[ids == obs].all()
+    assert (ids == end).sum() == 3  # the ends of the turns: an answer cannot spell one
+    assert formatter.decode(ids[learned]) == "an <obs> and no <|im_end|><|im_end|>"
+    assert formatter.decode(ids).count("<obs>") == 3
+    # A prompt keeps it plain, whoever has said it: a model samples the token itself.
+    assert not (formatter.encode(chat).token_ids == obs).any()
+
+
+CALLS = [("add", {"a": 1}), ("find", {"text": "x", "deep": {"c": [{"d": 2}, {"e": 3}]}})]
+
+
+@pytest.mark.parametrize("kind", ["dataset", "parquet", "files"])
+def test_what_arrow_adds_to_calls_and_schemas_is_not_learned(formatter, tmp_path, kind):
+    datasets = pytest.importorskip("datasets")
+    rows = []
+    for name, arguments in CALLS:
+        call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+        schema = {"type": "object", "properties": {key: {"type": "string"} for key in arguments}}
+        rows.append(
+            {
+                "messages": [
+                    user("go"),
+                    {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "content": "ok"},
+                    says("done"),
+                ],
+                "tools": [{"name": name, "description": "d", "parameters": schema}],
+            }
+        )
+    table = datasets.Dataset.from_list(rows)
+    assert table[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["deep"] is None
+    source = table
+    if kind != "dataset":
+        table.to_parquet(tmp_path / "rows.parquet")
+        source = tmp_path / "rows.parquet" if kind == "parquet" else [tmp_path / "rows.parquet"]
+    columns = DemonstrationColumns(messages="messages")
+    padded = made(load_rows(source), formatter, columns)
+    plain = made(rows, formatter, columns)
+    for got, want in zip(padded, plain, strict=True):
+        assert got.token_ids.equal(want.token_ids)
+        assert got.learned.equal(want.learned)
+    # The same conversation as a prompt.
+    env = RowsEnv(dataset=load_rows(source), reward=len, shuffle=False)
+    asked = env.reset()["history"].prompt.chats[0].messages
+    assert asked[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+
+
+def test_nulls_of_a_file_of_text_are_learned_as_they_are(formatter, tmp_path):
+    call = {"name": "f", "arguments": {"a": None}}
+    turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [user("go"), turn]}))
+    found = made(load_rows(tmp_path / "rows.jsonl"), formatter)
+    assert '{"a": null}' in text_of(found)
 
 
 @pytest.mark.parametrize(("flags", "learned"), [

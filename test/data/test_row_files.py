@@ -15,6 +15,7 @@ from torchrl_llm.data.row_files import (
     MappedRows,
     RowLoader,
     load_rows,
+    plain_rows,
     read_jsonl,
 )
 from torchrl_llm.errors import DataError, MissingExtraError
@@ -279,3 +280,40 @@ def test_a_collate_function_sees_batches():
     assert len(loader) == 3
     with pytest.raises(DataError):
         RowLoader(ROWS, batch_size=0)
+
+
+@pytest.mark.parametrize("kind", ["frame", "dataset", "parquet"])
+def test_missing_cells_are_none_and_leave_whole_numbers_whole(tmp_path, kind):
+    pandas = pytest.importorskip("pandas")
+    datasets = pytest.importorskip("datasets")
+    frame = pandas.DataFrame(
+        {"q": ["a", "b", None], "n": [30, None, 4], "x": [1.5, None, 2.0], "y": [1.0, 2.0, 3.0]}
+    )
+    if kind == "frame":
+        source = frame.to_dict("records")
+    else:
+        source = datasets.Dataset.from_pandas(frame)
+        if kind == "parquet":
+            source.to_parquet(tmp_path / "rows.parquet")
+            source = tmp_path / "rows.parquet"
+    rows = list(plain_rows(load_rows(source)))
+    assert [row["q"] for row in rows] == ["a", "b", None]
+    assert [repr(row["n"]) for row in rows] == ["30", "None", "4"]
+    assert [row["x"] for row in rows] == [1.5, None, 2.0]  # meant as it is
+    assert [repr(row["y"]) for row in rows] == ["1.0", "2.0", "3.0"]  # nothing is missing
+
+
+def test_a_row_of_a_file_still_knows_its_place_when_a_cell_has_changed(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"n": 3.0}\n{"n": null}\n')
+    rows = plain_rows(load_rows(tmp_path / "rows.jsonl"))
+    assert rows == [{"n": 3}, {"n": None}]
+    assert rows[0].place.endswith("rows.jsonl, line 1")
+
+
+def test_slices_of_mapped_rows_are_rows_whatever_their_source_gives_for_slices():
+    class Columns(list):
+        def __getitem__(self, at):
+            return {"a": list(self)} if isinstance(at, slice) else list.__getitem__(self, at)
+
+    rows = MappedRows(Columns([{"a": 1}, {"a": 2}, {"a": 3}]), dict)
+    assert rows[1:] == [{"a": 2}, {"a": 3}]

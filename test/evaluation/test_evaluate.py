@@ -3,7 +3,14 @@ from __future__ import annotations
 import pytest
 
 from torchrl_llm.data import FinishReason
-from torchrl_llm.envs import DatasetChatEnv, RewardParser, RewardScore, TaskEnv
+from torchrl_llm.envs import (
+    DatasetChatEnv,
+    GSM8KEnv,
+    IFEvalEnv,
+    RewardParser,
+    RewardScore,
+    TaskEnv,
+)
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import Answer, FakeWrapper
@@ -64,6 +71,24 @@ def test_cut_responses_and_lengths_are_reported(tokenizer):
     policy = FakeWrapper(cut, tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 3})
     result = evaluate(env(), policy, num_prompts=3)
     assert (result.truncated, result.response_length, result.accuracy) == (1.0, 3.0, 0.0)
+
+
+def test_cut_answers_are_scored_as_the_published_procedures_do(tokenizer):
+    said = {"commas": "No comma here, but", "hello": "Hello there", "eggs": "So it is 18 eg"}
+    rows = [
+        {"key": n, "prompt": name, "kwargs": [{}], "instruction_id_list": ["punctuation:no_comma"]}
+        for n, name in enumerate(("commas", "hello"))
+    ]
+    ifeval = IFEvalEnv(dataset=rows, scored_part="response", num_envs=2, shuffle=False)
+    eggs = [{"question": "eggs", "answer": "#### 18"}]
+    gsm8k = GSM8KEnv(dataset=eggs, answer_format="flexible-extract", num_envs=1)
+    for env, num_prompts, accuracy in ((ifeval, 2, 0.5), (gsm8k, 1, 1.0)):
+        policy = FakeWrapper(
+            lambda prompt: Answer(next(said[k] for k in said if k in prompt), FinishReason.LENGTH),
+            tokenizer=tokenizer,
+        )
+        result = evaluate(env, policy, num_prompts=num_prompts)
+        assert (result.accuracy, result.truncated, result.invalid) == (accuracy, 1.0, 0.0)
 
 
 def test_conversations_are_given_as_text(tokenizer):

@@ -108,7 +108,6 @@ def run(folder: Path, kind: str, prompt_tokens: int, *, device: str, tiny: bool)
             "data.prompt=question",
             "data.answer=answer",
             f"reward={Path(__file__).resolve()}:reward",
-            "reward.cut_penalty=0",
             f"env.repeats={repeats}",
             "train.prompts_per_batch=8",
             f"train.max_steps={STEPS + 1}",

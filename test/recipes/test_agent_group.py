@@ -94,10 +94,6 @@ def test_collectors_of_other_processes_have_the_agent():
         ({"agent": {"type": "react", "max_auxiliary_turns": 0}}, "agent=react: .* at least 1"),
         ({"agent": {"type": "fractions:Fraction"}}, "must be a subclass of Agent"),
         ({"reward": {"cut_penalty": -1.0}}, "not be negative"),
-        (
-            {"reward": {"cut_penalty": 0.5}, "agent": {"type": "none", "accept_cut": True}},
-            "no effect with agent.accept_cut",
-        ),
         ({"reward": {"cut_penalty": 0.5}, "advantage": {"type": "spo"}}, "rates of success"),
         ({"reward": {"cut_penalty": 0.5}, "advantage": {"type": "constant"}}, "reads no reward"),
     ],
@@ -132,10 +128,9 @@ def test_a_class_of_the_user_is_chosen_without_a_file(mine):
         GRPO(env="calculator", agent={"type": mine, "lod": 2})
 
 
-@pytest.mark.parametrize(("penalty", "spo"), [(0.1, False), (0.0, True)])
-def test_what_a_cut_answer_costs_unless_it_is_said(penalty, spo):
-    options = {"advantage": {"type": "spo"}, "env": {"repeats": 1}} if spo else {}
-    config = load_config(options | {"train": {"prompts_per_batch": 1}})
+@pytest.mark.parametrize(("penalty", "reward"), [(0.0, {}), (0.25, {"cut_penalty": 0.25})])
+def test_a_cut_answer_costs_nothing_unless_it_is_said(penalty, reward):
+    config = load_config({"reward": reward, "train": {"prompts_per_batch": 1}})
     env = make_train_env(config, make_policy(config).tokenizer, seed=0)
     [found] = [each.penalty for each in env.transform if hasattr(each, "penalty")]
     assert found == penalty

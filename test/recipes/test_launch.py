@@ -125,6 +125,9 @@ def test_what_other_libraries_call_a_key_leads_to_a_key_of_a_recipe_or_a_sentenc
 
 
 REFUSED = {
+    "enable_thinking=false": r"here it is 'model\.template_kwargs=\{enable_thinking: false\}'",
+    "chat_template_kwargs.enable_thinking=false": r"here it is 'model\.template_kwargs'",
+    "data.apply_chat_template_kwargs.x=1": r"here it is 'model\.template_kwargs'",
     "loss=gsop": r"did you mean 'gspo'\?",
     "loss=DAPO": r"did you mean 'dapo'\?",
     "loss=reinforce++": r"did you mean 'reinforce_plus_plus'\?",

@@ -9,18 +9,22 @@ import textwrap
 from itertools import product
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from omegaconf import OmegaConf
 from recipes.grpo_helper import column, rows, weights
 from recipes.script import run_alone
+from torchrl._utils import logger
 from transformers import AutoModelForCausalLM
 
+from torchrl_llm import SFT
 from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import TransformersBackend, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
+from torchrl_llm.recipes.chat_settings import make_conversation
 from torchrl_llm.recipes.command_keys import KeyTable
 from torchrl_llm.recipes.strict_config import key_table
 from torchrl_llm.trainers import optimize
@@ -203,6 +207,50 @@ def test_long_rows_are_refused_dropped_or_cut_as_asked(tmp_path, run):
     assert int(cut["train/tokens_trained"]) > int(dropped["train/tokens_trained"]) > 0
 
 
+def test_held_out_rows_that_are_too_long_are_said_to_be_held_out(tmp_path, run, monkeypatch):
+    said = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    chats = [chat("Hi", "yes")] * 8 + [chat("Hi", "no, " * 30)] * 2 + [chat("Hi", "yes")]
+    settings = [f"data={write(tmp_path / 'chats.jsonl', chats)}", "train.batch_size=8"]
+    settings += ["train.max_seq_len=32", "eval.num_prompts=3", "logging.progress=false"]
+    with pytest.raises(DataError, match=r"chats\.jsonl, line 9 \(held out\) has \d+ tokens"):
+        run(tmp_path / "a", *settings)
+    run(tmp_path / "b", *settings, "train.on_overlong=drop")
+    (told,) = [text for text in said if "held-out" in text]
+    assert told.startswith("2 of the 3 held-out rows have more than 32 tokens")
+    assert told.endswith("eval/loss is without them")
+
+
+def test_numbers_of_numpy_and_missing_cells_are_read_as_they_were_meant(utils):
+    answers = [np.int64(3), 4.0, float("nan")]
+    rows = [{"question": f"{n}?", "answer": answer} for n, answer in enumerate(answers)]
+
+    def learned(rows):
+        (shown, _) = utils.load_data(SFT(data=rows, eval={"num_prompts": 1})._config, tokenizer)
+        return [shown.show(at).rpartition("[[")[2] for at in range(len(shown))]
+
+    tokenizer = load_tokenizer()
+    assert learned(rows[:2]) == ["3<|im_end|>]]"]
+    with pytest.raises(DataError, match="'answer' is empty"):
+        learned(rows[1:])
+
+
+def test_variables_of_the_template_are_those_of_the_key(utils, monkeypatch):
+    tokenizer = load_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}"
+        "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}"
+        "{% if enable_thinking is false %}{{ '<think></think>' }}{% endif %}{% endif %}"
+    )
+    for kwargs, end in (({}, "assistant\n"), ({"enable_thinking": False}, "<think></think>")):
+        config = utils.load_config({**DATA, "model": {"template_kwargs": kwargs}})
+        policy = utils.make_policy(config, tokenizer)
+        assert policy.formatter.render(chat("Hi")[:1]).endswith(end)
+    config = {"model": {"template_kwargs": {"enable_thinking": False}}}
+    talk = make_conversation(load_model(), tokenizer, config, max_tokens=1)
+    assert talk.policy.formatter.render(chat("Hi")[:1]).endswith("<think></think>")
+
+
 def test_the_example_of_the_how_to_learns(tmp_path, monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "source" / "howto" / "fine_tune_on_your_chats.rst"
     block = page.read_text().split("five seconds on a CPU\n\n")[1].split("\nThe data\n")[0]
@@ -272,6 +320,8 @@ REFUSED = [
     ({**DATA, "reward": {"on_all_invalid": "continue"}}, r"on_all_invalid has no effect"),
     ({**DATA, "train": {"on_overlong": "cut"}}, r"train\.on_overlong"),
     ({**DATA, "trian": {}}, "unknown key 'trian'; did you mean 'train'"),
+    ({**DATA, "optimizer": {"name": "Muon"}}, r"optimizer\.name: .*'Muon'; it takes matrices only"),
+    ({**DATA, "model": {"template_kwargs": {"tools": []}}}, r"model\.template_kwargs cannot set"),
 ]
 
 

@@ -88,6 +88,19 @@ def test_whole_numbers_differ_without_a_process(monkeypatch, answer, truth):
     assert not MATHRewardParser.answers_match(answer, truth)
 
 
+def test_what_stands_behind_a_subscript_is_an_argument_and_no_second_number():
+    for answer, truth, right in [
+        (r"\log_2 8", "3", True),
+        ("3", r"\log_{2} 8", True),
+        (r"\log_2 16", r"\log_3 81", True),
+        (r"\log_2 8", "4", False),
+        (r"\binom 5 2", "10", True),
+        ("3 4", "34", False),
+        ("1_2 3", "3", False),
+    ]:
+        assert MATHRewardParser.answers_match(answer, truth, timeout=60) is right, (answer, truth)
+
+
 def test_equal_mathematics_is_equal():
     for answer, truth in [
         ("1/2", r"\frac{1}{2}"),

@@ -33,6 +33,10 @@ def test_an_unknown_name_and_an_argument_without_effect_are_refused():
         make_optimizer(parameters, name="SGD", lr=0.1, betas=(0.9, 0.99))
     with pytest.raises(ConfigError, match="LBFGS"):
         make_optimizer(parameters, name="LBFGS", lr=0.1)
+    with pytest.raises(ConfigError, match=r"optimizer\.name: .*'Muon'; it takes matrices only"):
+        make_optimizer(parameters, name="Muon", lr=0.1)
+    with pytest.raises(ConfigError, match=r"optimizer\.name=AdamW .*beta parameter"):
+        make_optimizer(parameters, name="AdamW", lr=0.1, betas=(1.5, 0.9))
 
 
 def test_none_means_the_optimizers_own_default():

@@ -51,7 +51,8 @@ class Agent:
             it says what an answer looks like, see
             :class:`~torchrl_llm.envs.transforms.ParseAnswers`.
         system_prompt: instead of the environment's own (in a game, the rules are a part of that).
-        accept_cut: take answers that were cut at their limit of tokens like others.
+        accept_cut: carry out the actions and calls of answers that were cut at their limit of
+            tokens. Other cut answers are scored anyway.
 
     Raises:
         ConfigError: what is no tool.
@@ -197,18 +198,23 @@ class Agent:
 
     def _judge_cuts(self, env: TransformedEnv) -> None:
         """Let every part of the environment do the same with answers that were cut."""
-        for each in transforms_of(env):
-            if self.accept_cut and hasattr(each, "accept_cut"):
-                each.accept_cut = True
+        judges = [each for each in transforms_of(env) if hasattr(each, "accept_cut")]
+        if self.accept_cut and all(isinstance(each, CutAnswers) for each in judges):
+            raise ConfigError(
+                f"accept_cut has no effect in {type(env).__name__}, which has neither a game nor "
+                "tools: its reward scores cut answers like others"
+            )
+        for each in judges if self.accept_cut else ():
+            each.accept_cut = True
         kinds = {
             kind
             for each in transforms_of(env)
             for kind in (RewardParser, CutAnswers)
             if isinstance(each, kind)
         }
-        if kinds == {RewardParser} and not self.accept_cut:
+        if kinds == {RewardParser}:
             first = (ParseAnswers, RewardParser, StepCounter, ContextStrategy)
-            insert(env, CutAnswers(), before=first)
+            insert(env, CutAnswers(accept_cut=self.accept_cut), before=first)
 
 
 def tool_transforms(env: TransformedEnv) -> list[ToolTransform]:

@@ -7,7 +7,7 @@ Next: :class:`torchrl_llm.data.demonstrations.Demonstrations` and
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torchrl_llm.errors import DataError
@@ -30,6 +30,33 @@ def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
         names: in their order.
     """
     return next((name for name in names if name in row), None)
+
+
+def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[str, ...]:
+    """The columns that make up the user's message: ``input`` stands below an ``instruction``.
+
+    Args:
+        row: of the table.
+        named: the column that was named, which stands alone.
+
+    Returns:
+        Names; none where no column is a prompt by its name.
+    """
+    found = named or first_column(row, PROMPTS)
+    if found == "instruction" and named is None and "input" in row:
+        return "instruction", "input"
+    return () if found is None else (found,)
+
+
+def joined_prompt(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+    """What a row asks: the cells of its prompt, joined by an empty line where there are several.
+
+    Args:
+        row: of the table.
+        columns: of :func:`prompt_columns`.
+    """
+    parts = [row.get(name) for name in columns]
+    return "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
 
 
 def check_named(row: Mapping[str, Any], **named: str | None) -> None:

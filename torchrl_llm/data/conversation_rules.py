@@ -9,12 +9,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from torchrl_llm.data.messages import calls_of, message_text, reasoning_of, texts_of
+from torchrl_llm.data.messages import (
+    REASONING_KEYS,
+    calls_of,
+    message_text,
+    reasoning_of,
+    texts_of,
+)
 from torchrl_llm.errors import DataError, TemplateError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -24,6 +31,8 @@ FLAGS = ("weight", "train")
 """Fields of an assistant message that say whether it is learned: 1 or ``True``, 0 or ``False``."""
 
 Messages = Sequence[Mapping[str, Any]]
+_THINK = re.compile("(</?think>)")
+_MARK = re.compile("Qz[0-9]+zQ$")
 
 
 def check_conversation(messages: Messages) -> None:
@@ -159,29 +168,76 @@ def keep_turns(assistant: Tensor, learned: Sequence[bool]) -> Tensor:
     return assistant & torch.tensor([False, *learned])[begins.cumsum(0)]
 
 
-def check_written(messages: Messages, text: str) -> None:
-    """Refuse a rendering that lacks a content, a reasoning or a call of its messages.
-
-    White space, and the escapes that JSON needs, may differ.
+def with_marks(messages: Messages) -> list[dict[str, Any]]:
+    """The messages with a mark at the longest line of each text, by which it is told from others.
 
     Args:
         messages: canonical messages.
+
+    Example:
+        >>> with_marks([{"role": "user", "content": "Hi"}])
+        [{'role': 'user', 'content': 'HiQz0zQ'}]
+    """
+    numbers = count()
+
+    def marked(text: str) -> str:
+        parts = _THINK.split(text)
+        for at in range(0, len(parts), 2):
+            if longest := _longest_line(parts[at]):
+                parts[at] = parts[at].replace(longest, f"{longest}Qz{next(numbers)}zQ", 1)
+        return "".join(parts)
+
+    def marked_content(content: Any) -> Any:
+        if isinstance(content, str):
+            return marked(content)
+        return [
+            {**part, "text": marked(part["text"])} if isinstance(part.get("text"), str) else part
+            for part in content
+        ]
+
+    return [
+        {
+            key: marked_content(value)
+            if key == "content"
+            else (marked(value) if key in REASONING_KEYS and isinstance(value, str) else value)
+            for key, value in message.items()
+        }
+        for message in messages
+    ]
+
+
+def _longest_line(text: str) -> str:
+    return max((line.strip() for line in text.split("\n")), key=len)
+
+
+def check_written(messages: Messages, text: str) -> None:
+    """Refuse a rendering that lacks a content, a reasoning or a call of its messages.
+
+    White space, and the escapes that JSON needs, may differ. Each text needs a place of its own.
+
+    Args:
+        messages: canonical messages, of :func:`with_marks` or as they are.
         text: what the chat template makes of them.
 
     Raises:
         TemplateError: names the message and what is lacking.
     """
+    pieces = []
     for number, message in enumerate(messages):
         for value in texts_of(message):
-            *thoughts, rest = re.split("</?think>", value)  # which some templates cut off
-            for piece in (*thoughts, rest):
-                longest = max((line.strip() for line in piece.split("\n")), key=len)
-                escaped = (json.dumps(longest, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
-                if longest in text or any(form in text for form in escaped):
-                    continue
-                is_thought = piece is not rest or value == reasoning_of(message)
-                raise TemplateError(
-                    f"message {number} ({message['role']}): the chat template does not write its "
-                    f"{'reasoning' if is_thought else 'text'} {longest!r:.80}; choose a template "
-                    "that does (model.chat_template_name), or take it out of the data"
-                )
+            *thoughts, rest = _THINK.split(value)[::2]  # which some templates cut off
+            is_reasoning = value == reasoning_of(message)
+            pieces += [(number, piece, True) for piece in thoughts]
+            pieces.append((number, rest, is_reasoning))
+    lines = [(number, _longest_line(piece), is_thought) for number, piece, is_thought in pieces]
+    # The longest first, so that no text takes the place of one that it is a part of.
+    for number, line, is_thought in sorted(lines, key=lambda each: -len(each[1])):
+        escaped = (json.dumps(line, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
+        found = next((form for form in (line, *escaped) if form in text), None)
+        if found is None:
+            raise TemplateError(
+                f"message {number} ({messages[number]['role']}): the chat template does not write "
+                f"its {'reasoning' if is_thought else 'text'} {_MARK.sub('', line)!r:.80}; choose "
+                "a template that does (model.chat_template_name), or take it out of the data"
+            )
+        text = text.replace(found, "\0", 1) if line else text

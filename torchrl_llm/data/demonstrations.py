@@ -1,7 +1,8 @@
 """Demonstrations: conversations of a table, as token ids and which of them are to be learned.
 
 What is learned is what the assistant says, thinks and calls, in every turn, with the token that
-ends the turn. A turn with ``weight`` 0 or ``train`` false is left out.
+ends the turn. A turn with ``weight`` 0 or ``train`` false is left out. A special token that was
+added to the tokenizer and stands in such a turn is that token; elsewhere its text is plain.
 
 Not here: how rows are read (:mod:`torchrl_llm.data.row_files`), and which conversations are refused
 (:mod:`torchrl_llm.data.conversation_rules`). Next:
@@ -20,17 +21,19 @@ from torch import Tensor
 from torchrl_llm.data.column import chat_of
 from torchrl_llm.data.column_names import (
     MESSAGES,
-    PROMPTS,
     as_messages,
     as_tools,
     check_named,
     first_column,
+    joined_prompt,
+    prompt_columns,
 )
 from torchrl_llm.data.conversation_rules import (
     check_conversation,
     check_written,
     keep_turns,
     learned_turns,
+    with_marks,
 )
 from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.ragged import lazy_rows
@@ -110,11 +113,9 @@ class DemonstrationColumns(NamedTuple):
             )
         if pair is None and (messages := messages or first_column(row, MESSAGES)):
             return cls(messages=messages, tools=tools)
-        asked = (prompt,) if prompt else (first_column(row, PROMPTS),)
-        if asked == ("instruction",) and prompt is None and "input" in row:
-            asked = ("instruction", "input")
+        asked = prompt_columns(row, prompt)
         said = completion or first_column(row, [n for n in COMPLETIONS if n not in asked])
-        if asked[0] is None or said is None:
+        if not asked or said is None:
             raise DataError(
                 f"none of the columns {sorted(row)} is a {'prompt' if said else 'completion'} by "
                 "its name; name data.prompt and data.completion, or data.messages for whole "
@@ -137,8 +138,7 @@ class DemonstrationColumns(NamedTuple):
                 raise DataError(f"there is no column {name!r}; there are {sorted(row)}")
         if self.messages is not None:
             return as_messages(row[self.messages])
-        parts = [row.get(name) for name in self.prompt]
-        prompt = "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+        prompt = joined_prompt(row, self.prompt)
         found = []
         for name, value, role in (
             (self.prompt[0], prompt, "user"),
@@ -192,6 +192,7 @@ class Demonstrations(Sequence[Demonstration]):
         columns: where a conversation is.
         name: of the table, for errors.
         first_row: number of its first row, for errors.
+        held_out: whether its rows are held out, which errors then say.
         system_prompt: first message of every conversation; ``None`` for what the rows have.
         max_seq_len: tokens that a conversation may have; ``None`` for no limit.
         on_overlong: what becomes of a longer one: ``"error"``, ``"drop"``, or ``"truncate"``, which
@@ -222,12 +223,13 @@ class Demonstrations(Sequence[Demonstration]):
         *,
         name: str = "the dataset",
         first_row: int = 1,
+        held_out: bool = False,
         system_prompt: str | None = None,
         max_seq_len: int | None = None,
         on_overlong: OnOverlong = "error",
     ) -> None:
         self.rows, self.formatter, self.columns = rows, formatter, columns
-        self._name, self._first_row = name, first_row
+        self._name, self._first_row, self._held_out = name, first_row, held_out
         self._system_prompt = system_prompt
         self.max_seq_len, self.on_overlong = max_seq_len, on_overlong
 
@@ -276,10 +278,12 @@ class Demonstrations(Sequence[Demonstration]):
 
     def __getitem__(self, index: int) -> Demonstration:  # type: ignore[override]
         messages, tools = self.messages(index), self.tools(index)
-        whole = {"add_generation_prompt": False, "tools": tools}
         try:
-            encoded = self.formatter.encode(messages, **whole)
-            check_written(messages, self.formatter.render(messages, **whole))
+            encoded = self.formatter.encode_demonstration(messages, tools=tools)
+            marked = with_marks(messages)
+            check_written(
+                marked, self.formatter.render(marked, add_generation_prompt=False, tools=tools)
+            )
             learned = keep_turns(encoded.assistant, learned_turns(messages)).clone()
         except (DataError, TemplateError, TokenizerError) as error:
             raise DataError(f"{self.where(index)}: {error}") from error
@@ -303,7 +307,8 @@ class Demonstrations(Sequence[Demonstration]):
         Args:
             index: of the row.
         """
-        return place_of(self.rows[index], f"row {self._first_row + index} of {self._name}")
+        place = place_of(self.rows[index], f"row {self._first_row + index} of {self._name}")
+        return f"{place} (held out)" if self._held_out else place
 
     def check(self, most: int) -> int:
         """Read the first rows, so that a bad one is told of before anything else is done.
@@ -326,8 +331,8 @@ class Demonstrations(Sequence[Demonstration]):
             left += bool(one.learned.any())
         if not left:
             raise DataError(
-                f"all rows of {self._name} have more than {self.max_seq_len} tokens, and nothing "
-                "is left to learn from"
+                f"all {'held-out ' * self._held_out}rows of {self._name} have more than "
+                f"{self.max_seq_len} tokens, and nothing is left to learn from"
             )
         if isinstance(self.rows, list):
             for index in range(most, len(self)):

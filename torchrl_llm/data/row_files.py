@@ -12,6 +12,7 @@ Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,13 @@ import torch
 
 from torchrl_llm._imports import require
 from torchrl_llm.data.row_order import ROW_ID, RowOrder, shuffled
+from torchrl_llm.data.table_cells import (
+    holds_structs,
+    plain_row,
+    uncertain_columns,
+    whole_columns,
+    without_padding,
+)
 from torchrl_llm.data.table_files import (
     Row,
     check_columns,
@@ -84,7 +92,39 @@ def load_rows(
         if not isinstance(row, Mapping):
             raise DataError(f"{where} must be a dict, got {type(row).__name__}")
         check_columns(row, columns, where)
+    if holds_structs(features := getattr(source, "features", None)):
+        padded = [name for name in features if holds_structs(features[name])]
+        if padded:
+            return MappedRows(source, partial(_unpadded, {name: features[name] for name in padded}))
     return source
+
+
+def _unpadded(features: Mapping[str, Any], row: Row) -> Row:
+    return {name: without_padding(value, features.get(name)) for name, value in row.items()}
+
+
+def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
+    """Rows of plain cells, see :mod:`torchrl_llm.data.table_cells`.
+
+    Args:
+        rows: of :func:`load_rows`.
+
+    Returns:
+        As many rows: a list of a list, another sequence of another, whose columns of floats are
+        looked at and whose rows are made plain as they are read.
+    """
+    if isinstance(rows, (list, tuple)):
+        if not (columns := uncertain_columns(rows)):
+            return list(rows)
+        whole = whole_columns(rows, columns)
+        return [plain_row(row, whole, columns) for row in rows]
+    table = rows.rows if isinstance(rows, MappedRows) else rows
+    whole = []
+    for name, feature in (getattr(table, "features", None) or {}).items():
+        if str(getattr(feature, "dtype", "")).startswith("float"):
+            cells = table.data.column(name).to_pylist()
+            whole += whole_columns([{name: cell} for cell in cells], [name])
+    return MappedRows(rows, partial(plain_row, whole=whole))
 
 
 def _check_not_columns(source: Any) -> None:
@@ -141,7 +181,7 @@ class MappedRows(Sequence):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self.function(row) for row in self.rows[index]]
+            return [self[at] for at in range(*index.indices(len(self)))]
         return self.function(self.rows[index])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -121,6 +122,7 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         True
     """
     folder = None if name_or_path is None else Path(name_or_path)
+    _refuse_adapter(folder)
     # transformers makes an empty tokenizer of some models without a file of one.
     if folder and folder.is_dir() and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
@@ -250,6 +252,7 @@ def _load(
     loader: Any, kind: str, name_or_path: str | PathLike[str] | None, options: dict[str, Any]
 ) -> Any:
     name_or_path = embedded_model_path() if name_or_path is None else name_or_path
+    _refuse_adapter(Path(name_or_path))
     try:
         with no_weight_bars():
             return loader.from_pretrained(name_or_path, trust_remote_code=False, **options)
@@ -261,6 +264,21 @@ def _load(
         ) from error
     except (OSError, ValueError) as error:
         raise ConfigError(_missing(kind, str(name_or_path), error)) from error
+
+
+def _refuse_adapter(folder: Path | None) -> None:
+    file = folder / "adapter_config.json" if folder else None
+    if file is None or not file.is_file() or (folder / "config.json").is_file():
+        return
+    try:
+        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
+    except (OSError, ValueError, AttributeError):
+        base = None
+    raise ConfigError(
+        f"{str(folder)!r} is no model but an adapter of {base or 'a model that it does not name'}: "
+        "merge the two (peft's merge_and_unload, then save_pretrained of model and tokenizer) and "
+        "name that folder, or name the model alone"
+    )
 
 
 def _missing(kind: str, name: str, error: Exception) -> str:
@@ -298,8 +316,21 @@ def _with_lora(model: nn.Module, lora: Mapping[str, Any] | Any) -> nn.Module:
     if isinstance(lora, Mapping):
         try:
             lora = peft.LoraConfig(**{"task_type": "CAUSAL_LM", **lora})
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ConfigError(
                 f"lora: {error}; its arguments are those of peft.LoraConfig"
             ) from error
-    return peft.get_peft_model(model, lora)
+    named = lora.target_modules
+    for target in named if isinstance(named, (set, list, tuple)) else ():
+        if not any(f".{name}".endswith(f".{target}") for name, _ in model.named_modules()):
+            weights = ((name, getattr(m, "weight", None)) for name, m in model.named_modules())
+            there = {name.split(".")[-1] for name, w in weights if w is not None and w.ndim == 2}
+            raise ConfigError(
+                f"lora.target_modules: no layer is named {target!r}; there are "
+                f"{', '.join(sorted(there))}"
+            )
+    try:
+        return peft.get_peft_model(model, lora)
+    except ValueError as error:
+        key = "lora.target_modules" if "arget modules" in str(error) else "lora"
+        raise ConfigError(f"{key}: {error}") from error

@@ -209,7 +209,7 @@ def wrapper_options(config: RecipeConfig) -> dict[str, Any]:
         config: the recipe's.
     """
     return {
-        "chat_template_name": config.model.chat_template_name,
+        **config.model.template,
         "on_overlong": config.env.on_overlong,
         "max_prompt_length": config.env.max_prompt_length,
         "generate_kwargs": config.inference_model.arguments,
@@ -503,7 +503,7 @@ def _with_context_limit(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
         )
         formatter = ChatFormatter(
             env.tokenizer,
-            chat_template_name=config.model.chat_template_name,
+            **config.model.template,
             tools=env.tool_schemas if config.model.is_told_of_tools else None,
         )
         env.append_transform(ContextLimit(longest, formatter))
@@ -515,10 +515,10 @@ def _with_agent(config: RecipeConfig, env: TaskEnv) -> TaskEnv:
     env = add_tools(env, config.env.tools, max_turns=config.env.max_tool_turns)
     with naming(f"agent={config.agent.type}"):
         config.agent.build().wrap(env)
-    if (penalty := getattr(config.reward, "cut_penalty", None)) is not None:
+    if penalty := getattr(config.reward, "cut_penalty", 0.0):
         gates = [each for each in env.transform if isinstance(each, CutAnswers)]
         ensure(
-            bool(gates) or not penalty,
+            bool(gates),
             f"reward.cut_penalty has no effect in env.dataset={config.env.dataset}, where a cut "
             "answer is a turn without an action: set env.options.invalid_reward",
         )

@@ -28,6 +28,7 @@ class ChatSettings(NamedTuple):
         schemas: of the tools that the prompt describes, for a policy's ``tools``; ``None`` for none
             (the model that ships with the package knows its tool without).
         chat_template_name: a family of templates; ``None`` for the tokenizer's own.
+        template_kwargs: variables of the template; ``None`` for none.
         max_tokens: tokens that a response may have; ``None`` where nothing is said.
     """
 
@@ -35,6 +36,7 @@ class ChatSettings(NamedTuple):
     tools: tuple[ToolTransform, ...] = ()
     schemas: list[dict[str, Any]] | None = None
     chat_template_name: str | None = None
+    template_kwargs: Mapping[str, Any] | None = None
     max_tokens: int | None = None
 
 
@@ -70,6 +72,7 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         tools,
         schemas or None,
         model.get("chat_template_name"),
+        model.get("template_kwargs") or None,
         (config.get("inference_model") or {}).get("max_tokens"),
     )
 
@@ -102,6 +105,7 @@ def make_conversation(
         model,
         tokenizer=tokenizer,
         chat_template_name=settings.chat_template_name,
+        template_kwargs=settings.template_kwargs,
         tools=settings.schemas,
         generate_kwargs={
             "max_new_tokens": next(n for n in wanted if n is not None),

@@ -358,6 +358,8 @@ def _other_name(key: str, keys: Sequence[str]) -> str | None:
     valued = {each for each in keys if each not in groups or f"{each}.type" in keys}
     for start in range(len(parts)):
         target = OTHER_NAMES.get(".".join(parts[start:]))
+        if target is None and len(parts) > 1 and parts[-2].endswith("_kwargs"):
+            target = OTHER_NAMES.get(parts[-2])  # a dict, of which one key was named
         if target is None or (_is_of_evaluation(key) and "eval" not in target):
             continue
         named = [each.partition("=")[0] for each in target.split(" and ")]

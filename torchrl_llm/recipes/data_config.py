@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from torchrl_llm._registry import absolute_path, import_named
-from torchrl_llm.data.row_files import MappedRows, Row, load_rows
+from torchrl_llm.data.row_files import MappedRows, Row, load_rows, plain_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.strict_config import ensure, naming
 
@@ -187,8 +187,8 @@ def read_source(source: Any, subset: str | None, split: str | None, *, key: str)
     if isinstance(source, str) and _names_python(source):
         with naming(key):
             found = import_named(source)
-        return load_rows(found() if callable(found) else found, name=subset, split=split)
-    return load_rows(source, name=subset, split=split)
+        source = found() if callable(found) else found
+    return plain_rows(load_rows(source, name=subset, split=split))
 
 
 def _names_python(source: str) -> bool:

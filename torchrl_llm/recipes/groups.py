@@ -15,7 +15,7 @@ from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.recipes.strict_config import check_device, check_least, ensure, naming
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
-from torchrl_llm.trainers.optim import check_schedule
+from torchrl_llm.trainers.optim import check_optimizer, check_schedule
 
 
 @dataclass(kw_only=True)
@@ -72,6 +72,9 @@ class EnvConfig:
         check_tools(self.tools)
 
 
+_TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
+
+
 @dataclass(kw_only=True)
 class ModelNameConfig:
     """The model.
@@ -79,10 +82,27 @@ class ModelNameConfig:
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
+        template_kwargs: variables of the template by name, ``enable_thinking: false`` for example.
     """
 
     name: str | None = None
     chat_template_name: str | None = None
+    template_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        own = _TEMPLATE_OWN & set(self.template_kwargs)
+        ensure(
+            not own,
+            f"model.template_kwargs cannot set {', '.join(sorted(own))}, which a run sets itself",
+        )
+
+    @property
+    def template(self) -> dict[str, Any]:
+        """Arguments of a policy or a formatter that say which template, and its variables."""
+        return {
+            "chat_template_name": self.chat_template_name,
+            "template_kwargs": self.template_kwargs or None,
+        }
 
 
 @dataclass(kw_only=True)
@@ -368,6 +388,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         check_least(self, "optimizer", 0, "warmup_steps", "lr")
         check_schedule(self.scheduler)
+        check_optimizer(self.name)
         ensure(
             self.clip_grad_norm is None or self.clip_grad_norm > 0,
             f"optimizer.clip_grad_norm must be above 0 or null, got {self.clip_grad_norm}",

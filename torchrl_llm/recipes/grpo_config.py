@@ -181,13 +181,6 @@ class GRPOGroups:
             f"which compares the responses to one prompt; got {group}",
         )
         self._check_credit()
-        penalty, accepts = self.reward.cut_penalty, getattr(self.agent, "accept_cut", False)
-        ensure(
-            penalty is None or not accepts,
-            "reward.cut_penalty has no effect with agent.accept_cut=true, which scores cut answers",
-        )
-        if penalty is None and self.advantage.type == "spo":
-            self.reward.cut_penalty = 0.0  # it tracks rates of success
         cache, longest = self.reward.overlong_cache, self.inference_model.max_tokens
         ensure(
             cache is None or cache < longest,
@@ -231,7 +224,7 @@ class GRPOGroups:
             f"reward.{name}"
             for name, is_on in (
                 ("overlong_cache", reward.overlong_cache is not None),
-                ("cut_penalty", bool(reward.cut_penalty)),
+                ("cut_penalty", reward.cut_penalty > 0),
                 ("kl_coeff", reward.kl_coeff > 0),
             )
             if is_on

@@ -273,9 +273,8 @@ class RewardConfig(RewardComponentsConfig):
     Metrics show the reward without what is added.
 
     Attributes:
-        cut_penalty: what an answer costs that was cut by ``inference_model.max_tokens``, and is not
-            scored; ``None`` for 0.1, or 0 where ``advantage`` is ``spo``. ``agent.accept_cut``
-            scores such answers.
+        cut_penalty: what is taken off the reward of an answer that ``inference_model.max_tokens``
+            has cut; metrics show the reward with it.
         overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
             falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
         kl_coeff: weight of the divergence from ``ref_model`` that is taken off the reward; 0 for
@@ -287,7 +286,7 @@ class RewardConfig(RewardComponentsConfig):
         kl_horizon: responses over which an error of the divergence counts in full.
     """
 
-    cut_penalty: float | None = None
+    cut_penalty: float = 0.0
     overlong_cache: int | None = None
     kl_coeff: float = 0.0
     kl_reduction: Literal["sum", "mean", "token"] = "sum"

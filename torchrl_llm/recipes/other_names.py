@@ -65,6 +65,11 @@ pretrain                    model.name
 model.path                  model.name
 tokenizer_name_or_path      the tokenizer is that of model.name
 chat_template               model.chat_template_name
+chat_template_kwargs        model.template_kwargs
+apply_chat_template_kwargs  model.template_kwargs
+template_kwargs             model.template_kwargs
+enable_thinking             model.template_kwargs={enable_thinking: false}
+reasoning_effort            model.template_kwargs={reasoning_effort: low}
 dtype                       train_model.dtype
 torch_dtype                 train_model.dtype
 attn_implementation         train_model.attn_implementation

@@ -11,7 +11,7 @@ Shape legend: ``B`` rows, ``N`` of them scored, ``K`` components, ``R_b`` tokens
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -177,10 +177,11 @@ class CompositeReward(RewardParser):
         rows: Sequence[int],
         responses: Sequence[str | Exception],
     ) -> list[Outcome]:
-        lengths = _response_lengths(td)
+        lengths = response_lengths(td)
         if self.per_token and lengths is None:
             raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
-        samples = self._samples(td, rows, responses, lengths)
+        asked = {name for part in self.components.values() for name in part.scorer.columns}
+        samples = read_samples(self, td, rows, responses, lengths, sorted(asked))
         # Before anything is written: the composite's own reward takes the same place.
         everywhere = {
             name: part.outcomes(next_td, range(len(responses)))
@@ -248,32 +249,6 @@ class CompositeReward(RewardParser):
         for thread in threads:
             thread.join()
         return results
-
-    def _samples(
-        self,
-        td: TensorDictBase,
-        rows: Sequence[int],
-        responses: Sequence[str | Exception],
-        lengths: Sequence[int] | None,
-    ) -> list[Sample | Exception]:
-        size = len(responses)
-        answers = self._column(td, self._answer_key, size) or [None] * size
-        asked = sorted({name for part in self.components.values() for name in part.scorer.columns})
-        columns = {name: self._needed(td, name, size) for name in asked}
-        reasons = td.get(("tokens", "finish_reason"), None)
-        reasons = None if reasons is None else reasons.flatten().tolist()
-        return [
-            responses[row]
-            if isinstance(responses[row], Exception)
-            else Sample(
-                responses[row],
-                answers[row],
-                None if lengths is None else lengths[row],
-                None if reasons is None else FinishReason(reasons[row]),
-                {name: column[row] for name, column in columns.items()},
-            )
-            for row in rows
-        ]
 
     def _weighted(self, results: Mapping[str, Sequence[Outcome]], size: int) -> WeightedTotal:
         values = [[_value(outcome) for outcome in results[name]] for name in self.components]
@@ -407,8 +382,12 @@ def _said(outcome: Outcome) -> str:
     return f"{outcome.error}: {outcome.message}" if outcome.error else ""
 
 
-def _response_lengths(td: TensorDictBase) -> list[int] | None:
-    """Tokens of each response, without the padding of dense rows."""
+def response_lengths(td: TensorDictBase) -> list[int] | None:
+    """Tokens of each response, without the padding of dense rows; ``None`` without tokens.
+
+    Args:
+        td: rows as the policy left them.
+    """
     rows = read_rows(td, ("tokens", "response"), None)
     if rows is None:
         return None
@@ -419,6 +398,43 @@ def _response_lengths(td: TensorDictBase) -> list[int] | None:
     return [
         int(mask[len(mask) - len(row) :].sum()) if len(mask) == len(whole) else len(row)
         for row, mask, whole in zip(rows, masks, full, strict=True)
+    ]
+
+
+def read_samples(
+    parser: RewardParser,
+    td: TensorDictBase,
+    rows: Sequence[int],
+    responses: Sequence[str | Exception],
+    lengths: Sequence[int] | None,
+    columns: Iterable[str],
+) -> list[Sample | Exception]:
+    """What a scorer sees of some rows; a row without a response keeps its exception.
+
+    Args:
+        parser: that scores them.
+        td: all rows, as the policy left them.
+        rows: indices of those that are scored.
+        responses: of all rows.
+        lengths: of :func:`response_lengths`.
+        columns: names of those that the scorer reads.
+    """
+    size = len(responses)
+    answers = parser._column(td, parser._answer_key, size) or [None] * size
+    asked = {name: parser._needed(td, name, size) for name in columns}
+    reasons = td.get(("tokens", "finish_reason"), None)
+    reasons = None if reasons is None else reasons.flatten().tolist()
+    return [
+        responses[row]
+        if isinstance(responses[row], Exception)
+        else Sample(
+            responses[row],
+            answers[row],
+            None if lengths is None else lengths[row],
+            None if reasons is None else FinishReason(reasons[row]),
+            {name: column[row] for name, column in asked.items()},
+        )
+        for row in rows
     ]
 
 

@@ -13,7 +13,7 @@ from tensordict import TensorDictBase
 
 from torchrl_llm.data.failures import place_of
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
-from torchrl_llm.rewards.composite_reward import CompositeReward
+from torchrl_llm.rewards.composite_reward import CompositeReward, read_samples, response_lengths
 from torchrl_llm.rewards.reward_components import BatchScorer, Component, Sample, Scorer, as_scorer
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, checked_score
 from torchrl_llm.rewards.reward_runner import Outcome, run_rows
@@ -27,8 +27,9 @@ class FunctionReward(RewardParser):
 
     Args:
         function: ``f(response, answer)``, ``f(response, row)`` (a second argument of the name
-            ``row`` is the row of the data, a dict), ``f(response)``, or ``f(sample)`` (a
-            :class:`~torchrl_llm.rewards.Sample`).
+            ``row`` is the row of the data, a dict, to which ``"finish_reason"`` is added: how the
+            answer ended, ``"length"`` where its limit of tokens has cut it), ``f(response)``, or
+            ``f(sample)`` (a :class:`~torchrl_llm.rewards.Sample`).
         options: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:
@@ -55,25 +56,19 @@ class FunctionReward(RewardParser):
         rows: Sequence[int],
         responses: Sequence[str | Exception],
     ) -> list[Outcome]:
-        size = len(responses)
-        answers = self._column(td, self._answer_key, size) or [None] * size
-        columns = {name: self._needed(td, name, size) for name in self.scorer.columns}
+        columns = self.scorer.columns
+        samples = read_samples(self, td, rows, responses, response_lengths(td), columns)
         return run_rows(
-            self._score_row,
-            [
-                (responses[row], answers[row], {name: c[row] for name, c in columns.items()})
-                for row in rows
-            ],
+            self._score_sample,
+            [(sample,) for sample in samples],
             num_threads=self.num_threads,
             timeout=self.timeout,
         )
 
-    def _score_row(  # type: ignore[override]
-        self, response: str | Exception, answer: Any, columns: Mapping[str, Any]
-    ) -> RewardScore:
-        if isinstance(response, Exception):
-            raise response
-        return checked_score(self.scorer.score(Sample(response, answer, columns=columns)))
+    def _score_sample(self, sample: Sample | Exception) -> RewardScore:
+        if isinstance(sample, Exception):
+            raise sample
+        return checked_score(self.scorer.score(sample))
 
 
 def as_reward(reward: Any) -> RewardParser:

@@ -52,7 +52,7 @@ _WORDS = (
     (re.compile(r"√([0-9]+|[A-Za-z])"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])"), r"\\pi "),
     (re.compile(r"\\varnothing(?![A-Za-z])|\\\{\s*\\\}|∅"), r"\\emptyset "),
-    (re.compile(r"\\[dt]?frac\s+([0-9])\s*([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\[dt]?(frac|binom)\s+([0-9])\s*([0-9])"), r"\\\1{\2}{\3}"),
     # 1 000 000, then 1 1/2 and 1e3
     (re.compile(r"(?<![\d.,])\d{1,3}(?: \d{3})+(?!\d)"), lambda found: found[0].replace(" ", "")),
     (re.compile(r"(?<![\d./])(\d+) +(\d+)/(\d+)(?![\d./])"), r"\1\\frac{\2}{\3}"),
@@ -72,7 +72,8 @@ _WORDS = (
 _BROKEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 # A letter and what it is equal to.
 _NAMED = re.compile(r"\s*([A-Za-z])\s*=")
-_TWO_NUMBERS = re.compile(r"(?<![A-Za-z}] )(?<!\d)\d+\s+\d")
+# Two numbers side by side; that behind a subscript is an argument: \log_2 8.
+_TWO_NUMBERS = re.compile(r"(?<![A-Za-z}] )(?<![\d_])\d+\s+\d")
 _BRACKETS = re.compile(r"\\[{}]|\\.|[][(){},]", re.DOTALL)
 # A number in another base: its digits, and the base.
 _BASED = re.compile(r"[0-9A-Z]+_[0-9]+")

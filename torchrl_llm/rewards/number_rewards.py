@@ -6,6 +6,7 @@ model wrote is ever evaluated as Python.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from fractions import Fraction
@@ -27,14 +28,15 @@ from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.tools.calculator import evaluate_expression
 
 # A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
-# where no word or number stands before it.
+# where no word or number stands before it: 10 - 5 is no -5.
 _NUMBER = re.compile(
-    r"(?<![A-Za-z\d.,])(?P<sign>(?<!\w)[-+])?\s?[$€£]?\s?(?P<inner>-)?"
+    r"(?<![A-Za-z\d.,])(?P<sign>(?<!\w)(?<![\d)]\s)[-+])?\s?[$€£]?\s?(?P<inner>-)?"
     r"(?P<body>\.?\d[\d.,]*+)(?![¼-¾⅐-⅞])(?P<exponent>[eE][-+]?\d)?"
     r"(?:\s?/\s?(?P<below>\d+(?![\d.,]*\d)))?(?:\s(?P<scale>thousand|million|billion)\b)?",
     re.IGNORECASE,
 )
 _BODY = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
+_PADDED = re.compile(r"0\d")
 # No answer is longer, and no number that Python refuses to convert.
 _MAX_LENGTH = 1000
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
@@ -79,13 +81,18 @@ def last_number(text: str) -> Fraction | None:
         >>> last_number("3 boxes of 6 eggs make **$1,018.50** in all.")
         Fraction(2037, 2)
     """
+    found = _last_match(text)
+    return None if found is None else _value(found)
+
+
+def _last_match(text: str) -> re.Match[str] | None:
     digit = re.search("[0-9]", text[::-1])
     if digit is None:
         return None
     end = len(text) - digit.start()
     line = text[max(0, end - _MAX_LENGTH) : end + _MAX_LENGTH]
     numbers = list(_NUMBER.finditer(_without_markup(line)))
-    return _value(numbers[-1]) if numbers else None
+    return numbers[-1] if numbers else None
 
 
 @lru_cache(maxsize=4096)
@@ -115,6 +122,16 @@ def _value(match: re.Match[str]) -> Fraction | None:
     value = Fraction(body.replace(",", "")) / int(below or 1)
     value *= _SCALES[match["scale"].lower()] if match["scale"] else 1
     return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
+
+
+def _true_number(answer: Any) -> Fraction:
+    """The number of a row's answer, which may stand behind ``####``."""
+    if isinstance(answer, float) and math.isfinite(answer):
+        return Fraction(str(answer))  # also 1e+20
+    value = parse_number(str(answer).rpartition("####")[2])
+    if value is None:
+        raise RewardError(f"the answer of the row is not a number: {answer!r}")
+    return value
 
 
 @register("rewards", "gsm8k")
@@ -189,9 +206,7 @@ class GSM8KRewardParser(AnswerBlockParser):
         Raises:
             RewardError: the row's own answer is not a number.
         """
-        truth = self.normalize_answer(str(answer))
-        if truth is None:
-            raise RewardError(f"the answer of the row is not a number: {answer!r}")
+        truth = _true_number(answer)
         return harness_spelling(str(answer)) if self.answer_format in HARNESS_FORMATS else truth
 
     def is_right(self, block: str, truth: Fraction | str) -> bool:
@@ -277,19 +292,18 @@ class CountdownRewardParser(AnswerBlockParser):
         return self.validate_expression(block, *truth)
 
 
-# ASCII digits only: the answer is compared as it is written.
-_WHOLE_NUMBER = re.compile(r"-?[0-9]+")
-
-
 @register("rewards", "last_number")
 class ArithmeticRewardParser(RewardParser):
-    """1.0 where the last whole number of the response is the answer, digit for digit; else 0.0.
+    """1.0 where the last number of the response is the answer's; else 0.0.
 
-    A model that explains itself ("37+85 is 122.") is understood; leading zeros are not.
+    Numbers are read as by :func:`last_number`. A model that explains itself ("37+85 is 122.") is
+    understood; leading zeros are not.
 
     Example:
         >>> reward = ArithmeticRewardParser()
         >>> reward.score("37+85 is 122.", "122").reward, reward.score("0122", "122").reward
+        (1.0, 0.0)
+        >>> reward.score("1,234.0", 1234).reward, reward.score("3.5", 5).reward
         (1.0, 0.0)
     """
 
@@ -300,8 +314,11 @@ class ArithmeticRewardParser(RewardParser):
 
         Args:
             response: what the model wrote.
-            answer: the sum, as a string or an int.
+            answer: a number, as one or as a text.
+
+        Raises:
+            RewardError: the answer is no number.
         """
-        numbers = _WHOLE_NUMBER.findall(response)
-        right = bool(numbers) and numbers[-1] == str(answer)
-        return RewardScore(float(right), success=right, has_answer=bool(numbers))
+        truth, found = _true_number(answer), _last_match(response)
+        right = found is not None and _value(found) == truth and not _PADDED.match(found["body"])
+        return RewardScore(float(right), success=right, has_answer=found is not None)

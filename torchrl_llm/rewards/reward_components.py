@@ -123,8 +123,11 @@ class _Function(Scorer):
             return self.function(sample)
         if self.takes == "response":
             return self.function(sample.response)
-        second = sample.answer if self.takes == "answer" else sample.columns.get("row", {})
-        return self.function(sample.response, second)
+        if self.takes == "answer":
+            return self.function(sample.response, sample.answer)
+        ended = sample.finish_reason
+        told = {"finish_reason": None if ended is None else ended.name.lower()}
+        return self.function(sample.response, {**sample.columns.get("row", {}), **told})
 
 
 def _taken(function: Callable[..., Any]) -> Literal["sample", "response", "answer", "row"]:

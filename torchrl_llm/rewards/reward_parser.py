@@ -26,6 +26,7 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.failures import ERROR_KEYS, Failure, tell_failures
 from torchrl_llm.data.input_modes import InputMode, response_reader
 from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.data.table_cells import plain_cell
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.rewards.reward_runner import Outcome, check_limits, run_rows
 
@@ -261,10 +262,19 @@ class RewardParser(Transform):
         """
         column = self._column(td, name, size)
         if column is None and name == "row":
-            texts = {
-                key: self._column(td, key, size) for key in td.keys() if is_non_tensor(td.get(key))
+            primer = None if self.parent is None else getattr(self.container, "primer", None)
+            own = getattr(primer, "data_keys", ())
+            data = {
+                key: list(map(plain_cell, self._column(td, key, size)))
+                for key in td.keys()
+                if key in own or is_non_tensor(td.get(key))
             }
-            return [{key: values[i] for key, values in texts.items()} for i in range(size)]
+            column = [{key: values[i] for key, values in data.items()} for i in range(size)]
+        if name == "row" and any("finish_reason" in row for row in column):
+            raise DataError(
+                "the data has a column 'finish_reason', under which a reward of (response, row) "
+                "reads how the answer ended: rename that column, or leave it out"
+            )
         if column is None:
             raise DataError(
                 f"the rows lack {name!r}, which the reward reads; they have "

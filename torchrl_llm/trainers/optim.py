@@ -43,8 +43,29 @@ from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 from torchrl_llm.trainers.metrics import LossMeter
 from torchrl_llm.trainers.ranks import ALONE, Counts, Ranks, add_gradients, sum_counts
 
-# LBFGS needs a closure and SparseAdam sparse gradients: neither can take the recipe's step.
-_UNUSABLE = ("Optimizer", "LBFGS", "SparseAdam")
+_UNUSABLE = {
+    "LBFGS": "it calls the loss several times a step",
+    "SparseAdam": "gradients are not sparse",
+    "Muon": "it takes matrices only, and a model has other parameters; AdamW takes all of them",
+}
+
+
+def check_optimizer(name: str) -> None:
+    """Refuse a name that is no optimizer of :mod:`torch.optim`, or of one that cannot be used.
+
+    Raises:
+        ConfigError: names the nearest one, or why it cannot be used.
+    """
+    kinds = inspect.getmembers(torch.optim, inspect.isclass)
+    names = [key for key, kind in kinds if issubclass(kind, torch.optim.Optimizer)]
+    names = [key for key in names if key not in _UNUSABLE and key != "Optimizer"]
+    if name not in names:
+        alike = [key for key in names if key.lower() == name.lower()]
+        nearest = (alike or difflib.get_close_matches(name, names, 1, 0.0))[0]
+        raise ConfigError(
+            f"optimizer.name: torch.optim has no usable {name!r}; "
+            + _UNUSABLE.get(name, f"nearest: {nearest!r}")
+        )
 
 
 def make_optimizer(
@@ -68,15 +89,7 @@ def make_optimizer(
         ... ]
         0.9
     """
-    kinds = inspect.getmembers(torch.optim, inspect.isclass)
-    names = [key for key, kind in kinds if issubclass(kind, torch.optim.Optimizer)]
-    names = [key for key in names if key not in _UNUSABLE]
-    if name not in names:
-        alike = [key for key in names if key.lower() == name.lower()]
-        nearest = (alike or difflib.get_close_matches(name, names, 1, 0.0))[0]
-        raise ConfigError(
-            f"optimizer.name: torch.optim has no usable {name!r}; nearest: {nearest!r}"
-        )
+    check_optimizer(name)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
@@ -92,7 +105,10 @@ def make_optimizer(
     if "fused" in accepted and knows_shards and all(fits):
         # One kernel for all parameters: on small models a plain loop outweighs the backward.
         given.setdefault("fused", True)
-    return optimizer(trained, lr=lr, **given)
+    try:
+        return optimizer(trained, lr=lr, **given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"optimizer.name={name} with {given | {'lr': lr}}: {error}") from error
 
 
 SCHEDULES: dict[str, Callable[[float], float]] = {

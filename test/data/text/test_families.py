@@ -18,6 +18,7 @@ from torchrl_llm.data.text.published_texts import parser_for_template
 from torchrl_llm.data.text.templates import resolve_template
 from torchrl_llm.data.text.whole_chats import read_text
 from torchrl_llm.errors import AmbiguousTextError, TemplateError
+from torchrl_llm.modules import load_tokenizer
 
 FAMILIES = sorted(BUILTIN_TEMPLATES)
 WITH_SYSTEM = sorted(set(FAMILIES) - {"dialogpt"})
@@ -422,3 +423,37 @@ def test_an_end_of_text_at_the_beginning_of_a_system_message_is_its_content():
     history = History.from_chats([chat])
     (text,) = render(history, "deepseek")
     assert (read([text], "deepseek") == history).all()
+
+
+@pytest.mark.parametrize("name", ["chatml_format", "qwen", "qwen3"])
+@pytest.mark.parametrize("end", ["<|endoftext|>\n", "<|endoftext|>", "</s>\n", "<|eot_id|>"])
+def test_a_turn_may_end_with_another_end_of_sequence_token(name, end):
+    def turn(role, content):
+        return f"<|im_start|>{role}\n{content}<|im_end|>\n"
+
+    begin = turn("user", "Q1") + f"<|im_start|>assistant\nA.{end}"
+    text = begin + turn("user", "Q2 </s> too") + turn("assistant", f"no {end} here")
+    found = History.from_text(text, chat_template_name=name)
+    assert found.role == ["user", "assistant", "user", "assistant"]
+    assert found.content == ["Q1", "A.", "Q2 </s> too", f"no {end} here"]
+    assert found.is_complete == [True] * 4
+    assert History.from_text(begin, chat_template_name=name).content == ["Q1", "A."]
+    with pytest.raises(AmbiguousTextError):
+        History.from_text(text, chat_template_name=name, strict=True)
+
+
+def test_the_user_behind_another_end_is_not_in_the_assistants_mask():
+    tokenizer = load_tokenizer()
+    text = (
+        "<|im_start|>user\nQ1<|im_end|>\n<|im_start|>assistant\nA.<|endoftext|>\n"
+        "<|im_start|>user\nQ2<|im_end|>\n"
+    )
+    found = History.from_text(text, chat_template_name="qwen")
+    encoded = found.apply_chat_template(
+        tokenizer=tokenizer,
+        add_generation_prompt=False,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    ids, mask = encoded["input_ids"].flatten(), encoded["assistant_masks"].flatten().bool()
+    assert tokenizer.decode(ids[mask]) == "A.<|im_end|>"

@@ -8,7 +8,7 @@ from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.envs import ArithmeticEnv, ArithmeticRewardParser
 from torchrl_llm.envs.datasets.number_tasks import addition_pairs
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, RewardError
 
 
 def test_no_held_out_problem_is_a_training_problem():
@@ -64,6 +64,30 @@ def test_the_last_number_of_the_response_is_compared():
         ("", 0.0),
     ]:
         assert ArithmeticRewardParser().score(response, "122").reward == reward
+
+
+@pytest.mark.parametrize(
+    ("response", "answer", "reward"),
+    [
+        ("3.5", "5", 0.0),
+        ("3.5", 3.5, 1.0),
+        ("1,234", "234", 0.0),
+        ("1,234", 1234, 1.0),
+        ("10-5", -5, 0.0),
+        ("10 - 5", "-5", 0.0),
+        ("It is -5", "-5", 1.0),
+        ("46", 46.0, 1.0),
+        ("46.0", "46", 1.0),
+        ("100000000000000000000", 1e20, 1.0),
+    ],
+)
+def test_numbers_are_compared_and_not_their_last_digits(response, answer, reward):
+    assert ArithmeticRewardParser().score(response, answer).reward == reward
+
+
+def test_an_answer_that_is_no_number_is_an_error():
+    with pytest.raises(RewardError, match="not a number: 'many'"):
+        ArithmeticRewardParser().score("5", "many")
 
 
 def test_a_response_is_scored_through_the_environment():

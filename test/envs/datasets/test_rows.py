@@ -6,9 +6,12 @@ import pytest
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data import History
+from torchrl_llm.data.demonstrations import DemonstrationColumns
+from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards import ExactReward
+from torchrl_llm.rewards.function_reward import FunctionReward
 
 QA = [{"question": f"{n}+1?", "answer": str(n + 1), "id": n} for n in range(4)]
 CHATS = [
@@ -48,14 +51,24 @@ def test_conversations_are_continued_and_their_last_answer_is_what_is_compared()
 
 
 COLUMNS = [
-    ({"question": "", "answer": "", "x": ""}, {}, ("question", "answer")),
-    ({"prompt": "", "question": "", "target": ""}, {}, ("prompt", "target")),
-    ({"x": "", "y": ""}, {"prompt": "x"}, ("x", None)),
-    ({"x": "", "y": ""}, {"prompt": "x", "answer": "y"}, ("x", "y")),
-    ({"messages": []}, {}, ("messages", None)),
-    ({"conversations": []}, {}, ("conversations", None)),
-    ({"chat": [], "answer": ""}, {"messages": "chat"}, ("chat", "answer")),
-    ({"input": "", "output": ""}, {}, ("input", "output")),
+    ({"question": "", "answer": "", "x": ""}, {}, (("question",), "answer")),
+    ({"prompt": "", "question": "", "target": ""}, {}, (("prompt",), "target")),
+    ({"x": "", "y": ""}, {"prompt": "x"}, (("x",), None)),
+    ({"x": "", "y": ""}, {"prompt": "x", "answer": "y"}, (("x",), "y")),
+    ({"messages": []}, {}, (("messages",), None)),
+    ({"conversations": []}, {}, (("conversations",), None)),
+    ({"chat": [], "answer": ""}, {"messages": "chat"}, (("chat",), "answer")),
+    ({"input": "", "output": ""}, {}, (("input",), "output")),
+    (
+        {"instruction": "", "input": "", "output": ""},
+        {},
+        (("instruction", "input"), "output"),
+    ),
+    (
+        {"instruction": "", "input": "", "output": ""},
+        {"prompt": "instruction"},
+        (("instruction",), "output"),
+    ),
 ]
 
 
@@ -90,6 +103,84 @@ def test_a_reward_that_compares_is_refused_where_no_row_has_an_answer():
         assert RowsEnv(dataset=rows, reward=reward, answer="result").reset()["answer"][0] == "2"
     by_row = {"row": lambda response, row: response == row["result"], "short": len}
     assert RowsEnv(dataset=rows, reward=by_row).reset()["answer"][0] is None
+
+
+def test_the_input_of_an_instruction_is_asked_as_in_fine_tuning():
+    rows = [
+        {"instruction": "Add.", "input": "2 and 2", "output": "4"},
+        {"instruction": "Say hi.", "input": "", "output": "hi"},
+    ]
+    env = RowsEnv(dataset=rows, reward=right, num_envs=2, shuffle=False)
+    asked = list(env.reset()["query"])
+    assert asked == ["Add.\n\n2 and 2", "Say hi."]
+    columns = DemonstrationColumns.find(rows[0])
+    assert asked == [columns.read(row)[0]["content"] for row in rows]
+
+
+def test_rewards_get_numbers_of_python_from_numpy_torch_and_pandas():
+    import numpy as np
+    import torch
+
+    cells = {
+        "flag": (np.bool_(False), False),
+        "count": (np.int64(40), 40),
+        "share": (np.float32(0.5), 0.5),
+        "tensor": (torch.tensor(3), 3),
+        "vector": (np.array([1, 2]), [1, 2]),
+        "nested": ({"a": [np.int64(7), torch.tensor([True])]}, {"a": [7, [True]]}),
+        "missing": (float("nan"), None),
+        "text": ("40", "40"),
+    }
+    row = {"question": "?", "answer": np.int64(4)} | {
+        name: cell for name, (cell, _) in cells.items()
+    }
+    seen = []
+
+    def reward(response, row):
+        seen.append(row)
+        return 1.0
+
+    def by_answer(response, answer):
+        seen.append({"answer": answer})
+        return 1.0
+
+    for function in (reward, by_answer):
+        answered(RowsEnv(dataset=[row], reward=function))
+    plain = DatasetChatEnv(dataset=[{"query": "?"} | row])
+    answered(plain.append_transform(FunctionReward(reward)))
+    for got in seen:
+        assert type(got["answer"]) is int
+        assert got["answer"] == 4
+    for got in (seen[0], seen[2]):
+        for name in ("flag", "count", "share", "tensor", "text"):
+            assert type(got[name]) is type(cells[name][1])
+            assert got[name] == cells[name][1]
+    assert {name: seen[0][name] for name in cells} == {n: value for n, (_, value) in cells.items()}
+
+
+def answered(env):
+    td = env.reset()
+    chat = td["history"].prompt.chats[0] + [{"role": "assistant", "content": "4"}]
+    td["history"].full = History.of([chat])
+    return env.step(td)["next"]
+
+
+def test_a_missing_cell_makes_no_floats_of_whole_numbers():
+    nan = float("nan")
+    rows = [
+        {"question": "a", "answer": 30.0, "size": 1.5},
+        {"question": "b", "answer": nan, "size": nan},
+        {"question": "c", "answer": 4.0, "size": 2.0},
+    ]
+    env = RowsEnv(dataset=rows, reward=ExactReward(), num_envs=3, shuffle=False)
+    td = env.reset()
+    assert list(td["answer"]) == [30, None, 4]
+    assert [type(answer) for answer in td["answer"]] == [int, type(None), int]
+    assert [row["size"] for row in td["row"]] == [1.5, None, 2.0]  # not all of them are whole
+    said = [[{"role": "assistant", "content": text}] for text in ("30", "x", "4")]
+    asked = td["history"].prompt.chats
+    td["history"].full = History.of([c + more for c, more in zip(asked, said, strict=True)])
+    assert env.step(td)["next", "reward"].flatten().tolist() == [1.0, 0.0, 1.0]
 
 
 def test_a_row_without_a_prompt_is_found_before_training():

@@ -5,8 +5,8 @@ The characters that a model would have to generate give the assistant mask.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,20 @@ class Composed:
         if not start:
             return Piece(text, literals)
         return Piece(text[start:], [(a - start, b - start) for a, b in literals if a >= start])
+
+    def with_tokens(self, markers: Collection[str]) -> Composed:
+        """The same, where these strings are special tokens if they stand in a model's turn.
+
+        Args:
+            markers: strings of special tokens.
+        """
+        text = self.rendered.text
+        literals = [
+            (start, end)
+            for start, end in self.rendered.literals
+            if self.chars[start] < _ASSISTANT or text[start:end] not in markers
+        ]
+        return replace(self, rendered=replace(self.rendered, literals=literals))
 
     def sources(self, encoding: Encoding, start: int = 0) -> tuple[np.ndarray, np.ndarray]:
         """Source code (int8) and assistant flag (bool) of each token of ``piece(start)``."""

@@ -12,19 +12,22 @@ finds out what a template does, :mod:`~torchrl_llm.data.text.respond` reads resp
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 from torchrl._utils import logger
 
+from torchrl_llm._log import tell_once
 from torchrl_llm.data.column import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord, extend_records
 from torchrl_llm.data.text.call_syntax import NAME, VALUE
 from torchrl_llm.data.text.codec import Codec
-from torchrl_llm.data.text.compose import Composer
+from torchrl_llm.data.text.compose import Composed, Composer
 from torchrl_llm.data.text.continuation import (
     COUNTED,
     Addition,
@@ -40,6 +43,7 @@ from torchrl_llm.data.text.templates import resolve_template
 from torchrl_llm.errors import ConfigError, TemplateError
 
 Messages = Chat | Sequence[Mapping[str, Any]]
+_NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
 # Tokenizers whose missing markers have been told.
 _TOLD: set[str] = set()
 
@@ -158,6 +162,8 @@ class ChatFormatter:
         self.tools = list(tools) if tools else None
         self.debug = debug
         self._codec = Codec(tokenizer)
+        if unread := [name for name in template_kwargs or () if name not in spec.template]:
+            tell_once(f"the chat template does not read {', '.join(unread)} (template_kwargs)")
         variables = {**tokenizer.special_tokens_map, **(template_kwargs or {})}
         renderer = Renderer(spec.template, self._codec.shield, variables, Form())
         self.probe = probe_template(renderer, self._codec)
@@ -313,6 +319,44 @@ class ChatFormatter:
             )
             for chat in chats
         ]
+        return self._encoded(composed)
+
+    def encode_demonstration(
+        self, chat: Messages, *, tools: Sequence[Any] | None = None
+    ) -> Encoded:
+        """Encode a conversation that is to be learned.
+
+        As :meth:`encode` without a generation prompt, but that special tokens which were added for
+        the model's answers are real ones in its own turns: those that neither the template writes
+        nor the tokenizer has a use for (the end of a text, padding). Other messages spell them.
+
+        Args:
+            chat: the messages.
+            tools: tools of this conversation instead of the formatter's.
+
+        Raises:
+            TemplateError: as of :meth:`encode_batch`.
+        """
+        composed = self._composer.compose(_messages(chat), add_generation_prompt=False, tools=tools)
+        return self._encoded([composed.with_tokens(self._spoken)])[0]
+
+    @cached_property
+    def _spoken(self) -> frozenset[str]:
+        """Special tokens that only an answer can hold."""
+        shield, template = self._codec.shield, self.chat_template
+        roles = [
+            {"role": role, "content": role} for role in ("system", "user", "assistant", "tool")
+        ]
+        written = {each for each in shield.markers if each in template}
+        for chat in (roles, roles[:3], roles[1:3], roles[1:]):
+            with suppress(TemplateError):
+                text = self._renderer.render([*chat, roles[1]], add_generation_prompt=True).text
+                written |= {marker for _, _, marker in shield.markers_in(text)}
+        written |= {each.text for each in self.probe.terminal}
+        written |= {getattr(self.tokenizer, name) for name in _NAMED_TOKENS}
+        return frozenset(shield.markers) - written
+
+    def _encoded(self, composed: Sequence[Composed]) -> list[Encoded]:
         encodings = self._codec.encode_batch([c.piece() for c in composed])
         out = []
         for whole, encoding in zip(composed, encodings, strict=True):

@@ -13,7 +13,7 @@ differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,8 @@ Hook = Callable[[list[Message]], list[Message]]
 
 # Read where no tokenizer says which end-of-sequence or beginning-of-sequence token is meant.
 _KNOWN_EOS = ("<|endoftext|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "</s>", "<|eot_id|>", "<eos>")
+# What models of any family end a turn with.
+_ENDS = (*_KNOWN_EOS, "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|end|>")
 KNOWN_BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>", "<|endoftext|>")
 
 
@@ -80,7 +82,8 @@ class InverseParser:
     ) -> list[Message]:
         """The messages of a text; a trailing generation prompt adds none.
 
-        A last turn without its end mark has ``is_complete=False``.
+        A last turn without its end mark has ``is_complete=False``. A turn of the assistant may end
+        with another end-of-sequence token than the family's, as a model's may.
 
         Args:
             text: a rendering by the family's template, or the text of a model trained on it.
@@ -95,7 +98,7 @@ class InverseParser:
         """
         eos = self._eos(text, eos_token)
         text = self._without_bos(text, bos_token)
-        turns = list(self._turns(text, eos))
+        turns = list(self._turns(text, eos, () if strict else {eos, *_ENDS}))
         if turns and turns[-1][1:] == ("", False):
             turns.pop()  # a generation prompt
         messages = []
@@ -110,8 +113,7 @@ class InverseParser:
 
     def risks(self, eos_token: str | None = None) -> tuple[str, ...]:
         """Marks, tags and the end mark: a text without them in its contents surely reads back."""
-        ends = (eos_token,) if eos_token else (self.eos, *_KNOWN_EOS)
-        return (*self.marks, *self.tags, *ends)
+        return (*self.marks, *self.tags, eos_token or self.eos, *_ENDS)
 
     def _eos(self, text: str, eos_token: str | None) -> str:
         if eos_token or self.eos in text:
@@ -128,8 +130,13 @@ class InverseParser:
                 return text[len(bos) :]
         return text
 
-    def _turns(self, text: str, eos: str) -> Iterator[tuple[str, str, bool]]:
-        """Yield (role, content, closed); a turn ends at the first mark that a header follows."""
+    def _turns(
+        self, text: str, eos: str, other_ends: Collection[str] = ()
+    ) -> Iterator[tuple[str, str, bool]]:
+        """Yield (role, content, closed); a turn ends at the first mark that a header follows.
+
+        A turn of the assistant may also end with one of ``other_ends``, which its model wrote.
+        """
         head = re.compile(self.header).match(text)
         place = head.end() if head else 0
         role = head["role"] if head else self.headless
@@ -139,13 +146,31 @@ class InverseParser:
             found = re.compile(f"{mark}(?:\\Z|{gap}(?:\\Z|{self.header}))").search(text, place)
             if head is None and place == 0 and (found is None or self.headless is None):
                 raise TemplateError(f"not a text of {self.family}: no turn begins at {text[:60]!r}")
-            if found is None:
-                yield role, text[place:], False
-                return
-            yield role, text[place : found.start()], True
-            place, role = found.end(), found["role"]
+            start, end, following = (
+                (len(text), len(text), None)
+                if found is None
+                else (found.start(), found.end(), found["role"])
+            )
+            closed = found is not None
+            if self.roles.get(role, role) == "assistant" and (
+                other := self._other_end(text, place, start, mark, other_ends)
+            ):
+                closed, (start, end, following) = True, other
+            yield role, text[place:start], closed
+            place, role = end, following
             if role is None:
                 return
+
+    def _other_end(
+        self, text: str, place: int, limit: int, mark: str, ends: Collection[str]
+    ) -> tuple[int, int, str | None] | None:
+        """Another end in front of ``limit`` that a header follows: where both stand, the role."""
+        others = [re.escape(e) for e in ends if e in text and not re.fullmatch(mark, e)]
+        behind = re.compile(f"\\s*(?:\\Z|{self.header})")
+        for end in re.compile("|".join(others)).finditer(text, place, limit) if others else ():
+            if header := behind.match(text, end.end()):
+                return end.start(), header.end(), header["role"]
+        return None
 
     def _refuse_doubts(self, messages: list[Message], eos: str) -> None:
         doubts = {
@@ -169,7 +194,9 @@ class InverseParser:
 class AlternatingParser(InverseParser):
     """A family whose text names no roles: user and assistant in turn, each closed by eos."""
 
-    def _turns(self, text: str, eos: str) -> Iterator[tuple[str, str, bool]]:
+    def _turns(
+        self, text: str, eos: str, other_ends: Collection[str] = ()
+    ) -> Iterator[tuple[str, str, bool]]:
         *closed, rest = text.split(eos)
         for index, content in enumerate([*closed, rest] if rest else closed):
             yield ("assistant" if index % 2 else "user"), content, index < len(closed)

@@ -8,12 +8,14 @@ from typing import Any
 from torchrl_llm._registry import register
 from torchrl_llm.data.column_names import (
     MESSAGES,
-    PROMPTS,
     as_messages,
     check_named,
     first_column,
+    joined_prompt,
+    prompt_columns,
 )
-from torchrl_llm.data.row_files import load_rows
+from torchrl_llm.data.row_files import load_rows, plain_rows
+from torchrl_llm.data.table_cells import plain_value
 from torchrl_llm.data.table_files import place_of
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
@@ -28,14 +30,17 @@ ANSWERS = ("answer", "solution", "target", "label", "output", "response", "compl
 class RowsEnv(TaskEnv):
     """Rows of your own (``data=FILE``), scored by a function of your own (``reward=``).
 
-    Rows of the environment have ``query`` (the user's message, or the messages of a conversation
-    that the model is to continue), ``answer`` (``None`` where the data has none) and ``row``, the
-    row of the data as it is, which a reward of ``(response, row)`` gets.
+    Cells are plain: numbers of NumPy and torch are Python's, a missing cell (NaN) is ``None``, and
+    whole numbers next to one are no floats. Rows of the environment have ``query`` (the user's
+    message, or the messages of a conversation that the model is to continue), ``answer`` (``None``
+    where the data has none) and ``row``, the row of the data, which a reward of
+    ``(response, row)`` gets.
 
     Args:
         dataset: what :func:`~torchrl_llm.data.row_files.load_rows` takes.
         prompt: column with the user's message; if not given, the first of
-            :data:`~torchrl_llm.data.column_names.PROMPTS`, or else of those with conversations.
+            :data:`~torchrl_llm.data.column_names.PROMPTS` (``instruction`` together with
+            ``input``), or else of those with conversations.
         answer: column with what the reward compares; the first of :data:`ANSWERS` if not given, and
             none where there is none of them.
         messages: column with the messages of a conversation, instead of ``prompt``; an answer of
@@ -74,7 +79,7 @@ class RowsEnv(TaskEnv):
                 "rows of your own need data: data=FILE (CSV, JSON, JSON lines, Parquet), a folder "
                 "or the name of a dataset on the hub"
             )
-        rows = load_rows(source, name=name, split=split)
+        rows = plain_rows(load_rows(source, name=name, split=split))
         self._columns = choose_columns(rows[0], prompt=prompt, answer=answer, messages=messages)
         # Rows in memory are all looked at; those of another sequence may have to be read.
         for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
@@ -116,9 +121,11 @@ class RowsEnv(TaskEnv):
         )
 
 
-def _query(row: Mapping[str, Any], name: str, where: str) -> str | list[dict[str, Any]]:
+def _query(
+    row: Mapping[str, Any], columns: tuple[str, ...], where: str
+) -> str | list[dict[str, Any]]:
     """What is asked: a text, or messages with one of the user's."""
-    query, fine = row.get(name), False
+    query, fine = joined_prompt(row, columns), False
     if isinstance(query, (list, tuple)) and all(isinstance(m, Mapping) for m in query):
         query = as_messages(query)
         fine = any(message.get("role") == "user" for message in query)
@@ -126,15 +133,15 @@ def _query(row: Mapping[str, Any], name: str, where: str) -> str | list[dict[str
         fine = bool(query.strip())
     if not fine:
         raise DataError(
-            f"{where}: the column {name!r} must hold a text or a list of messages with one of the "
-            f"user's, got {query!r}"
+            f"{where}: the column {columns[0]!r} must hold a text or a list of messages with one "
+            f"of the user's, got {query!r}"
         )
     return query
 
 
 def choose_columns(
     row: Mapping[str, Any], *, prompt: str | None, answer: str | None, messages: str | None
-) -> tuple[str, str | None]:
+) -> tuple[tuple[str, ...], str | None]:
     """The columns with the prompt (or the messages) and with the answer.
 
     Args:
@@ -144,7 +151,7 @@ def choose_columns(
         messages: likewise.
 
     Returns:
-        Two names; ``None`` for an answer that the data does not have.
+        Names of the prompt's, and of the answer's; ``None`` for one that the data does not have.
 
     Raises:
         ConfigError: both ``prompt`` and ``messages``.
@@ -155,26 +162,12 @@ def choose_columns(
             f"data.prompt={prompt} and data.messages={messages} both say what is asked; name one"
         )
     check_named(row, prompt=prompt, messages=messages, answer=answer)
-    asked = prompt or messages or first_column(row, (*PROMPTS, *MESSAGES))
-    if asked is None:
+    asked = (messages,) if messages else prompt_columns(row, prompt)
+    asked = asked or tuple(filter(None, [first_column(row, MESSAGES)]))
+    if not asked:
         raise DataError(
             f"none of the columns {sorted(row)} is a prompt by its name; name one: data.prompt=... "
             "or data.messages=... for whole conversations"
         )
-    others = [name for name in ANSWERS if name != asked]
+    others = [name for name in ANSWERS if name not in asked]
     return asked, answer or first_column(row, others)
-
-
-def plain_value(value: Any) -> Any:
-    """A value of a table as JSON has it, so that rows can go to other processes.
-
-    Args:
-        value: of any kind; what JSON does not know becomes its text.
-    """
-    if value is None or isinstance(value, (str, int, float, bool)):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): plain_value(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_value(each) for each in value]
-    return str(value)

@@ -16,7 +16,7 @@ from torchrl.envs import Transform, TransformedEnv
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.chat_env import DatasetChatEnv
 from torchrl_llm.envs.layers import first_of, insert
-from torchrl_llm.envs.transforms.answer_gates import CUT_PENALTY, AnswerGate, CutAnswers
+from torchrl_llm.envs.transforms.answer_gates import AnswerGate, CutAnswers
 from torchrl_llm.envs.transforms.episode_limits import StepCounter
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.function_reward import as_reward
@@ -81,9 +81,8 @@ class TaskEnv(DatasetChatEnv):
             :func:`~torchrl_llm.rewards.as_reward` takes.
         max_steps: turns after which an episode is cut, those that only called tools to think not
             counted; ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
-        accept_cut: score answers that were cut at their limit of tokens as they stand. Otherwise
-            they are no answers, see :class:`~torchrl_llm.envs.transforms.CutAnswers`.
-        cut_penalty: what such an answer costs.
+        cut_penalty: what is taken off the reward of an answer that was cut at its limit of tokens,
+            see :class:`~torchrl_llm.envs.transforms.CutAnswers`.
         kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
@@ -110,8 +109,7 @@ class TaskEnv(DatasetChatEnv):
         compute_reward: bool = True,
         reward: Any = None,
         max_steps: int | Literal["task"] | None = "task",
-        accept_cut: bool = False,
-        cut_penalty: float = CUT_PENALTY,
+        cut_penalty: float = 0.0,
         **kwargs: Any,
     ) -> None:
         if reward is not None and not compute_reward:
@@ -124,7 +122,7 @@ class TaskEnv(DatasetChatEnv):
         for tool in self.make_tools():
             self.append_transform(tool)
         if compute_reward:
-            self.append_transform(CutAnswers(cut_penalty, accept_cut=accept_cut))
+            self.append_transform(CutAnswers(cut_penalty))
             self.append_transform(self.make_reward() if reward is None else as_reward(reward))
         self.limit_steps(max_steps)
 

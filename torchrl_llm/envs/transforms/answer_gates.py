@@ -1,8 +1,8 @@
 """Gates in front of a reward: what is no answer is not scored, costs a penalty, and is told.
 
-:class:`CutAnswers` refuses answers that were cut at their limit of tokens, :class:`ParseAnswers`
-those that a parser cannot read. Worlds (:mod:`torchrl_llm.envs.world`) refuse both themselves,
-because their actions are read anyway.
+:class:`ParseAnswers` refuses answers that a parser cannot read, :class:`CutAnswers` a turn whose
+calls were not made because it was cut; other cut answers pass, at a price if one is set. Worlds
+(:mod:`torchrl_llm.envs.world`) refuse cut answers themselves: their actions are read anyway.
 
 Shape legend: ``B`` rows.
 """
@@ -19,16 +19,12 @@ from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
-from torchrl_llm._log import tell_once
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.data.input_modes import InputMode
 from torchrl_llm.envs.actions import ActionError, ActionParser, IncompleteCompletion, call_link
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards import reward_parser
-
-CUT_PENALTY = 0.1
-"""What an answer that was cut costs, if nothing else is said."""
 
 
 class ModelTurn(NamedTuple):
@@ -157,11 +153,14 @@ class AnswerGate(Transform):
 
 
 class CutAnswers(AnswerGate):
-    """Refuses answers that were cut at their limit of tokens (``finish_reason`` ``LENGTH``).
+    """Takes a penalty off answers that were cut at their limit of tokens, which are scored.
+
+    A cut turn whose calls were not made for that reason has no answer: it is refused, as an action
+    that failed.
 
     Args:
-        penalty: what such an answer costs, written as ``"reward_cut"``.
-        accept_cut: score such answers as they stand; nothing is refused then.
+        penalty: what a cut answer costs, written as ``"reward_cut"``.
+        accept_cut: whether calls of cut answers are made.
 
     Raises:
         ConfigError: the penalty is negative or not finite.
@@ -169,7 +168,7 @@ class CutAnswers(AnswerGate):
 
     part = "reward_cut"
 
-    def __init__(self, penalty: float = CUT_PENALTY, *, accept_cut: bool = False) -> None:
+    def __init__(self, penalty: float = 0.0, *, accept_cut: bool = False) -> None:
         super().__init__()
         if not 0 <= penalty < math.inf:
             raise ConfigError(f"cut_penalty must be a finite number from 0 on, got {penalty}")
@@ -177,16 +176,12 @@ class CutAnswers(AnswerGate):
 
     def read(self, turn: ModelTurn) -> float:
         """Zero, where the answer was not cut."""
-        if turn.cut and not self.accept_cut:
-            tell_once(
-                "answers that were cut at their limit of tokens are not scored: each costs "
-                f"{self.penalty:g}, and its error is IncompleteCompletion. A larger limit avoids "
-                "that, and accept_cut=True scores them as they stand"
-            )
+        cost = -self.penalty if turn.cut and self.penalty else 0.0
+        if turn.cut and turn.answered and not self.accept_cut:
             error = IncompleteCompletion()
-            error.reward = -self.penalty
+            error.reward = cost
             raise error
-        return 0.0
+        return cost
 
 
 class ParseAnswers(AnswerGate):

@@ -180,9 +180,9 @@ def groups(subject: Subject) -> Iterator[Finding]:
     yield _ends(config.inference_model.max_tokens, outcomes)
     # Distillation reads it with a coefficient only.
     coefficient = subject.flat.get("loss.outcome_coeff", 1)
-    # A reward is not to blame where every answer was cut: it saw none of them.
-    seen = subject.flat.get("agent.accept_cut", False) or not all(each.cut for each in outcomes)
-    if seen and subject.flat.get("advantage.type") != "constant" and coefficient > 0:
+    # A reward is not to blame where every answer was cut.
+    ended = not all(each.cut for each in outcomes)
+    if ended and subject.flat.get("advantage.type") != "constant" and coefficient > 0:
         yield _variance(subject, outcomes)
     share = subject.reward_seconds / max(seconds, subject.reward_seconds)
     whole = f"the {subject.rows_per_step} answers of a step take about"

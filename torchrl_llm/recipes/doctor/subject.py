@@ -106,8 +106,7 @@ class Subject:
             tools = builders.wrapper_options(self.config)["tools"]
         elif "tasks" in self.keys and self.config.model.is_told_of_tools:
             tools = [tool for task in self.tasks for tool in task.env.tool_schemas]
-        name = self.config.model.chat_template_name
-        return ChatFormatter(self.tokenizer, chat_template_name=name, tools=tools)
+        return ChatFormatter(self.tokenizer, tools=tools, **self.config.model.template)
 
     @once
     def model(self) -> nn.Module:

@@ -1,0 +1,150 @@
+"""Cells of tables as their writer meant them, whatever a table's library has made of them.
+
+NumPy, torch and pandas have numbers of their own, a frame writes a missing cell as NaN and makes
+its column one of floats, and Arrow gives all structs of a column the same fields.
+
+Next: :func:`torchrl_llm.data.row_files.load_rows` reads tables.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+_PLAIN = (str, int, bool, dict, list)
+_MISSING = ("NAType", "NaTType")
+
+
+def plain_cell(value: Any) -> Any:
+    """A cell without types of NumPy, torch and pandas; ``None`` where it is missing.
+
+    Args:
+        value: of any kind. An array or a tensor becomes a number or lists.
+
+    Example:
+        >>> import torch
+        >>> plain_cell(torch.tensor(3)), plain_cell(float("nan")), plain_cell("NaN")
+        (3, None, 'NaN')
+    """
+    if type(value) in _PLAIN:
+        return value
+    value = value.tolist() if hasattr(value, "tolist") else value
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return None if is_nan or type(value).__name__ in _MISSING else value
+
+
+def plain_value(value: Any) -> Any:
+    """A value of a table as JSON has it, so that rows can go to other processes.
+
+    Args:
+        value: of any kind; what JSON does not know becomes its text.
+    """
+    value = plain_cell(value)
+    if value is None or isinstance(value, (str, int, float, bool)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(name): plain_value(each) for name, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(each) for each in value]
+    return str(value)
+
+
+def plain_row(
+    row: Mapping[str, Any], whole: Collection[str] = (), columns: Collection[str] | None = None
+) -> Mapping[str, Any]:
+    """A row of plain cells; the row itself where it has no others.
+
+    Args:
+        row: of a table.
+        whole: of :func:`whole_columns`.
+        columns: those that are looked at; all if not given.
+
+    Example:
+        >>> plain_row({"query": "a", "answer": 30.0}, ["answer"])
+        {'query': 'a', 'answer': 30}
+    """
+    changed = {}
+    for name in row if columns is None else columns:
+        cell = plain_cell(value := row.get(name))
+        if name in whole and isinstance(cell, float):
+            cell = int(cell)
+        if cell is not value:
+            changed[name] = cell
+    if not changed:
+        return row
+    made = copy(row) if isinstance(row, dict) else dict(row)  # one of a file knows its place
+    made.update(changed)
+    return made
+
+
+def uncertain_columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Columns with cells that :func:`plain_row` may change.
+
+    Args:
+        rows: of a table.
+    """
+    kinds: dict[str, set[type]] = {}
+    for row in rows:
+        for name, value in row.items():
+            kinds.setdefault(name, set()).add(type(value))
+    return [name for name, found in kinds.items() if found.difference(_PLAIN, (type(None),))]
+
+
+def whole_columns(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
+    """Columns of whole numbers that a missing cell has made floats.
+
+    Args:
+        rows: of a table.
+        columns: those that are looked at.
+
+    Example:
+        >>> rows = [{"a": 30.0, "b": 1.0}, {"a": None, "b": 2.0}]
+        >>> whole_columns(rows, ["a", "b"])  # nothing is missing in b: its floats are meant
+        ['a']
+    """
+    return [name for name in columns if _are_whole(plain_cell(row.get(name)) for row in rows)]
+
+
+def _are_whole(cells: Iterable[Any]) -> bool:
+    missing = floats = False
+    for cell in cells:
+        missing |= cell is None
+        floats |= isinstance(cell, float)
+        is_number = isinstance(cell, (int, float)) and not isinstance(cell, bool)
+        if cell is not None and not (is_number and float(cell).is_integer()):
+            return False
+    return missing and floats
+
+
+def without_padding(value: Any, feature: Any) -> Any:
+    """A cell without the fields that Arrow adds: those of other structs of its column.
+
+    Args:
+        value: of a ``datasets.Dataset``.
+        feature: its type there. Below one of JSON nothing is left out, for it adds nothing.
+
+    Example:
+        >>> without_padding({"a": 1, "b": None}, {"a": "int64", "b": "int64"})
+        {'a': 1}
+    """
+    if isinstance(feature, Mapping) and isinstance(value, Mapping):
+        own = {name: each for name, each in value.items() if each is not None}
+        return {name: without_padding(each, feature.get(name)) for name, each in own.items()}
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    if inner is not None and isinstance(value, Sequence) and not isinstance(value, str):
+        return [without_padding(each, inner) for each in value]
+    return value
+
+
+def holds_structs(feature: Any) -> bool:
+    """Whether a column of a ``datasets.Dataset`` has structs anywhere.
+
+    Args:
+        feature: the column's type.
+    """
+    if isinstance(feature, Mapping):
+        return True
+    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    return inner is not None and holds_structs(inner)
