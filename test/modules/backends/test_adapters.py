@@ -72,7 +72,13 @@ def test_an_adapter_that_learns_a_prompt_is_refused_whatever_makes_the_logits(ki
         published_weights(model)
 
 
-@pytest.mark.parametrize("kind", LORA)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in ("DoRA", "tied head") else pytest.param(kind, marks=pytest.mark.full)
+        for kind in LORA
+    ],
+)
 def test_lora_of_every_kind_is_sampled_scored_and_saved_as_it_is(tmp_path, tokenizer, kind):
     config = {"target_modules": ["q_proj", "v_proj"], "r": 2, **LORA[kind]}
     model = adapted("qwen2 tied", peft.LoraConfig(init_lora_weights=False, **config))
