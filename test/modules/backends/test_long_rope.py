@@ -15,6 +15,7 @@ from objectives.every_loss import full_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import SamplingParams, TransformersBackend
 from torchrl_llm.modules.backends import CausalScorer
+from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
 from torchrl_llm.modules.model_loading import context_of, rotary_limit
 from torchrl_llm.modules.reward_model import HFRewardModelWrapper
 from torchrl_llm.objectives import GRPOLoss, check_invariance
@@ -142,3 +143,16 @@ def test_a_reward_model_scores_such_rows_one_by_one():
     with torch.no_grad():
         expected = torch.cat([model(ids[None]).logits[0] for ids in rows])
     torch.testing.assert_close(got["reward"].flatten(), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_an_engine_that_turns_positions_as_those_of_longer_rows_is_refused():
+    """vLLM decides once, by ``max_model_len``."""
+    config = SimpleNamespace(
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+        max_model_len=LIMIT + 1,
+        hf_config=phi3().config,
+    )
+    inner = SimpleNamespace(add_request=None, model_config=config)
+    with pytest.raises(ConfigError, match=f"max_model_len={LIMIT}"):
+        VLLMBackend(SimpleNamespace(llm_engine=inner))
