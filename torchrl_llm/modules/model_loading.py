@@ -189,17 +189,16 @@ def rotary_limit(config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def check_rotary(config: Any, tokens: int) -> None:
+def check_rotary(limit: int | None, tokens: int) -> None:
     """Refuse rows above :func:`rotary_limit`.
 
     Args:
-        config: of a Hugging Face model.
+        limit: of the model.
         tokens: of the longest row.
 
     Raises:
         ConfigError: with what to do instead.
     """
-    limit = rotary_limit(config)
     if limit is not None and tokens > limit:
         raise ConfigError(
             f"rows of {tokens} tokens are beyond the {limit} from which on this model's rotary "

@@ -317,7 +317,8 @@ def save_pretrained(
     """Write a Hugging Face model and its tokenizer, adapters merged.
 
     A PEFT model is written as the plain model with its LoRA weights added, so that it opens without
-    PEFT and without the base model; the adapter alone goes to ``adapter/``.
+    PEFT and without the base model; the adapter alone goes to ``adapter/``. Where adapters give
+    tied weights different values, ``config.json`` says that they are tied no more.
 
     Args:
         path: an existing folder.

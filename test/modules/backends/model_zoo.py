@@ -455,6 +455,21 @@ FAMILIES = {
         "FalconConfig",
         {"alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
     ),
+    "git": (
+        "GitConfig",
+        {
+            **{k: v for k, v in _SIZES.items() if k != "num_key_value_heads"},
+            "vision_config": {
+                "hidden_size": 16,
+                "intermediate_size": 16,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+            },
+        },
+        False,
+    ),
     "biogpt": ("BioGptConfig", {}),
     "xglm": (
         "XGLMConfig",

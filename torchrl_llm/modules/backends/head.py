@@ -40,7 +40,10 @@ _CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
 _MULTIPLIES_BY_DIVISOR = ("hyperclovax", "hyperclovax_vision_v2")
 _UNKNOWN = re.compile(r"^(final_|output_|lm_head_)?logits?_|^lm_head_")
 _NOT_LOGITS = ("logit_scale_init_value", "lm_head_bias", "logits_to_keep")
-_ADVICE = "pass full_logits=True to let the model make its own logits ([B, T, V] in memory)"
+_ADVICE = (
+    "TransformersBackend(model, full_logits=True) lets the model make its own logits ([B, T, V] in "
+    "memory, and neither value head nor chunk_size)"
+)
 _PROBE_IDS = (1, 2, 3)
 _TRIED: dict[tuple[Any, ...], Any] = {}
 _Result = TypeVar("_Result")

@@ -34,7 +34,7 @@ from torchrl_llm.modules.backends.head import (
     uses_flash,
 )
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
-from torchrl_llm.modules.model_loading import check_rotary
+from torchrl_llm.modules.model_loading import check_rotary, rotary_limit
 
 
 def _shows_head(model: nn.Module) -> bool:
@@ -119,6 +119,7 @@ class CausalScorer(nn.Module, TokenScorer):
         if self.why_not_packed is None:
             self._one_call = ("packed",) if uses_flash(model) else ("packed", "shared")
         self._longest_plain_row = attention.longest_plain_row(model)
+        self._rotary_limit = rotary_limit(causal_model(model).config)
         self._size = ModelSize.of(model, self._run)
         self.layout = layout
 
@@ -228,7 +229,7 @@ class CausalScorer(nn.Module, TokenScorer):
         """
         device = causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
-        check_rotary(causal_model(self.model).config, max(rows.lengths))
+        check_rotary(self._rotary_limit, max(rows.lengths))
         costs = self._size.costs(device)
         stream = lay_out(rows, self._choice(rows), costs, self._in_one_kernel(device))
         if isinstance(temperature, Tensor):

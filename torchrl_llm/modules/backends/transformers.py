@@ -39,7 +39,7 @@ from torchrl_llm.modules.backends.head import (
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.static_decoder import DecoderChoice
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.modules.model_loading import check_rotary, context_of, known_eos
+from torchrl_llm.modules.model_loading import check_rotary, context_of, known_eos, rotary_limit
 
 _Builder = Callable[[Any, int, tuple[int, ...], torch.device], Any]
 
@@ -165,7 +165,7 @@ class TransformersBackend(LocalBackend):
                 model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
             )
         self._config = base.config.get_text_config(decoder=True)
-        check_rotary(base.config, max_length or 0)
+        check_rotary(rotary_limit(base.config), max_length or 0)
         super().__init__(
             vocab_size=base.get_input_embeddings().weight.shape[0],
             max_length=max_length or context_of(base.config),
@@ -270,7 +270,7 @@ class TransformersBackend(LocalBackend):
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`; always padded, in the module's present mode."""
         self.check_ids(sequences)
-        check_rotary(self._config, max(map(len, sequences), default=0))
+        check_rotary(rotary_limit(self._config), max(map(len, sequences), default=0))
         device = causal_model(self.model).get_input_embeddings().weight.device
         input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
         return self.model(input_ids=input_ids, use_cache=False).logits
