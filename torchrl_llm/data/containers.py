@@ -19,7 +19,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
 
@@ -29,6 +29,20 @@ from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.token_facts import node_dtypes
 
 __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "TokenSupport", "TokenTrace", "Tokens"]
+
+
+def _row_by_row(convert: Any) -> Any:
+    """A conversion of rows ``[B]``, for any number of batch dimensions."""
+
+    @wraps(convert)
+    def converted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.batch_size:
+            return convert(lazy_stack([self]), *args, **kwargs)[0]
+        if len(self.batch_size) == 1:
+            return convert(self, *args, **kwargs)
+        return lazy_stack([converted(part, *args, **kwargs) for part in self.unbind(0)])
+
+    return converted
 
 
 class _View:
@@ -88,6 +102,7 @@ class Tokens(TensorClass["nocast"], _View):
     temperature: Tensor | None = None
     truncated_support: Tensor | None = None
 
+    @_row_by_row
     def to_text(self, tokenizer: Any, skip_special_tokens: bool = False) -> Text:
         """Decode every row.
 
@@ -111,6 +126,7 @@ class Tokens(TensorClass["nocast"], _View):
                 )
         return Text._from_tensordict(_columns_node(columns))
 
+    @_row_by_row
     def to_history(
         self,
         tokenizer: Any,
@@ -219,6 +235,7 @@ class Text(TensorClass["nocast"]):
         leaves = {name: NonTensor(shape=shape, example_data="a string") for name in names}
         return Composite(leaves, shape=shape, data_cls=cls)
 
+    @_row_by_row
     def to_tokens(
         self,
         tokenizer: Any,
@@ -262,6 +279,7 @@ class Text(TensorClass["nocast"]):
             ids["full"] = [torch.cat(pair) for pair in pairs]
         return Tokens._from_tensordict(ragged_rows(ids))
 
+    @_row_by_row
     def to_history(
         self,
         tokenizer: Any = None,
@@ -323,6 +341,7 @@ class ChatHistory(TensorClass["nocast"]):
         leaves = {name: History.default_spec(shape=(*shape, -1)) for name in names}
         return Composite(leaves, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
 
+    @_row_by_row
     def to_text(
         self,
         tokenizer: Any,
@@ -352,6 +371,7 @@ class ChatHistory(TensorClass["nocast"]):
             columns["response"] = _behind(columns["prompt"], columns["full"])
         return Text._from_tensordict(_columns_node(columns))
 
+    @_row_by_row
     def to_tokens(
         self,
         tokenizer: Any,
