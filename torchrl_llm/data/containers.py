@@ -36,13 +36,20 @@ def _row_by_row(convert: Any) -> Any:
 
     @wraps(convert)
     def converted(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not self.batch_size:
+        if not self.batch_size and _is_one_row(self):
             return convert(lazy_stack([self]), *args, **kwargs)[0]
-        if len(self.batch_size) == 1:
+        if len(self.batch_size) < 2:
             return convert(self, *args, **kwargs)
         return lazy_stack([converted(part, *args, **kwargs) for part in self.unbind(0)])
 
     return converted
+
+
+def _is_one_row(rows: Any) -> bool:
+    """Whether a container without batch dimensions holds one row; its fields may be batches."""
+    values = (getattr(rows, name) for name in ("prompt", "response", "full"))
+    value = next((value for value in values if value is not None), None)
+    return isinstance(value, str) or len(getattr(value, "shape", ())) == 1
 
 
 class _View:
