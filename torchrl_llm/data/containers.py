@@ -23,7 +23,7 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, lazy_stac
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
 
-from torchrl_llm.data.column import Chat, Column, set_as_column
+from torchrl_llm.data.column import Chat, Column, mapped_with_its_rows, set_as_column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.token_facts import node_dtypes
@@ -517,6 +517,7 @@ def _rows_of(td: Any) -> Any:
 
 # The tensorclass decorator writes its own methods into the class, so ours follow it.
 Text._set_str = set_as_column
+Text._memmap_ = mapped_with_its_rows(Text._memmap_)
 for _container in (Tokens, LogProbs, Masks):
     _container.__init__ = _with_padded(_container.__init__)
 for _container in (Tokens, LogProbs, TokenTrace):
