@@ -126,7 +126,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
     )
     yield run
     if policy is not learner:
-        collector.update_policy_weights_()  # those of the checkpoint
+        collector.publish()  # those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()

@@ -110,7 +110,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if policy is not learner:
-        collector.update_policy_weights_()  # those of the checkpoint
+        collector.publish()  # those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()

@@ -127,7 +127,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if sampler is not learner:
-        collector.update_policy_weights_()  # it has none yet, or not those of the checkpoint
+        collector.publish()  # it has none yet, or not those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages

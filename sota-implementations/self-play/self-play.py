@@ -90,7 +90,7 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if samplers != policies:
-        collector.update_policy_weights_()  # engines have none yet, or not those of the checkpoint
+        collector.publish()  # engines have none yet, or not those of the checkpoint
     for step in run.steps():
         opponent.sit_down(step, router, shares)
         with run.timed("sample"), autocast(config):  # the first to ask has the games played

@@ -17,8 +17,8 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import sampled_tokens, split_rollout
 from torchrl_llm.envs.transforms import PolicyVersion
-from torchrl_llm.errors import ConfigError, MissingExtraError
-from torchrl_llm.weights import SharedWeights
+from torchrl_llm.errors import ConfigError, MissingExtraError, WeightUpdateError
+from torchrl_llm.weights import InProcessWeights, SharedWeights
 
 
 @pytest.fixture
@@ -300,6 +300,43 @@ def test_without_tracking_the_policys_own_version_counts(policy):
     assert collector.policy_version == 1
     plain = LLMCollector(make_env(2, 1), policy=lambda td: td, dialog_turns_per_batch=2)
     assert plain.policy_version is None
+
+
+class Numbering(InProcessWeights):
+    """Sends weights under the next number, as the updaters of engines do."""
+
+    def __init__(self, fails=False):
+        super().__init__()
+        self.sent, self.fails = [], fails
+
+    def push_weights(self, policy_or_weights=None):
+        self.sent.append(self.collector.policy_version + 1)
+        super().push_weights(policy_or_weights)
+        if self.fails:
+            self.collector.increment_version()
+            raise WeightUpdateError("no proof")
+
+
+@pytest.mark.parametrize("track", [True, False])
+def test_weights_of_the_start_or_of_a_checkpoint_are_no_new_version(policy, track):
+    updater = Numbering()
+    collector = LLMCollector(
+        make_env(2, 1),
+        policy=policy,
+        dialog_turns_per_batch=2,
+        track_policy_version=track,
+        weight_updater=updater,
+    )
+    collector.publish()
+    assert (collector.policy_version, updater.sent) == (0, [0])
+    collector.update_policy_weights_()
+    collector.update_policy_weights_()
+    collector.publish()  # as after a resume: 3 before
+    assert (collector.policy_version, updater.sent) == (2, [0, 1, 2, 2])
+    updater.fails = True
+    with pytest.raises(WeightUpdateError):
+        collector.publish()
+    assert collector.policy_version == policy.policy_version == 2
 
 
 def test_weights_are_shared_in_place_and_the_pointers_say_so(policy):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 
 from torchrl_llm.data import Chat, ChatHistory, FinishReason, History, Text, TokenRecord, Tokens
 from torchrl_llm.data.containers import LogProbs, Masks
@@ -109,3 +109,25 @@ def test_a_response_alone_is_converted_and_a_spec_has_a_field_a_history(tokenize
     assert "yes" in tokenizer.decode(read_rows(tokens, "response")[0])
     spec = ChatHistory.default_spec((2, -1), keys=["prompt"])
     assert (spec.shape, spec["prompt"].shape, list(spec.keys())) == ((2,), (2, -1), ["prompt"])
+
+
+def test_conversions_keep_every_batch_dimension(tokenizer):
+    history = History.from_chats([[{"role": "user", "content": f"q{i}"}] for i in range(4)])
+    chats = ChatHistory(prompt=history, batch_size=[4])
+    text, tokens = chats.to_text(tokenizer), chats.to_tokens(tokenizer)
+    flat = list(text.prompt)
+    for rows in (chats, tokens):
+        found = lazy_stack([rows[:2], rows[2:]]).to_text(tokenizer)
+        assert found.batch_size == (2, 2)  # (4,) from chats before
+        assert [list(part.prompt) for part in found.unbind(0)] == [flat[:2], flat[2:]]
+        assert rows[3].to_text(tokenizer).batch_size == ()
+        assert rows[3].to_text(tokenizer).prompt == flat[3]
+    for rows in (chats, text):
+        found = lazy_stack([rows[:2], rows[2:]]).to_tokens(tokenizer)
+        assert found.batch_size == (2, 2)  # (2,) from texts before
+        ids = [found[i][j].prompt.tolist() for i in range(2) for j in range(2)]
+        assert ids == [row.tolist() for row in read_rows(tokens, "prompt")]
+    for rows in (text, tokens):
+        found = lazy_stack([rows[:2], rows[2:]]).to_history(tokenizer)
+        assert found.batch_size == (2, 2)
+        assert found[1][0].prompt.content == ["q2"]

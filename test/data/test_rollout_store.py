@@ -15,6 +15,7 @@ from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.rollout_block import HEAD_BYTES, Block, write_block
 from torchrl_llm.data.rollout_store import RolloutStore, RolloutWriter
 from torchrl_llm.errors import DataError
+from torchrl_llm.tools.tool_call import ToolCall, ToolResult
 
 
 def same(left, right) -> bool:
@@ -247,3 +248,19 @@ def test_a_folder_without_rollouts_is_told(tmp_path):
         RolloutStore(tmp_path)
     with pytest.raises(DataError, match="no folder"):
         RolloutStore(tmp_path / "absent")
+
+
+def test_equal_runs_write_equal_rollouts_whatever_their_tools_took():
+    def row(seconds):
+        record = ToolResult(ToolCall("add", {"a": 1}), "3", seconds=seconds).record()
+        tools = TensorDict(calls=NonTensorData((record,)), num_calls=torch.tensor(1))
+        made = make_row(0, meta=NonTensorData({"limit": 5, "seconds": 30}))  # the data's own
+        made["next"] = TensorDict(tools=tools, reward_seconds=torch.tensor(seconds))
+        return made
+
+    data = write_block(3, [row(0.25)])
+    assert data == write_block(3, [row(7.5)])
+    read = Block(data).row(0)
+    assert read["meta"] == {"limit": 5, "seconds": 30}
+    wanted = row(0.25)["next", "tools", "calls"][0]
+    assert read["next", "tools", "calls"] == ({k: wanted[k] for k in wanted if k != "seconds"},)

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy, answer_four, chatter
-from tensordict import TensorDict
+from tensordict import TensorDict, lazy_stack
 from torchrl.collectors import Collector
 from torchrl.data import LazyMemmapStorage, LazyStackStorage, ListStorage, ReplayBuffer
 from torchrl.envs import ParallelEnv, RewardSum, SerialEnv
@@ -15,7 +15,8 @@ from torchrl.envs import ParallelEnv, RewardSum, SerialEnv
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs import GSM8KEnv
-from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import FakeWrapper, TransformersWrapper
 
 MODES = ("history", "text", "tokens")
 ROWS = [{"question": "Q" * n, "answer": f"#### {n}"} for n in range(1, 6)]
@@ -116,6 +117,24 @@ def test_dense_rows_go_through_memory_mapped_storage(tokenizer, tmp_path):
     buffer.extend(dense)
     assert torch.equal(buffer[:]["ids"], full)
     assert torch.equal(buffer[:]["group_id"], rows["group_id"])
+
+
+@pytest.mark.parametrize("mode", ["history", "text"])
+@pytest.mark.parametrize("by_row", [True, False])
+def test_conversations_are_refused_by_memory_mapped_storage(tokenizer, tmp_path, mode, by_row):
+    env = make_env(mode, tokenizer)
+    policy = FakeWrapper("a", tokenizer=tokenizer, input_mode=mode, pad_output=True)
+    padded = policy(env.reset()).select(mode, "tokens")  # padded, so that rows have one shape
+    rows = lazy_stack(list(padded.unbind(0))) if by_row else padded
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), batch_size=4)
+    with pytest.raises(ConfigError, match=r"loses text and conversations.*LazyStackStorage"):
+        buffer.extend(rows)  # each row read back as the first one
+    buffer = ReplayBuffer(storage=LazyMemmapStorage(10, scratch_dir=tmp_path), batch_size=4)
+    buffer.extend(rows.select("tokens"))
+    assert torch.equal(buffer[:]["tokens", "full"], padded["tokens", "full"])
+    # What is mapped with its rows keeps them.
+    mapped = padded.select(mode).memmap(tmp_path / "whole")
+    assert mapped.batch_size == padded.batch_size
 
 
 def test_a_list_storage_collates_dense_rows(tokenizer):

@@ -257,3 +257,21 @@ def test_bad_arguments_are_refused(call, message):
 def test_groups_as_a_dimension_compile_as_one_graph():
     compiled = torch.compile(group_advantages, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(REWARDS.view(2, 2)), group_advantages(REWARDS.view(2, 2)))
+
+
+def test_large_rewards_have_advantages_and_rounding_has_none():
+    large = torch.tensor([3e38, -3e38])  # their squares, and their difference, are infinite
+    half = 0.5**0.5
+    for compare, wanted in (
+        (group_advantages, half),
+        (hybrid_advantages, 1.0),
+        (batch_normalize, 1.0),
+    ):
+        found = compare(large)
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found, torch.tensor([wanted, -wanted]))
+        # 0.1 + 0.2 and 0.3 in float32.
+        near = torch.tensor([0.1, 0.3]) + torch.tensor([0.2, 0.0])
+        near[0] = torch.nextafter(near[1], torch.tensor(1.0))
+        assert compare(near).tolist() == [0.0, 0.0]
+        assert leave_one_out(near).tolist() == [0.0, 0.0]

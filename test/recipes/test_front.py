@@ -151,6 +151,19 @@ def test_a_run_that_failed_says_so_when_it_is_trained_again(tmp_path, capsys):
     assert "this run is over, after step 1 of 3; another goes on from" in capsys.readouterr().err
 
 
+def test_a_run_whose_rewards_are_large_is_a_run(tmp_path):
+    def large(response, answer):
+        return 3e38 if len(response) % 2 else -3e38
+
+    sums = [{"q": f"What is {n}+{n}?", "sum": str(2 * n)} for n in range(20, 60)]
+    run = GRPO(data=sums, answer="sum", prompt="q", reward=large, folder=tmp_path, **SMALL)
+    run.train()  # "none of the 3 steps had a valid reward: the weights are as they were"
+    for row in rows(tmp_path)[1:]:
+        assert abs(float(row["train/reward"])) <= 3.1e38
+        assert 0 <= float(row["train/reward_std"]) <= 3.1e38
+        assert float(row["train/invalid"]) == 0
+
+
 def test_each_run_has_a_folder_of_its_own_wherever_the_program_goes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     runs = [GRPO() for _ in range(3)]

@@ -13,6 +13,8 @@ import torch
 from recipes.test_grpo_failures import FATES
 from transformers import AutoModelForCausalLM
 
+from torchrl_llm.data import RolloutStore
+from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config
 from torchrl_llm.recipes.parallel import of_rank
@@ -300,7 +302,7 @@ def test_other_recipes_train_on_two_ranks(page, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_goes_on_is_the_run_uninterrupted(tmp_path):
-    options = [*SMALL, "train.parallel=fsdp2"]
+    options = [*SMALL, "train.parallel=fsdp2", "logging.rollouts=all"]
     torchrun(tmp_path / "whole", *options)
     torchrun(tmp_path / "parts", *options, "train.max_steps=2")
     code, said = torchrun(tmp_path / "parts", *options, "checkpoint.resume=auto")
@@ -310,6 +312,13 @@ def test_a_run_that_goes_on_is_the_run_uninterrupted(tmp_path):
         for folder in (tmp_path / "whole", tmp_path / "parts")
     ]
     assert without_clock[0] == without_clock[1]
+    versions = [
+        [row["trace", "policy_version"].tolist() for row in row_list(store.rows(step=step))]
+        for store in (RolloutStore(tmp_path / each / "run") for each in ("whole", "parts"))
+        for step in store.steps()
+    ]
+    assert len(versions) % 2 == 0
+    assert versions[: len(versions) // 2] == versions[len(versions) // 2 :]
 
 
 @pytest.mark.full

@@ -312,6 +312,28 @@ class LLMCollector(BesideTraining, VersionedCollector):
             self.weight_updater.push_weights(weights)
             self.increment_version()
 
+    def publish(self, weights: Weights | None = None) -> None:
+        """Bring weights to the policy without counting a version.
+
+        Done once before the first batch where the policy starts with other weights, and after a
+        learner came back from a checkpoint: no training made them.
+
+        Args:
+            weights: see :meth:`update_policy_weights_`.
+
+        Raises:
+            WeightUpdateError: they did not arrive.
+        """
+        self._raise_failure()
+        with self._calls.pause():
+            versions = self._policy.state_dict()
+            if isinstance(self.policy_version, int):  # updaters send weights under the next number
+                self._policy.set_version(self.policy_version - 1)
+            try:
+                self.weight_updater.push_weights(weights)
+            finally:
+                self._policy.load_state_dict(versions)
+
     def load_weights(
         self,
         source: WeightSource,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import copyreg
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import wraps
 from multiprocessing import reduction
 from typing import Any
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from torchrl_llm.data.content import ContentBase
 from torchrl_llm.data.messages import canonical_message
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.errors import DataError
+from torchrl_llm.errors import ConfigError, DataError
 
 _ROW = torch.Size([])
 
@@ -133,6 +134,21 @@ class Message(Chat):
 
     def __reduce__(self) -> tuple:
         return rebuild_chat, (Message, self.messages, self.record)
+
+
+def mapped_with_its_rows(memmap: Any) -> Any:
+    """A ``_memmap_`` that refuses to map a place for rows that come later, as storages do."""
+
+    @wraps(memmap)
+    def mapped(self: Any, *args: Any, like: bool = False, **kwargs: Any) -> Any:
+        if like:
+            raise ConfigError(
+                "a memory-mapped storage loses text and conversations: every row would read back "
+                "as the first one. Use storage=LazyStackStorage(...), or select tensor keys first"
+            )
+        return memmap(self, *args, like=like, **kwargs)
+
+    return mapped
 
 
 class Column(NonTensorStack):
@@ -310,6 +326,7 @@ class Column(NonTensorStack):
         """Itself: objects have no device and no dtype."""
         return self
 
+    @mapped_with_its_rows
     def _memmap_(self, *args: Any, **kwargs: Any) -> Any:
         return NonTensorStack(*self.tensordicts)._memmap_(*args, **kwargs)
 

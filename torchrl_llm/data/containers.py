@@ -19,16 +19,37 @@ from functools import wraps
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, lazy_stack
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
 
-from torchrl_llm.data.column import Chat, Column, set_as_column
+from torchrl_llm.data.column import Chat, Column, mapped_with_its_rows, set_as_column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.token_facts import node_dtypes
 
 __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "TokenSupport", "TokenTrace", "Tokens"]
+
+
+def _row_by_row(convert: Any) -> Any:
+    """A conversion of rows ``[B]``, for any number of batch dimensions."""
+
+    @wraps(convert)
+    def converted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not self.batch_size and _is_one_row(self):
+            return convert(lazy_stack([self]), *args, **kwargs)[0]
+        if len(self.batch_size) < 2:
+            return convert(self, *args, **kwargs)
+        return lazy_stack([converted(part, *args, **kwargs) for part in self.unbind(0)])
+
+    return converted
+
+
+def _is_one_row(rows: Any) -> bool:
+    """Whether a container without batch dimensions holds one row; its fields may be batches."""
+    values = (getattr(rows, name) for name in ("prompt", "response", "full"))
+    value = next((value for value in values if value is not None), None)
+    return isinstance(value, str) or len(getattr(value, "shape", ())) == 1
 
 
 class _View:
@@ -88,6 +109,7 @@ class Tokens(TensorClass["nocast"], _View):
     temperature: Tensor | None = None
     truncated_support: Tensor | None = None
 
+    @_row_by_row
     def to_text(self, tokenizer: Any, skip_special_tokens: bool = False) -> Text:
         """Decode every row.
 
@@ -111,6 +133,7 @@ class Tokens(TensorClass["nocast"], _View):
                 )
         return Text._from_tensordict(_columns_node(columns))
 
+    @_row_by_row
     def to_history(
         self,
         tokenizer: Any,
@@ -219,6 +242,7 @@ class Text(TensorClass["nocast"]):
         leaves = {name: NonTensor(shape=shape, example_data="a string") for name in names}
         return Composite(leaves, shape=shape, data_cls=cls)
 
+    @_row_by_row
     def to_tokens(
         self,
         tokenizer: Any,
@@ -262,6 +286,7 @@ class Text(TensorClass["nocast"]):
             ids["full"] = [torch.cat(pair) for pair in pairs]
         return Tokens._from_tensordict(ragged_rows(ids))
 
+    @_row_by_row
     def to_history(
         self,
         tokenizer: Any = None,
@@ -323,6 +348,7 @@ class ChatHistory(TensorClass["nocast"]):
         leaves = {name: History.default_spec(shape=(*shape, -1)) for name in names}
         return Composite(leaves, shape=shape[:-1], data_cls=cls, step_mdp_static=True)
 
+    @_row_by_row
     def to_text(
         self,
         tokenizer: Any,
@@ -352,6 +378,7 @@ class ChatHistory(TensorClass["nocast"]):
             columns["response"] = _behind(columns["prompt"], columns["full"])
         return Text._from_tensordict(_columns_node(columns))
 
+    @_row_by_row
     def to_tokens(
         self,
         tokenizer: Any,
@@ -490,6 +517,7 @@ def _rows_of(td: Any) -> Any:
 
 # The tensorclass decorator writes its own methods into the class, so ours follow it.
 Text._set_str = set_as_column
+Text._memmap_ = mapped_with_its_rows(Text._memmap_)
 for _container in (Tokens, LogProbs, Masks):
     _container.__init__ = _with_padded(_container.__init__)
 for _container in (Tokens, LogProbs, TokenTrace):

@@ -792,5 +792,6 @@ for _name in _METHODS:
     if hasattr(History, _name):
         setattr(History, _name, _over_grid(_name))
 History._set_str = cells.set_as_column
+History._memmap_ = cells.mapped_with_its_rows(History._memmap_)
 History._from_tensordict = classmethod(_from_node)
 History.from_tensordict = classmethod(_from_fields)

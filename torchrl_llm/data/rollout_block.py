@@ -70,6 +70,14 @@ _FEW_ROWS = 4
 _MAX_HEADER = 1 << 28
 
 
+_CALLS = ("next", "tools", "calls")
+
+
+def _timeless(calls: Any) -> Any:
+    """Records of tool calls without their seconds."""
+    return tuple({name: fact for name, fact in c.items() if name != "seconds"} for c in calls)
+
+
 class Head(NamedTuple):
     """What the head of a block says.
 
@@ -209,6 +217,8 @@ class _BlockWriter:
         for (path, kind), column in sorted(packed.columns.items(), key=itemgetter(0)):
             if path[-1].endswith("seconds"):
                 continue
+            if path == _CALLS:
+                column = _Objects(column.rows, list(map(_timeless, column.values)))
             try:
                 content = self.column(column)
             except DataError as error:

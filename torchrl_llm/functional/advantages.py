@@ -11,7 +11,7 @@ Beta distribution :math:`(\alpha, \beta)` over its success rate :math:`v = \alph
 \beta)`, the baseline of the next reward. The more the policy has moved since, the less counts what
 was seen under an older one.
 
-Floating dtypes are kept, other numbers become float32.
+Floating dtypes are kept, other numbers become float32; what is between is float64.
 
 Shape legend: ``G`` members of a group, ``N`` members of all groups (or prompts), ``T`` steps.
 """
@@ -287,7 +287,7 @@ def batch_normalize(
     """
     _check_option("normalize", normalize, _DEVIATIONS)
     _check_option("eps_as", eps_as, _EPSILON_AS)
-    values = _floating(values_N)
+    values = values_N.double()
     weights = torch.ones_like(values) if weights_N is None else weights_N.to(values.dtype)
     if weights.shape != values.shape:
         raise ValueError(
@@ -305,10 +305,10 @@ def batch_normalize(
         differ = highest - lowest > _RESOLUTION * torch.maximum(highest, -lowest)
         values = centred.where(differ, 0.0)
     if normalize == "none":
-        return values
+        return values.to(_floating(values_N).dtype)
     degrees = total - int(normalize == "sample")
     variance = (centred.square() * weights).sum() / degrees.clamp(min=1e-12)
-    return values / _guarded(variance.sqrt(), eps, eps_as)
+    return (values / _guarded(variance.sqrt(), eps, eps_as)).to(_floating(values_N).dtype)
 
 
 def discounted_returns(
@@ -370,7 +370,7 @@ class _Groups(NamedTuple):
         else:
             names, index = group_ids.unique(return_inverse=True)
             number = names.shape[0]
-        values = _floating(rewards).reshape(-1)
+        values = rewards.reshape(-1).double()  # whose squares and sums are finite
         valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.reshape(-1)
         count = values.new_zeros(number).index_add(0, index, valid.to(values.dtype))
         return cls(values.where(valid, 0.0), index, valid, count)
@@ -394,7 +394,8 @@ class _Groups(NamedTuple):
         return self.minus_mean(self.values).where(differ[self.index], 0.0)
 
     def finish(self, advantages: Tensor, rewards: Tensor) -> Tensor:
-        return advantages.where((self.count > 1)[self.index], 0.0).reshape(rewards.shape)
+        advantages = advantages.where((self.count > 1)[self.index], 0.0)
+        return advantages.to(_floating(rewards).dtype).reshape(rewards.shape)
 
 
 def _floating(values: Tensor) -> Tensor:

@@ -149,5 +149,5 @@ def _tools(calls: list[dict[str, Any]]) -> dict[str, float]:
         own = [call for call in carried_out if call["tool"] == name]
         metrics[f"train/tool_calls_{name}"] = len(own)
         metrics[f"train/tool_failures_{name}"] = sum(bool(call["error"]) for call in own)
-        metrics[f"perf/tool_{name}_s"] = sum(call["seconds"] for call in own)
+        metrics[f"perf/tool_{name}_s"] = sum(call.get("seconds", 0.0) for call in own)
     return metrics

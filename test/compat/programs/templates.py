@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from _shared import CHAT, OTHER, show, tokenizer
+from tensordict import lazy_stack
 from torchrl.data.llm import History, add_chat_template
+from torchrl.modules.llm.policies import ChatHistory
 
 TOOL_CHAT = [
     {"role": "user", "content": "What is 2+2?"},
@@ -80,6 +82,28 @@ def padded_ids_of_a_batch():
         tokenizer=tokenizer(), tokenize=True, padding=True, return_tensors="pt", return_dict=True
     )
     show(out["input_ids"].shape, out["attention_mask"].sum(-1))
+
+
+def ids_where_nothing_else_is_asked_for():
+    for chats in (CHAT, [CHAT, OTHER]):
+        out = History.from_chats(chats).apply_chat_template(tokenizer=tokenizer(), tokenize=True)
+        show(type(out).__name__)
+
+
+def the_same_ids_without_a_dict():
+    out = History.from_chats(CHAT).apply_chat_template(
+        tokenizer=tokenizer(), tokenize=True, return_dict=False, return_tensors="pt"
+    )
+    show(out.flatten())
+
+
+def a_stack_of_stacks_as_text():
+    history = History.from_chats([CHAT, OTHER])
+    chats = ChatHistory(prompt=history, batch_size=[2])
+    text = lazy_stack([chats, chats]).to_text(tokenizer())
+    show(text.batch_size, text[1][0].prompt)
+    ids = lazy_stack([chats, chats]).to_tokens(tokenizer())
+    show(ids.batch_size, chats[1].to_text(tokenizer()).batch_size)
 
 
 def a_template_of_my_own():
