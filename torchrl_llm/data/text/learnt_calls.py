@@ -19,6 +19,7 @@ from typing import Any
 from torchrl_llm.data.text.call_syntax import (
     ANSWER,
     CALL_ID,
+    MOST_PYTHON,
     NAME,
     VALUE,
     BareJson,
@@ -40,8 +41,6 @@ from torchrl_llm.data.text.call_syntax import (
 
 # The bound keeps the time linear where a name may hold the mark in front of it.
 _NAME_PATTERN = r"([\w.\-/]{1,200}?)"
-# Python's own parser takes a second and a hundred times the memory for a megabyte.
-_MOST_PYTHON = 1 << 17
 _MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
 # What ends a thought: a call is learnt from what stands behind it.
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|<\|END_THINKING\|>|\[/THINK\]")
@@ -417,8 +416,8 @@ class _Pythonic(Marked):
         end = text.find(self.closing, start)
         if end < 0:
             raise ValueError(f"a tool call without {self.closing!r}")
-        if end > _MOST_PYTHON:
-            raise ValueError(f"a tool call that ends behind {_MOST_PYTHON} characters")
+        if end > MOST_PYTHON:
+            raise ValueError(f"a tool call that ends behind {MOST_PYTHON} characters")
         return _python_calls(text[start:end].strip()), end + len(self.closing)
 
 
@@ -432,8 +431,8 @@ class _BarePythonic(CallSyntax):
         if self._begins.match(stripped) is None or not stripped.endswith(("]", ")")):
             return ParsedCalls(text, [])
         try:
-            if len(stripped) > _MOST_PYTHON:
-                raise ValueError(f"tool calls of more than {_MOST_PYTHON} characters")
+            if len(stripped) > MOST_PYTHON:
+                raise ValueError(f"tool calls of more than {MOST_PYTHON} characters")
             return ParsedCalls("", list(_python_calls(stripped)))
         except ValueError as error:
             return ParsedCalls(text, [BrokenCall(str(error))])
