@@ -144,13 +144,17 @@ class TaggedJson(Marked):
 
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
+        # Where there are two marks on each side, the inner ones stand around each object.
+        inner = [closing.split()[0], opening.split()[-1]] if len(opening.split()) > 1 else []
+        inner = inner if len(closing.split()) > 1 else []
+        self._between = re.compile(r"\s*".join(["", *map(re.escape, inner), r"(?=\{)"]))
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
         """The object, the list of objects, or objects in a row (MiniMax), between the marks."""
         value, end = json_behind(text, at + len(self.opening))
         values = value if isinstance(value, list) else [value]
-        while self.closing and text.startswith("{", behind_blanks(text, end)):
-            value, end = json_behind(text, end)
+        while self.closing and (between := self._between.match(text, end)):
+            value, end = json_behind(text, between.end())
             values.append(value)
             if len(values) > _MOST_VALUES:
                 raise ValueError(f"more than {_MOST_VALUES} tool calls in one turn")
