@@ -33,8 +33,6 @@ def main(arguments: Sequence[str]) -> int:
 
     from torchrl_llm.trainers.hub import push_to_hub
 
-    url = push_to_hub(
-        given.folder, given.name, private=not given.public, revision=given.revision
-    )
+    url = push_to_hub(given.folder, given.name, private=not given.public, revision=given.revision)
     sys.stdout.write(f"{url}\n")
     return 0

@@ -212,7 +212,10 @@ def _load(
 def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) -> nn.Module:
     """A model of weights in a file that transformers does not look for."""
     config, kind = _load(AutoConfig, "model", folder, {}), type(empty_model(folder))
-    options |= {"config": config, "state_dict": {name: weights.read(name) for name in weights.names}}
+    options |= {
+        "config": config,
+        "state_dict": {name: weights.read(name) for name in weights.names},
+    }
     with no_weight_bars():
         model = kind.from_pretrained(None, **options)
     if (folder / "generation_config.json").is_file():

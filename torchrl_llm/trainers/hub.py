@@ -91,9 +91,7 @@ def push_to_hub(
         url = api.create_repo(name, private=private, exist_ok=True)
         if revision != "main":
             api.create_branch(name, branch=revision, exist_ok=True)
-        api.create_commit(
-            name, additions, commit_message="Push by torchrl_llm", revision=revision
-        )
+        api.create_commit(name, additions, commit_message="Push by torchrl_llm", revision=revision)
     except Exception as error:  # of the client, of its connection, of the file system
         raise CheckpointError(_failure(model, name, error, revision)) from None
     return str(url) if revision == "main" else f"{url}/tree/{revision}"
