@@ -34,7 +34,15 @@ FLOORS = {
     "compat": 4,
 }
 ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
-ROOT_HELPERS |= {"__version__", "_chat_server", "_files", "_progress", "_run_log", "assets"}
+ROOT_HELPERS |= {
+    "__version__",
+    "_chat_server",
+    "_files",
+    "_parent",
+    "_progress",
+    "_run_log",
+    "assets",
+}
 # What a room may take from its own floor.
 SAME_FLOOR = {
     "tools": {"sandbox"},
@@ -124,7 +132,7 @@ def test_no_file_imports_itself_through_others():
 
 
 def test_root_helpers_import_nothing_of_ours_but_errors():
-    for name in ("errors", "_files", "_imports", "_registry", "_ray", "_redis"):
+    for name in ("errors", "_files", "_imports", "_parent", "_registry", "_ray", "_redis"):
         path = PACKAGE / f"{name}.py"
         if not path.exists():
             continue

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -258,3 +259,35 @@ def test_rows_pass_the_transforms_of_an_algorithm_in_its_order():
     buffer.extend(rows)
     assert [row["advantage"].item() for row in buffer[:].unbind(0)] == [-2.0, 2.0]
     assert [row["seen_last"].item() for row in buffer[:].unbind(0)] == [7.0, 8.0]
+
+
+@pytest.mark.parametrize(("name", "arguments"), [(name, given) for name, given, _ in SAME])
+def test_a_preset_without_a_model_is_the_same_once_it_has_one(name, arguments):
+    make = getattr(algorithms, name)
+    later, actor = make(**arguments), Actor()
+    bound, whole = later.bind(actor), make(actor, **arguments)
+    assert bound.loss.actor_network is actor
+    assert bound.credit is later.credit
+    assert settings(bound.loss) == settings(whole.loss)
+    assert settings(bound.credit) == settings(whole.credit)
+    assert [type(each) for each in bound.transforms] == [type(each) for each in whole.transforms]
+    with pytest.raises(ConfigError, match="has a model already"):
+        bound.bind(actor)
+    more = (RetrieveValues(Actor()),)
+    assert replace(later, scorers=more).bind(actor).scorers is more
+
+
+def test_a_preset_of_ludic_is_written_as_there():
+    algorithm = algorithms.make_gmpo(group_size=4)
+    assert algorithm.credit.group_size == 4
+    assert algorithms.make_sft().bind(Actor()).credit is None
+    with pytest.raises(TypeError, match="make_gmpo\\(\\) takes no argument 'groupsize'"):
+        algorithms.make_gmpo(groupsize=4)
+    with pytest.raises(ConfigError, match="clip_epsilon"):
+        algorithms.make_gmpo(group_size=4, clip_epsilon=-1.0)
+
+
+def test_a_loss_without_a_model_says_how_to_give_it_one():
+    ids = torch.tensor([1, 2, 3])
+    with pytest.raises(ConfigError, match=r"made without a model: .*bind\(policy\)"):
+        algorithms.make_grpo().loss.scorer.token_scores([ids], [ids > 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -32,6 +33,7 @@ BASE = {
 OURS = {
     "env": "language", "seed": 0, "run_name": None, "resume": "latest", "update": "feedback",
     "accept": "always", "validation_fraction": 0.0, "max_policy_chars": None, "judge_llm": None,
+    "edited_policies": "refuse",
     "max_calls": None, "max_total_tokens": None, "max_cost_usd": None, "prompts_dir": None,
 }  # fmt: skip
 LANGUAGE = {
@@ -101,8 +103,38 @@ def test_each_role_has_its_own_model_or_that_of_all():
     def found(config):
         return [getattr(config, f"get_{role}_llm")().name for role in roles]
 
+    everyone = models.pop("llm")
     assert found(BaseConfig(**models)) == [f"{role}_llm" for role in roles]
-    assert found(BaseConfig(llm=models["llm"])) == ["llm"] * 4
+    assert found(BaseConfig(llm=everyone)) == ["llm"] * 4
+    del models["optimizer_llm"]
+    names = ["actor_llm", "critic_llm", "llm", "judge_llm"]
+    assert found(BaseConfig(llm=everyone, **models)) == names
+
+
+def test_a_model_of_all_that_nobody_is_left_for_is_refused():
+    roles = {f"{role}_llm": LLMConfig(role, "m") for role in ("actor", "critic", "optimizer")}
+    with pytest.raises(ConfigError, match="llm has no effect: actor_llm, critic_llm and optimizer"):
+        BaseConfig(llm={"model_string": "local:"}, **roles)
+    config = Path(__file__).parents[2] / "sota-implementations/langmarl/config"
+    with pytest.raises(ConfigError, match="llm has no effect"):
+        load_config(config / "qa_central_credit.json", {"llm": {"model_string": "local:"}})
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"task_type": "qa", "judge_llm": "gpt-4o"}, "judge_llm.*qa without use_verified_reward"),
+        ({"task_type": "coding", "judge_llm": "gpt-4o"}, "judge_llm has no effect on .*coding$"),
+        ({"task_type": "coding", "use_verified_reward": True}, "coding is scored by its tests"),
+        ({"task_type": "writing", "use_verified_reward": True}, "writing is always judged"),
+    ],
+)
+def test_a_judge_who_has_nothing_to_judge_is_refused(given, told):
+    with pytest.raises(ConfigError, match=told):
+        LanguageTaskConfig(**given)
+    fits = {"qa": {"use_verified_reward": True}, "writing": {}}
+    for kind, more in fits.items():
+        assert LanguageTaskConfig(task_type=kind, judge_llm="gpt-4o", **more).judge_llm is not None
 
 
 def test_the_judge_is_the_critic_before_it_is_the_model_of_all_and_never_the_actor():
@@ -126,12 +158,12 @@ def test_models_in_a_file_are_presets_dicts_or_presets_with_other_values(tmp_pat
             actor_llm={"model_string": "local:"},
             critic_llm={"preset": "gpt-4o", "max_tokens": 9},
         ),
-        {"optimizer_llm": "gpt-4.1"},
+        {"judge_llm": "gpt-4.1"},
     )
     assert found.llm == LLMConfig.from_preset("gpt-4o-mini")
     assert found.actor_llm == LLMConfig("local:", "local:", max_tokens=256)
     assert found.critic_llm == dataclasses.replace(LLMConfig.from_preset("gpt-4o"), max_tokens=9)
-    assert found.optimizer_llm == LLMConfig.from_preset("gpt-4.1")
+    assert found.judge_llm == LLMConfig.from_preset("gpt-4.1")
 
 
 def test_what_is_wrong_with_a_model_names_its_key_and_the_nearest(tmp_path):
@@ -164,7 +196,7 @@ def test_a_written_configuration_has_no_key_of_a_server(tmp_path):
     config = BaseConfig(
         **{
             name: LLMConfig("n", "m", "https://x.org/v1", api_key=f"{SECRET}-{name}")
-            for name in ("llm", "actor_llm", "critic_llm", "optimizer_llm", "judge_llm")
+            for name in ("actor_llm", "critic_llm", "optimizer_llm", "judge_llm")
         }
     )
     config.to_json(path)

@@ -6,9 +6,10 @@ import json
 import threading
 
 import pytest
-from langmarl.world import Recorder
+from langmarl.world import ROOT, Recorder
 
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.langmarl import load_config, make_trainer
 from torchrl_llm.langmarl.calls import Budget, BudgetUsedUp, CallLog, scope
 from torchrl_llm.langmarl.config import LanguageTaskConfig
 from torchrl_llm.langmarl.critic import CentralizedCritic
@@ -291,3 +292,14 @@ def test_a_paradigm_that_there_is_not_is_refused():
     config.paradigm = "local"
     with pytest.raises(ConfigError, match="paradigm must be one of"):
         CentralizedCritic(config)
+
+
+def test_a_model_in_this_process_that_cannot_read_the_least_prompt_is_refused(tmp_path):
+    """The embedded model reads 2,047 tokens, nearly one for each letter."""
+    config = ROOT / "sota-implementations" / "langmarl" / "config" / "math_central_credit.json"
+    given = {"llm": {"model_string": "local:"}, "experiment_dir": str(tmp_path)}
+    told = r"the critic's prompt has 2\d\d\d tokens before any .*'local:' reads 2047: choose"
+    with pytest.raises(ConfigError, match=told):
+        make_trainer(load_config(config, given))
+    assert not list(tmp_path.iterdir())
+    make_trainer(load_config(config, {**given, "num_agents": 1})).close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 
+import numpy as np
 import pytest
 
 from torchrl_llm.errors import CheckpointError, ConfigError
@@ -108,3 +109,14 @@ def test_a_log_that_cannot_be_written_costs_no_run(store, capsys, monkeypatch):
     log.info("after")
     assert [line[-6:] for line in lines(store)] == ["before"]
     assert capsys.readouterr().err.splitlines()[-1].endswith("after")
+
+
+@pytest.mark.parametrize("name", list(STATS))
+@pytest.mark.parametrize("value", ["0.5", None, True, [1.0]])
+def test_a_figure_of_an_iteration_that_is_no_number_is_refused_at_any_level(store, name, value):
+    log = RunLogger(store, "one", level="ERROR")
+    with pytest.raises(ConfigError, match=f"need {name}, a number, got"):
+        log.iteration_end(0, {**STATS, name: value})
+    with pytest.raises(ConfigError, match=f"need {name}, a number, got None"):
+        log.iteration_end(0, {key: each for key, each in STATS.items() if key != name})
+    log.iteration_end(0, {**STATS, name: np.float32(1)})

@@ -465,6 +465,25 @@ def test_a_damaged_episode_is_named(store, text):
     assert len(episodes.load(0, limit=1)) == 1
 
 
+@pytest.mark.parametrize("number", [-1, 1.0, "7", None, True, math.nan])
+def test_a_number_that_no_file_can_have_is_refused(store, number):
+    episodes, policies = TrajectoryStore(store, "one"), PolicyCheckpoint(store, "one", 1)
+    for use in (
+        lambda: episodes.save(0, number, episode()),
+        lambda: episodes.save(number, 0, episode()),
+        lambda: episodes.has(0, number),
+        lambda: episodes.load(number),
+        lambda: policies.save_policies(number, {"agent_1": "A"}),
+        lambda: evaluation_path("one", 0, number),
+        lambda: gradients_path("one", number, "a"),
+    ):
+        with pytest.raises(ConfigError, match="is a whole number from 0 on, got"):
+            use()
+    assert not store.exists("runs/one")
+    episodes.save(np.int64(0), np.int64(7), episode())
+    assert episodes.load(0)[0].metadata["episode_id"] == 7
+
+
 # -- evaluations, gradients, metrics --------------------------------------------------------------
 
 

@@ -114,16 +114,16 @@ def test_an_adapter_that_cannot_be_merged_is_told(make_tiny_model):
 
 
 def forms(folder, model):
-    """The same weights in each form that from_pretrained reads."""
+    """The same weights in each form that from_pretrained reads, and in that of Ludic."""
     state = {n: p.detach().clone() for n, p in model.named_parameters()}
     names = sorted(state)
     halves = [{n: state[n] for n in names[::2]}, {n: state[n] for n in names[1::2]}]
-    for form in ("safe", "safe_shards", "bin", "bin_shards"):
+    for form in ("safe", "safe_shards", "bin", "bin_shards", "pt"):
         path = folder / form
         model.config.save_pretrained(path)
         safe = form.startswith("safe")
         write = save_file if safe else torch.save
-        base, end = ("model", "safetensors") if safe else ("pytorch_model", "bin")
+        base, end = ("model", "safetensors") if safe else ("pytorch_model", form[:3])
         if not form.endswith("shards"):
             write(state, path / f"{base}.{end}")
         else:
@@ -144,6 +144,23 @@ def test_every_form_that_from_pretrained_reads_is_read(tmp_path, make_tiny_model
         assert weights.names == named.keys()
         assert all(torch.equal(weights.read(name), named[name]) for name in named)
         assert same(load_model(path), model)
+
+
+def test_a_model_of_one_pickled_file_has_its_dtype_attention_and_end_tokens(
+    tmp_path, make_tiny_model
+):
+    model = make_tiny_model()
+    model.config.save_pretrained(tmp_path)
+    model.generation_config.eos_token_id = [3, 7]
+    model.generation_config.save_pretrained(tmp_path)
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.pt")
+    loaded = load_model(tmp_path, dtype="bfloat16", attn_implementation="eager")
+    assert loaded.dtype == torch.bfloat16
+    assert loaded.config._attn_implementation == "eager"
+    assert loaded.generation_config.eos_token_id == [3, 7]
+    assert not loaded.training
+    for one, other in zip(loaded.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other.bfloat16())
 
 
 def test_what_is_wrong_with_a_folder_of_weights_is_named(tmp_path, make_tiny_model):

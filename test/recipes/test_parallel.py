@@ -6,6 +6,7 @@ import csv
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,80 @@ def test_ranks_end_together_and_one_of_them_says_why(fault, message, tmp_path):
     if fault == "SIGTERM":
         assert table(tmp_path)[-1]["train/step"] == "3"
         assert (tmp_path / "run" / "checkpoints" / "step_000003" / "config.json").exists()
+
+
+# Runs the page; both ranks are told to stop, and rank 1 fails when it ends.
+FAILS_AT_THE_END = """
+import os, runpy, signal, sys
+sys.path.insert(0, os.path.dirname({page!r}))
+if os.environ["RANK"] == "1":
+    from torchrl_llm.errors import DataError
+    from torchrl_llm.trainers import run
+    record, ended = run.TrainingRun.record, run.TrainingRun.finish
+    def finish(self):
+        try:
+            ended(self)
+        finally:
+            raise DataError("no room for the last file")
+    run.TrainingRun.finish = finish
+    def stopped(self, *arguments, **more):
+        record(self, *arguments, **more)
+        os.kill(os.getpid(), signal.SIGTERM)
+    run.TrainingRun.record = stopped
+sys.argv[0] = {page!r}
+runpy.run_path({page!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.full
+def test_the_error_of_one_rank_is_not_followed_by_a_traceback_of_another_that_stops(tmp_path):
+    page = tmp_path / "fails.py"
+    page.write_text(FAILS_AT_THE_END.format(page=str(PAGE)))
+    code, said = torchrun(tmp_path, *SMALL, "train.parallel=ddp", page=page)
+    assert code != 0
+    assert "rank 1: DataError: no room for the last file" in said
+    assert "trainers/ranks.py" not in said, said
+    assert "barrier" not in said
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_ranks_whose_torchrun_was_killed_save_and_end(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    arguments = [*SMALL, "train.max_steps=100000", "train.parallel=ddp", "logging.progress=false"]
+    agent = subprocess.Popen(
+        [*command, str(PAGE), *arguments, f"hydra.run.dir={tmp_path}/run"],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_until(lambda: (tmp_path / "run" / "metrics.csv").exists())
+        ranks = [int(pid) for pid in _children(agent.pid)]
+        assert len(ranks) == 2
+    finally:
+        agent.kill()
+        agent.wait()
+    wait_until(lambda: not any(_is_running(pid) for pid in ranks))
+    assert list((tmp_path / "run" / "checkpoints").glob("step_*/config.json"))
+
+
+def _children(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def _is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(done, seconds=300):
+    limit = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < limit, "waited in vain"
+        time.sleep(0.1)
 
 
 @pytest.mark.full

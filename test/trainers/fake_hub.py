@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 import threading
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -57,7 +58,11 @@ class _Handler(BaseHTTPRequestHandler):
             self._answer(200, {"url": f"{host}/{made['organization']}/{made['name']}"})
         elif self.path == "/api/validate-yaml":
             self._answer(200, {"errors": [], "warnings": []})
-        elif self.path == "/api/models/ann/adder/preupload/main":
+        elif self.path.startswith("/api/models/ann/adder/branch/"):
+            branch = self.path.rpartition("/branch/")[2]
+            self._answer(409 if branch in seen.branches else 200)
+            seen.branches.add(branch)
+        elif re.fullmatch("/api/models/ann/adder/preupload/[^/]+", self.path):
             files = [
                 {
                     "path": file["path"],
@@ -77,7 +82,11 @@ class _Handler(BaseHTTPRequestHandler):
                 for each in json.loads(body)["objects"]
             ]
             self._answer(200, {"transfer": "basic", "objects": objects})
-        elif self.path == "/api/models/ann/adder/commit/main":
+        elif re.fullmatch("/api/models/ann/adder/commit/[^/]+", self.path):
+            if (branch := self.path.rpartition("/")[2]) not in seen.branches:
+                self._answer(404, {"error": f"no branch {branch}"})
+                return
+            seen.committed_to.append(branch)
             commit = {}
             for line in map(json.loads, body.splitlines()):
                 value = line["value"]
@@ -96,7 +105,9 @@ def serve():
     """The hub, with ``address`` and what arrived: ``created``, ``commits`` and ``blobs``."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
     address = f"http://127.0.0.1:{server.server_port}"
-    server.seen = SimpleNamespace(address=address, created=[], commits=[], blobs={})
+    server.seen = SimpleNamespace(
+        address=address, created=[], commits=[], blobs={}, branches={"main"}, committed_to=[]
+    )
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

@@ -75,6 +75,26 @@ def test_the_model_and_a_card_arrive_and_nothing_else(run):
     assert TOKEN not in done.stdout + done.stderr + card
 
 
+def test_a_revision_is_a_branch_that_is_made_once(run):
+    with serve() as hub:
+        for _ in range(2):
+            done = push(run, "ann/adder", "--revision", "step-3", address=hub.address)
+            assert done.returncode == 0, done.stderr
+            assert done.stdout == f"{hub.address}/ann/adder/tree/step-3\n"
+        assert push(run, "ann/adder", address=hub.address).returncode == 0
+    assert hub.committed_to == ["step-3", "step-3", "main"]
+    assert hub.branches == {"main", "step-3"}
+    assert set(hub.commits[0]) == {*PUSHED, "README.md"}
+    failed = push(run, "ann/adder", "--revision", "step-3", address=hub.address)
+    assert failed.stderr.endswith("ann/adder --revision step-3\n")
+
+
+@pytest.mark.parametrize("name", ["", "a b", "-x", "a..b", "a.lock", "a/", "x;y", "a//b", None])
+def test_a_revision_that_no_branch_can_have_is_refused(run, name):
+    with pytest.raises(ConfigError, match="a revision is the name of a branch"):
+        push_to_hub(run, "ann/adder", revision=name)
+
+
 def test_a_wrong_token_and_a_foreign_owner_are_one_paragraph_that_says_what_to_do(run):
     with serve() as hub:
         wrong = push(run, "ann/adder", address=hub.address, token="hf_wrongwrongwrongwrong")

@@ -310,6 +310,67 @@ def test_what_a_kill_left_half_written_is_gone_when_the_run_goes_on(tmp_path):
     assert not left.exists()
 
 
+def stopped_in_evaluation(folder, monkeypatch, at, number, **settings):
+    """A toy whose evaluation gets a signal at a step and then looks at thousand prompts."""
+    toy, looked = Toy(folder, evaluate=True, **settings), []
+
+    def evaluate():
+        looked.append(toy.run.step)
+        if toy.run.step == at:
+            signal.raise_signal(number)
+            looked.extend(["a prompt"] * 1000)
+        return Result(0.5)
+
+    monkeypatch.setattr(toy.run, "_evaluate", evaluate)
+    return toy, looked
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_the_evaluation_before_training_ends_it_at_once(
+    tmp_path, monkeypatch, capsys, number
+):
+    toy, looked = stopped_in_evaluation(tmp_path, monkeypatch, 0, number)
+    toy.train()
+    assert (looked, toy.run.step) == ([0], 0)
+    assert "stopped before the first step; there is nothing to save" in capsys.readouterr().err
+    assert not (tmp_path / "metrics.csv").exists()
+    with pytest.raises(SystemExit) as exit_:
+        toy.run.finish()
+    assert exit_.value.code == 128 + number
+
+
+def test_a_signal_in_the_evaluation_of_a_step_saves_the_step_without_its_numbers(
+    tmp_path, monkeypatch
+):
+    seeded()
+    whole = Toy(tmp_path / "whole", evaluate=True).train()
+    seeded()
+    toy, looked = stopped_in_evaluation(tmp_path / "cut", monkeypatch, 4, signal.SIGTERM)
+    toy.train()
+    assert looked == [0, 2, 4]
+    assert toy.run._store.steps() == [4]
+    assert [row["eval/accuracy"] for row in rows(tmp_path / "cut")] == ["0.5", "", "0.5", "", ""]
+    rest = Toy(tmp_path / "cut", evaluate=True, resume="auto").train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+
+
+def test_a_signal_in_the_evaluation_after_the_last_step_saves_and_is_said(
+    tmp_path, monkeypatch, capsys
+):
+    toy, _ = stopped_in_evaluation(tmp_path, monkeypatch, 6, signal.SIGTERM)
+    toy.train()
+    assert toy.run._store.steps() == [6]
+    assert "the evaluation after step 6, the last, was left out" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as exit_:
+        toy.run.finish()
+    assert exit_.value.code == 128 + signal.SIGTERM
+
+
+def test_an_evaluation_that_is_asked_for_by_name_is_not_cut_by_an_earlier_signal(tmp_path):
+    toy = Toy(tmp_path, evaluate=True).train(interrupt_at=2)
+    assert toy.run.evaluate().accuracy == toy.model.weight.sum().item()
+
+
 # Forked, so that the other processes need not import everything once more.
 FORK = multiprocessing.get_context("fork")
 

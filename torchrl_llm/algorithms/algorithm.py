@@ -2,15 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NoReturn, TypeVar
 
+from torch import nn
 from torchrl.envs import Transform
 
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import CreditAssigner, TokenLoss
 
 B = TypeVar("B", bound=ReplayBuffer)
+
+
+class NoModel(TokenScorer):
+    """Stands for the model of an algorithm until :meth:`Algorithm.bind` gives it one."""
+
+    def token_scores(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuse.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError(
+            "this algorithm was made without a model: algorithm = algorithm.bind(policy), before "
+            "its loss is computed and before it is appended to a buffer"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +46,7 @@ class Algorithm:
         transforms: see the rows before it does, in this order: what changes the reward, values.
         scorers: see the rows last, joined and filtered, in this order: log-probs that only the
             loss reads.
+        build: makes the algorithm of a model; where it was made without one.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -46,6 +66,25 @@ class Algorithm:
     credit: CreditAssigner | None = None
     transforms: tuple[Transform, ...] = ()
     scorers: tuple[Transform, ...] = ()
+    build: Callable[..., Algorithm] | None = field(default=None, repr=False, compare=False)
+
+    def bind(self, actor: nn.Module | TokenScorer) -> Algorithm:
+        """The same algorithm with a model, where it was made without one.
+
+        Args:
+            actor: the policy, or anything else that scores tokens.
+
+        Returns:
+            This one with a loss of that model, and with transforms of it where the preset has some.
+
+        Raises:
+            ConfigError: it has a model.
+        """
+        if self.build is None:
+            raise ConfigError(f"the algorithm {self.name!r} has a model already")
+        made = self.build(actor)
+        transforms = made.transforms or self.transforms
+        return replace(self, loss=made.loss, transforms=transforms, build=None)
 
     def append_to(self, buffer: B) -> B:
         """Append everything but the loss to a buffer, so that rows become rows to train on.

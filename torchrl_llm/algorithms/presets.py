@@ -13,14 +13,14 @@ import inspect
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, Unpack
 
 from torch import nn
 from torchrl.envs import Transform
 
 from torchrl_llm._registry import constructor_arguments, did_you_mean, find
-from torchrl_llm.algorithms.algorithm import Algorithm
+from torchrl_llm.algorithms.algorithm import Algorithm, NoModel
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.envs.transforms import OverlongPenalty, RetrieveTeacherLogProb, RetrieveValues
 from torchrl_llm.errors import ConfigError
@@ -98,11 +98,12 @@ class Preset:
         ludic = (self.ludic_loss, self.ludic_advantage) if is_ludic(style) else ({}, {})
         return {**self.loss_arguments, **ludic[0]}, {**self.advantage_arguments, **ludic[1]}
 
-    def build(self, actor: Actor, **given: Any) -> Algorithm:
+    def build(self, actor: Actor | None = None, **given: Any) -> Algorithm:
         """The algorithm; :meth:`maker` gives this the signature of the preset.
 
         Args:
-            actor: the policy, or anything else that scores tokens.
+            actor: the policy, or anything else that scores tokens; ``None`` for one that
+                :meth:`Algorithm.bind` gives later.
             **given: arguments of the preset and of its loss, which come before the preset's.
                 ``None`` is the style's where the styles differ in an argument of the preset.
 
@@ -113,6 +114,8 @@ class Preset:
         for name in given.keys() - self._known.keys():
             hint = "" if name in self.fixed else did_you_mean(name, self._known)
             raise TypeError(f"make_{self.name}() takes no argument {name!r}{hint}")
+        later = partial(self.build, **given) if actor is None else None
+        actor = NoModel() if actor is None else actor
         given = {k: v for k, v in given.items() if v is not None or k not in self._of_style}
         style, size = given.pop("style", "paper"), given.pop("group_size", None)
         loss, advantage = self.pair_arguments(style)
@@ -132,6 +135,7 @@ class Preset:
             credit=made["advantage"](*sizes, **advantage) if self.advantage else None,
             loss=made["loss"](actor, **loss),
             transforms=made["transforms"](actor, **parts["transforms"]) if self.transforms else (),
+            build=later,
         )
 
     def maker(self, text: str) -> Callable[..., Algorithm]:
@@ -141,12 +145,12 @@ class Preset:
             text: its docstring, without its arguments: ``"Title: what it is."`` in the first line.
         """
 
-        def make(actor: Actor, **settings: Any) -> Algorithm:
+        def make(actor: Actor | None = None, **settings: Any) -> Algorithm:
             return self.build(actor, **settings)
 
         kind = inspect.Parameter
         parameters = [
-            kind("actor", kind.POSITIONAL_OR_KEYWORD, annotation=Actor),
+            kind("actor", kind.POSITIONAL_OR_KEYWORD, default=None, annotation=Actor | None),
             *(self._known[name][1] for name in self.arguments),
             kind("settings", kind.VAR_KEYWORD, annotation=Any),
         ]
@@ -237,7 +241,8 @@ def _own_arguments(actor: Actor, style: Style = "paper", group_size: int | None 
     """Arguments that neither the loss nor the advantage estimator has by this name.
 
     Args:
-        actor: the policy, or anything else that scores tokens.
+        actor: the policy, or anything else that scores tokens; without one, ``algorithm.bind`` of
+            the algorithm that is returned gives it one.
         style: ``"paper"``, or ``"ludic"`` for Ludic's code where that differs.
         group_size: responses to a prompt.
     """

@@ -26,10 +26,13 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument(
         "--public", action="store_true", help="a repository that is made is for everybody"
     )
+    parser.add_argument(
+        "--revision", default="main", help="a branch; made from main if there is none (%(default)s)"
+    )
     given = parser.parse_args(arguments)
 
     from torchrl_llm.trainers.hub import push_to_hub
 
-    url = push_to_hub(given.folder, given.name, private=not given.public)
+    url = push_to_hub(given.folder, given.name, private=not given.public, revision=given.revision)
     sys.stdout.write(f"{url}\n")
     return 0

@@ -63,7 +63,7 @@ class BaseConfig:
         trajectories_per_iteration: episodes of each.
         mini_batch_size: episodes that gradients are made of; all if not given.
         start_iteration: where to begin; the newest checkpoint if that is later.
-        llm: model of all roles that have none of their own.
+        llm: model of all roles that have none of their own; refused where all have.
         actor_llm: of the agents.
         critic_llm: of the critic.
         optimizer_llm: of the optimizer.
@@ -147,6 +147,11 @@ class BaseConfig:
         better = self.accept == "better"
         ensure(
             not better or held_out, "accept=better needs held-out tasks: set validation_fraction"
+        )
+        ensure(
+            None in (self.llm, self.actor_llm, self.critic_llm, self.optimizer_llm),
+            "llm has no effect: actor_llm, critic_llm and optimizer_llm are set; leave it out, or "
+            "set those that it is to replace to null",
         )
         if self.max_cost_usd is not None:
             self._check_prices()
@@ -276,6 +281,20 @@ class LanguageTaskConfig(BaseConfig):
     episode_generation_workers: int = 8
     optimizer_workers: int = 1
     code_timeout: float = 10.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kind, asked = self.task_type, self.use_verified_reward
+        ensure(
+            not asked or kind in ("qa", "math"),
+            f"use_verified_reward has no effect: task_type={kind} is "
+            f"{'scored by its tests' if kind == 'coding' else 'always judged'}",
+        )
+        ensure(
+            self.judge_llm is None or kind == "writing" or asked,
+            f"judge_llm has no effect on task_type={kind}"
+            + ("" if kind == "coding" else " without use_verified_reward"),
+        )
 
 
 @dataclass(kw_only=True)

@@ -17,7 +17,12 @@ from typing import Any, Self
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.config import BaseConfig
 from torchrl_llm.langmarl.credit_reader import CREDIT_FORMATS, parse_credit_response, thirds_of
-from torchrl_llm.langmarl.environment import BaseCritic, BaseEnvironment, Trajectory
+from torchrl_llm.langmarl.environment import (
+    BaseCritic,
+    BaseEnvironment,
+    Trajectory,
+    checked_names,
+)
 from torchrl_llm.langmarl.formatter import TrajectoryFormatter
 from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.prompts import PROMPTS, Template
@@ -73,7 +78,8 @@ class CentralizedCritic(SafeChat, BaseCritic):
 
         Raises:
             ConfigError: a template has a field that neither the critic nor the environment fills,
-                or the format is none.
+                the format is none, or a model in this process cannot read the prompt even of an
+                episode without answers.
         """
         if env.CREDIT_FORMAT not in (None, *CREDIT_FORMATS):
             raise ConfigError(
@@ -85,7 +91,22 @@ class CentralizedCritic(SafeChat, BaseCritic):
         if set(template.fields) - CRITIC_FIELDS:
             template.check(CRITIC_FIELDS | set(_extras(env)))
         self.environment, self._template = env, template
+        self._check_context(env)
         return self
+
+    def _check_context(self, env: BaseEnvironment) -> None:
+        room = self.client.longest_prompt
+        if room is None:
+            return
+        names, policies = checked_names(env), env.default_policies()
+        least = self._fields(Trajectory(dict(env.tasks()[0]), [], 0.0), policies, names)
+        size = self.client.count_tokens(_WORDS["system"], self._template.fill(**least))
+        if size > room:
+            raise ConfigError(
+                f"the critic's prompt has {size} tokens before any agent has answered, and "
+                f"{self.client.config.name!r} reads {room}: choose a critic_llm with a longer "
+                "context, fewer agents, or shorter templates (prompts_dir)"
+            )
 
     def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
         """Evaluate an episode.

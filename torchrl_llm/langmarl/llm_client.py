@@ -202,6 +202,22 @@ class LLMClient:
         return answer
 
     @property
+    def longest_prompt(self) -> int | None:
+        """Tokens that a prompt may have, of a model in this process; ``None`` of any other."""
+        model = self.asked.model
+        return model.wrapper.longest_prompt if isinstance(model, WrapperTextModel) else None
+
+    def count_tokens(self, system_prompt: str, user_input: Any) -> int:
+        """Tokens of a prompt, as a model in this process reads it.
+
+        Args:
+            system_prompt: first message; empty for none.
+            user_input: the input.
+        """
+        messages = self.messages(system_prompt, user_input)
+        return len(self.asked.model.wrapper.formatter.encode(list(messages)).token_ids)
+
+    @property
     def raw_client(self) -> Any:
         """OpenAI's own client of the same server, made when it is first asked for.
 

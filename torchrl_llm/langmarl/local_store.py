@@ -238,6 +238,25 @@ def check_name(name: str, what: str) -> str:
     return name
 
 
+def check_number(value: int, what: str) -> int:
+    """Check that a number can be one in the name of a file.
+
+    Args:
+        value: the number.
+        what: is counted by it, in the error.
+
+    Raises:
+        ConfigError: no whole number from 0 on.
+
+    Example:
+        >>> check_number(7, "an episode")
+        7
+    """
+    if isinstance(value, bool) or not hasattr(value, "__index__") or value < 0:
+        raise ConfigError(f"the number of {what} is a whole number from 0 on, got {value!r}")
+    return int(value)
+
+
 def run_folder(run_id: str) -> str:
     """Folder of a run; a ``ConfigError`` if its name cannot be one of a folder."""
     return f"runs/{check_name(run_id, 'a run')}"
@@ -250,7 +269,9 @@ def evaluation_path(run_id: str, iteration: int, episode: int) -> str:
         >>> evaluation_path("one", 2, 7)
         'runs/one/evaluations/iter_2/eval_episode_007.json'
     """
-    return f"{run_folder(run_id)}/evaluations/iter_{iteration}/eval_episode_{episode:03d}.json"
+    number = check_number(iteration, "an iteration")
+    name = f"eval_episode_{check_number(episode, 'an episode'):03d}.json"
+    return f"{run_folder(run_id)}/evaluations/iter_{number}/{name}"
 
 
 def gradients_path(run_id: str, iteration: int, agent: str) -> str:
@@ -264,7 +285,8 @@ def aggregated_path(run_id: str, iteration: int, agent: str) -> str:
 
 
 def _gradients_of(run_id: str, iteration: int, agent: str) -> str:
-    return f"{run_folder(run_id)}/gradients/iter_{iteration}/{check_name(agent, 'an agent')}"
+    number = check_number(iteration, "an iteration")
+    return f"{run_folder(run_id)}/gradients/iter_{number}/{check_name(agent, 'an agent')}"
 
 
 # -- JSON -----------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 from torchrl_llm._log import tell_once
@@ -71,7 +72,16 @@ class RunLogger:
         self.debug(f"iteration {iteration}: policies (characters): {sizes}")
 
     def iteration_end(self, iteration: int, stats: Mapping[str, Any]) -> None:
-        """Log the statistics of an iteration."""
+        """Log the statistics of an iteration.
+
+        Raises:
+            ConfigError: a figure is missing, or is no number.
+        """
+        for name in ("avg_reward", "num_episodes", "total_tokens", "cost_usd"):
+            if isinstance(stats.get(name), bool) or not isinstance(stats.get(name), Real):
+                raise ConfigError(
+                    f"the statistics of an iteration need {name}, a number, got {stats.get(name)!r}"
+                )
         self.debug(
             f"iteration {iteration}: avg_reward {stats['avg_reward']:.3f}, "
             f"{stats['num_episodes']} episodes, {stats['total_tokens']} tokens, "

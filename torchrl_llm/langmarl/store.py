@@ -24,6 +24,7 @@ from torchrl_llm.langmarl.local_store import (
     BaseStore,
     MissingCheckpointError,
     check_name,
+    check_number,
     digest_of,
     parsed,
     read_file,
@@ -242,7 +243,7 @@ class PolicyCheckpoint:
         return self._meta(iteration).get("metadata") or {}
 
     def _of(self, iteration: int) -> str:
-        return f"{self._folder}/checkpoints/iter_{iteration}"
+        return f"{self._folder}/checkpoints/iter_{check_number(iteration, 'an iteration')}"
 
     def _meta(self, iteration: int) -> dict[str, Any]:
         if not self.store.exists(f"{self._of(iteration)}/meta.json"):
@@ -342,7 +343,11 @@ class TrajectoryStore:
         self.store, self.run_id, self._folder = store, run_id, _open_run(store, run_id)
 
     def _of(self, iteration: int) -> str:
-        return f"{self._folder}/trajectories/iter_{iteration}"
+        return f"{self._folder}/trajectories/iter_{check_number(iteration, 'an iteration')}"
+
+    def _file(self, iteration: int, episode_id: int) -> str:
+        number = check_number(episode_id, "an episode")
+        return f"{self._of(iteration)}/episode_{number:03d}.json"
 
     def _numbered(self, iteration: int) -> list[tuple[int, str]]:
         names = self.store.list(self._of(iteration))
@@ -358,11 +363,12 @@ class TrajectoryStore:
             trajectory: the episode.
 
         Raises:
+            ConfigError: a number is none, or below 0.
             CheckpointError: it cannot be written.
         """
+        path = self._file(iteration, episode_id)
         data = trajectory.to_dict()
         data["metadata"] = {**data["metadata"], "episode_id": episode_id}
-        path = f"{self._of(iteration)}/episode_{episode_id:03d}.json"
         self.store.write_text(path, to_json_text(sealed({**data, "episode_id": episode_id})))
 
     def load(self, iteration: int, limit: int | None = None) -> list[Trajectory]:
@@ -406,7 +412,7 @@ class TrajectoryStore:
 
     def has(self, iteration: int, episode_id: int) -> bool:
         """Whether there is an episode of that number."""
-        return self.store.exists(f"{self._of(iteration)}/episode_{episode_id:03d}.json")
+        return self.store.exists(self._file(iteration, episode_id))
 
 
 # -- metrics --------------------------------------------------------------------------------------

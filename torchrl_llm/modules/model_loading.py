@@ -16,7 +16,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, DamagedCheckpointError
-from torchrl_llm.modules.weight_files import WeightFolder
+from torchrl_llm.modules.weight_files import PICKLED_NAME, WeightFolder
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
 
@@ -55,14 +55,18 @@ def load_model(
     options: dict[str, Any] = {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
+    weights = None
     if name_or_path is not None and (Path(name_or_path) / "config.json").is_file():
         try:
-            WeightFolder(name_or_path)  # transformers passes over much, and says less
+            weights = WeightFolder(name_or_path)  # transformers passes over much, and says less
         except DamagedCheckpointError as error:
             raise ConfigError(
                 f"{str(name_or_path)!r} holds no model that can be loaded: {error}"
             ) from error
-    model = _load(AutoModelForCausalLM, "model", name_or_path, options)
+    if weights is not None and weights.form == PICKLED_NAME:
+        model = _load_state(Path(name_or_path), weights, options)
+    else:
+        model = _load(AutoModelForCausalLM, "model", name_or_path, options)
     if device is not None:
         model = model.to(device)
     if gradient_checkpointing:
@@ -278,6 +282,20 @@ def _refuse_adapter(folder: Path | None) -> None:
         "merge the two (peft's merge_and_unload, then save_pretrained of model and tokenizer) and "
         "name that folder, or name the model alone"
     )
+
+
+def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) -> nn.Module:
+    """A model of weights in a file that transformers does not look for."""
+    config, kind = _load(AutoConfig, "model", folder, {}), type(empty_model(folder))
+    options |= {
+        "config": config,
+        "state_dict": {name: weights.read(name) for name in weights.names},
+    }
+    with no_weight_bars():
+        model = kind.from_pretrained(None, **options)
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    return model
 
 
 def _missing(kind: str, name: str, error: Exception) -> str:

@@ -38,7 +38,10 @@ from transformers.utils import (
 
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
+PICKLED_NAME = "pytorch_model.pt"
+"""Ludic's name of weights in one file, which ``from_pretrained`` does not know."""
 _FORMS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
+_FORMS += (PICKLED_NAME,)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _DTYPES = {dtype: name for name, dtype in str_to_torch_dtype.items()} | {torch.complex64: "C64"}
 
@@ -270,16 +273,17 @@ def _merged(module: nn.Module, adapters: list[str]) -> Callable[[], Tensor]:
 
 
 class WeightFolder:
-    """The weights in a folder, by name, in any form that ``from_pretrained`` reads.
+    """The weights in a folder, by name, in any form that ``from_pretrained`` reads, or Ludic.
 
-    In its order: ``model.safetensors``, ``model.safetensors.index.json`` with shards,
-    ``pytorch_model.bin``, ``pytorch_model.bin.index.json`` with shards.
+    In this order: ``model.safetensors``, ``model.safetensors.index.json`` with shards,
+    ``pytorch_model.bin``, ``pytorch_model.bin.index.json`` with shards, ``pytorch_model.pt``.
 
     Args:
         folder: of a model.
 
     Attributes:
         names: of the weights.
+        form: name of the file that has them, or of their index.
 
     Raises:
         DamagedCheckpointError: there are none, a shard is missing, or a file cannot be read.
@@ -297,6 +301,7 @@ class WeightFolder:
         found = next((folder / name for name in _FORMS if (folder / name).is_file()), None)
         if found is None:
             raise DamagedCheckpointError(f"{folder} holds no weights: none of {', '.join(_FORMS)}")
+        self.form = found.name
         if found.suffix == ".json":
             self._where = _read_index(found)
         else:

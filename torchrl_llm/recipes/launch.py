@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from torchrl_llm._parent import end_with_parent
 from torchrl_llm._run_log import RunLog, printable, show_traceback
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
@@ -62,6 +63,8 @@ def begin(
             are known, and told apart.
         check: looks at the arguments first, and may refuse them.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     _loggers_to_stderr()
     arguments = sys.argv[1:]
     folder = Path(page).parent / "config"
@@ -304,7 +307,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             except SystemExit as ended:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)
                 if last.f_code.co_filename.startswith((str(PAGES.parent), argparse.__file__)):
-                    _end_ranks()
+                    _end_ranks(is_last_word=True)
                     raise  # help that was shown, a run that was stopped by a signal
                 from torchrl_llm.data.failures import place_of
 
@@ -330,11 +333,16 @@ def _last_words(error: Exception) -> tuple[str | None, bool]:
     return words, is_ours or words is None or speaks_of_others(error)
 
 
-def _end_ranks() -> None:
+def _end_ranks(*, is_last_word: bool = False) -> None:
+    """Leave the others; an error of theirs is not repeated where this rank has said why it ends."""
     if "torchrl_llm.trainers.ranks" in sys.modules:
-        from torchrl_llm.trainers.ranks import end_ranks
+        from torchrl_llm.trainers.ranks import end_ranks, speaks_of_others
 
-        end_ranks()
+        try:
+            end_ranks()
+        except Exception as error:
+            if not (is_last_word and speaks_of_others(error)):
+                raise
 
 
 def _run_log() -> AbstractContextManager[Any]:

@@ -20,6 +20,7 @@ from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
 _CARD = "README.md"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+_BRANCH = re.compile(r"(?!.*(?:\.\.|\.lock$|//))\w[\w./-]*(?<![./])")
 # What a model, a tokenizer and an adapter consist of. It is a list of what goes and not of what
 # stays, so that whoever keeps notes or keys in such a folder does not publish them.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
@@ -45,7 +46,12 @@ def check_repository(name: str) -> None:
 
 
 def push_to_hub(
-    folder: str | Path, name: str, *, private: bool = True, command: str | None = None
+    folder: str | Path,
+    name: str,
+    *,
+    private: bool = True,
+    command: str | None = None,
+    revision: str = "main",
 ) -> str:
     """Push a model to a repository, in one commit.
 
@@ -58,18 +64,22 @@ def push_to_hub(
         private: whether a repository that is made is for its owner alone. One that exists keeps
             what it is.
         command: what began the run, for the card.
+        revision: a branch, such as ``step-100``, so that several checkpoints have a place; it is
+            made from ``main`` where there is none.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ConfigError: a name without owner, or a folder without a model.
+        ConfigError: a name without owner, a folder without a model, or what is no name of a branch.
         CheckpointError: the hub refused it, or could not be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 
     check_repository(name)
+    if not isinstance(revision, str) or not _BRANCH.fullmatch(revision):
+        raise ConfigError(f"a revision is the name of a branch, as step-100; got {revision!r}")
     model = model_folder(Path(folder))
     run = run_of(model)
     card = model_card({} if run is None else read_config(run), name=name, command=command)
@@ -79,10 +89,12 @@ def push_to_hub(
     api = HfApi(library_name="torchrl_llm")
     try:
         url = api.create_repo(name, private=private, exist_ok=True)
-        api.create_commit(name, additions, commit_message="Push by torchrl_llm")
+        if revision != "main":
+            api.create_branch(name, branch=revision, exist_ok=True)
+        api.create_commit(name, additions, commit_message="Push by torchrl_llm", revision=revision)
     except Exception as error:  # of the client, of its connection, of the file system
-        raise CheckpointError(_failure(model, name, error)) from None
-    return str(url)
+        raise CheckpointError(_failure(model, name, error, revision)) from None
+    return str(url) if revision == "main" else f"{url}/tree/{revision}"
 
 
 def pushed_files(model: Path) -> list[str]:
@@ -132,7 +144,7 @@ def model_card(config: Mapping[str, Any], *, name: str, command: str | None = No
     return "\n\n".join(parts) + "\n"
 
 
-def _failure(model: Path, name: str, error: BaseException) -> str:
+def _failure(model: Path, name: str, error: BaseException, revision: str) -> str:
     """What went wrong, what to do, and never the token."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import OfflineModeIsEnabled
@@ -156,8 +168,7 @@ def _failure(model: Path, name: str, error: BaseException) -> str:
     else:
         why = f"{type(error).__name__}: {str(error).partition(os.linesep)[0]}"
     why = why if token is None else why.replace(token, "***")
-    return f"{model} was not pushed to {name}: {why}. To try again:\n  {_command(model, name)}"
-
-
-def _command(model: Path, name: str) -> str:
-    return shlex.join(["torchrl-llm", "push", str(model), name])
+    return f"{model} was not pushed to {name}: {why}. To try again:\n  " + (
+        shlex.join(["torchrl-llm", "push", str(model), name])
+        + ("" if revision == "main" else f" --revision {revision}")
+    )

@@ -12,6 +12,10 @@ from typing import Any, Self
 from torchrl_llm._run_log import printable
 
 
+class Cut(BaseException):
+    """Ends what may be left out when a run is to stop; see :meth:`StopRequest.at_once`."""
+
+
 class StopRequest:
     """Turns Ctrl-C, SIGTERM and SIGHUP into a wish that the loop grants at the end of its step.
 
@@ -36,7 +40,7 @@ class StopRequest:
     def __init__(self, notice: Any = None, *, presses: int = 2) -> None:
         self._presses = presses
         self.signal: signal.Signals | None = None
-        self._notice = notice
+        self._notice, self._cuts = notice, False
         self._previous: dict[int, Any] = {}
 
     @property
@@ -69,6 +73,20 @@ class StopRequest:
         yield
         self.__enter__()
 
+    @contextlib.contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Let a signal end the body by :class:`Cut`, also one that arrived before.
+
+        It is for what can take longer than a scheduler waits, and changes nothing: evaluations.
+        """
+        self._cuts = True
+        try:
+            if self.requested:
+                raise Cut
+            yield
+        finally:
+            self._cuts = False
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self._presses -= 1
         if self.requested and number == signal.SIGINT and self._presses <= 0:
@@ -76,6 +94,8 @@ class StopRequest:
         first, self.signal = self.signal is None, self.signal or signal.Signals(number)
         if first and self._notice is not None:
             self._notice()
+        if self._cuts:
+            raise Cut
 
 
 def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:

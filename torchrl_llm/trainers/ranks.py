@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm._parent import end_with_parent
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import PackedRows, leaf, pack_rows
@@ -295,6 +296,8 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
             f"train.device={device} would be the GPU of all {world} processes: choose "
             "train.device=cuda, which is another GPU in each"
         )
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     if not dist.is_initialized():
         backend = "gloo"
         if device.type == "cuda":

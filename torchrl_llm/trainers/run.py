@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -50,7 +50,7 @@ from torchrl_llm.trainers.kept_rollouts import Kept, KeptRollouts, RowOutcomes
 from torchrl_llm.trainers.loggers import make_loggers
 from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
 from torchrl_llm.trainers.out_of_memory import naming_keys
-from torchrl_llm.trainers.progress import StopRequest, compare_conversations
+from torchrl_llm.trainers.progress import Cut, StopRequest, compare_conversations
 from torchrl_llm.trainers.rank_state import rank_state
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.results import share_text, text_table
@@ -302,6 +302,7 @@ class TrainingRun:
         self._after: list[str] = []
         self._started: float | None = None
         self._stopped_by: signal.Signals | None = None
+        self._cut = False
         self.how_to_resume: str | None = None
         self.stop = StopRequest(
             lambda: self.say(
@@ -391,8 +392,10 @@ class TrainingRun:
         with self._logged():
             with self.stop, self._bar, _objects_at_rest():
                 yield from self._steps()
-            if self.step < self.max_steps and self._reason is None:
+            if self._cut or (self.step < self.max_steps and self._reason is None):
                 self._stopped_by = next(filter(None, self.ranks.gather(self.stop.signal)))
+            if self._cut and self.is_over:
+                self.say(f"the evaluation after step {self.step}, the last, was left out")
             if self.step == 0:
                 self.say("stopped before the first step; there is nothing to save")
             elif self._reason is not None:
@@ -403,7 +406,8 @@ class TrainingRun:
     def _steps(self) -> Iterator[int]:
         if self.step == 0 and self._evaluation.before_train and self._evaluate is not None:
             numbers, self._before = self._measured()
-            self._write(0, numbers)
+            if not self._cut:
+                self._write(0, numbers)
         while not self.is_over and not self.ranks.any(self.stop.requested):
             self.step += 1
             self._started = time.perf_counter()
@@ -598,12 +602,16 @@ class TrainingRun:
         return ", ".join([f"{self._shown.name} {value:.3f}", speed, *known])
 
     def _measured(self) -> tuple[dict[str, float], list[str]]:
-        numbers, conversations = {}, []
+        """Numbers and conversations of an evaluation, none of one that a stop request has cut."""
+        numbers, conversations, self._cut = {}, [], True
         if self.ranks.is_main:  # the same prompts in the same batches as in one process
-            with naming_keys("evaluate", self._config):
+            with suppress(Cut), self.stop.at_once(), naming_keys("evaluate", self._config):
                 result = self._evaluate()
-            numbers, conversations = result.metrics(), list(result.conversations)
-        numbers, conversations = self.ranks.from_main((numbers, conversations))
+                numbers, conversations = result.metrics(), list(result.conversations)
+                self._cut = False
+        numbers, conversations, self._cut = self.ranks.from_main(
+            (numbers, conversations, self._cut)
+        )
         self._accuracy = numbers.get("eval/accuracy")
         return numbers, conversations
 
