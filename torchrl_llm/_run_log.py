@@ -31,7 +31,6 @@ _COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
 # Marks that turn the order of letters around (U+202E and its kind), line ends that are none, tags.
 _BIDI = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160), *_BIDI, *range(0xE0000, 0xE0080)))
-_CONTROL |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # half a pair, which no stream takes
 del _CONTROL[9], _CONTROL[10]
 # What somebody else's print may not do either; colours and bars are its own affair.
 _UNSAFE = re.compile(
