@@ -133,3 +133,8 @@ def test_a_client_works_in_a_forked_process_and_as_a_pickled_copy(server):
     child.join(10)
     assert pickle.loads(pickle.dumps(client)).call("GET", PATH, timeout_s=5).status == 200
     assert client.call("GET", PATH, timeout_s=5).status == 200
+
+
+def test_an_address_with_a_password_is_refused_without_showing_it():
+    with pytest.raises(ConfigError, match=r"got 'http://user:\*\*\*@host:8000'"):
+        HTTPClient("http://user:secret@host:8000")
