@@ -322,7 +322,10 @@ class HTTPClient:
         # One limit for all, however slowly bytes drip in.
         async with asyncio.timeout(deadline - time.monotonic()):
             response = await transport.handle_async_request(request)
+            packed = response.headers.get("Content-Encoding", "identity")
             try:
+                if packed != "identity":  # a few bytes of it may unpack to any number
+                    raise httpx2.RemoteProtocolError(f"its answer is packed by {packed}")
                 await response.aread()
             finally:
                 await response.aclose()
