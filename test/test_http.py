@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import multiprocessing
 import pickle
 import threading
+import tracemalloc
 
 import pytest
 from modules.backends.openai_server import FakeServer
 
 from torchrl_llm._http import Cancellation, HTTPClient
-from torchrl_llm.errors import BackendError, ConfigError
+from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
 PATH = "/v1/models"
 
@@ -133,3 +135,29 @@ def test_a_client_works_in_a_forked_process_and_as_a_pickled_copy(server):
     child.join(10)
     assert pickle.loads(pickle.dumps(client)).call("GET", PATH, timeout_s=5).status == 200
     assert client.call("GET", PATH, timeout_s=5).status == 200
+
+
+def test_an_address_with_a_password_is_refused_without_showing_it():
+    with pytest.raises(ConfigError, match=r"got 'http://user:\*\*\*@host:8000'"):
+        HTTPClient("http://user:secret@host:8000")
+
+
+def test_an_answer_that_is_packed_unasked_is_refused_and_not_unpacked(server):
+    """60 kB that would become 60 MB."""
+    fake, url = server
+    packed = gzip.compress(bytes(60 << 20))
+
+    def answer(handler):
+        handler.send_response(200)
+        handler.send_header("Content-Encoding", "gzip")
+        handler.send_header("Content-Length", str(len(packed)))
+        handler.end_headers()
+        handler.wfile.write(packed)
+        return True
+
+    fake.faults.append(answer)
+    tracemalloc.start()
+    with pytest.raises(WorkerError, match="its answer is packed by gzip"):
+        HTTPClient(url, max_retries=0).call("GET", PATH, timeout_s=30)
+    assert tracemalloc.get_traced_memory()[1] < 20 << 20
+    tracemalloc.stop()

@@ -61,11 +61,29 @@ def test_a_password_is_not_shown(url, place):
         ("http://host:8080/x@y", "http://host:8080/x@y"),
         ("redis://:${oc.env:PASSWORD}@host", "redis://:${oc.env:PASSWORD}@host"),
         ("redis://:***@host", "redis://:***@host"),
+        ("base_url=http://user:secret@host:8000/v1", "base_url=http://user:***@host:8000/v1"),
+        ("https://secret@host/x", "https://***@host/x"),
+        ("http://host/v1?api_key=secret&a=1", "http://host/v1?api_key=***&a=1"),
+        ("http://host/v1?token=secret", "http://host/v1?token=***"),
+        ("+env.options.token=secret", "+env.options.token=***"),
+        ("env.options.api_key=secret", "env.options.api_key=***"),
+        ("reward.kl_reduction=token", "reward.kl_reduction=token"),
+        ("every token=1 of max_tokens=5", "every token=1 of max_tokens=5"),
+        ("a@b.org wrote to http://host/a", "a@b.org wrote to http://host/a"),
     ],
 )
 def test_what_is_shown_or_saved_holds_no_password(text, shown):
     assert masked(text) == masked(shown) == shown
     assert masked({"a": [text, 1, None]}) == {"a": [shown, 1, None]}
+
+
+def test_values_of_keys_that_are_called_a_secret_are_not_shown():
+    keys = ["api_key", "apikey", "API-Key", "token", "env.options.token", "HF_TOKEN", "password"]
+    keys += ["redis_password", "client_secret", "Authorization", "access_token", "auth_token"]
+    assert masked({"a": [dict.fromkeys(keys, "s")]}) == {"a": [dict.fromkeys(keys, "***")]}
+    others = dict.fromkeys(["pad_token", "tokens", "max_tokens", "api_key_variable"], "s")
+    others |= {"token": None, "secret": "", "password": "${oc.env:PW}", "api_key": 3}
+    assert masked(others) == others
 
 
 def credentials(link):

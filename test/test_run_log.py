@@ -443,10 +443,10 @@ def test_without_a_log_or_without_progress_a_bar_is_silent(streams, tmp_path):
 # -- texts of models, tools, files and exceptions ------------------------------------------------
 
 # A title, a cleared screen, a cursor that moves up, a colour, a reply of the terminal, 8-bit
-# controls, letters that are turned around, an invisible tag, and half a pair.
+# controls, letters that are turned around and an invisible tag.
 HOSTILE = (
     "\x1b]0;owned\x07 \x1b[2J \x1b[1A \x1b[31mred \x1bP$q\x1b\\ \x9b2J \x9d0;t\x9c \x07\x08\r"
-    "\u202eevil\u202c \u2066a\u2069 \u200f\u061c\u2028 \U000e0041 \ud83d\ttab é 😀"
+    "\u202eevil\u202c \u2066a\u2069 \u200f\u061c\u2028 \U000e0041 \ttab é 😀"
 )
 
 
@@ -459,7 +459,7 @@ def test_what_is_printable_keeps_words_tabulators_and_line_ends():
     text = _run_log.printable(f"one\n{HOSTILE}\ntwo")
     assert is_harmless(text)
     assert text.split("\n")[::2] == ["one", "two"]
-    for kept in ("red", "evil", "\ttab é 😀", "\ufffd"):
+    for kept in ("red", "evil", "\ttab é 😀"):
         assert kept in text
     assert "owned" not in text
 

@@ -21,6 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from torchrl_llm._redis import masked
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
 _Result = TypeVar("_Result")
@@ -157,7 +158,9 @@ class HTTPClient:
         except (ValueError, httpx2.InvalidURL):
             right = False
         if not (right and parts.hostname) or parts.query or parts.fragment or parts.username:
-            raise ConfigError(f"the address of a server looks like http://host:8000, got {url!r}")
+            raise ConfigError(
+                f"the address of a server looks like http://host:8000, got {masked(url)!r}"
+            )
         if max_retries < 0:
             raise ConfigError(f"max_retries must be at least 0, got {max_retries}")
         self.url = url.rstrip("/")
@@ -319,7 +322,10 @@ class HTTPClient:
         # One limit for all, however slowly bytes drip in.
         async with asyncio.timeout(deadline - time.monotonic()):
             response = await transport.handle_async_request(request)
+            packed = response.headers.get("Content-Encoding", "identity")
             try:
+                if packed != "identity":  # a few bytes of it may unpack to any number
+                    raise httpx2.RemoteProtocolError(f"its answer is packed by {packed}")
                 await response.aread()
             finally:
                 await response.aclose()

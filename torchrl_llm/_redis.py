@@ -36,15 +36,26 @@ _HIDDEN = [
     rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).+(?=@)",
     r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]+$",
     rf"(\w://[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).+(?=@)",
-    rf"([?&]\w*password=)(?!{_NO_SECRET}(?:&|$))[^&]+",
+    rf"(https?://)(?!{_NO_SECRET}@)[^\s:@/]+(?=@)",
+    rf"([?&]\w*(?:password|token|secret|key)=)(?!{_NO_SECRET}(?:&|$))[^&]+",
+    # As somebody types a key of a configuration; a bare token may be any word in a sentence.
+    rf"(\b(?:api_?key|password|\w+_secret|(?:access|auth|hf)_token)=)(?!{_NO_SECRET})[^\s,&]+",
+    rf"((?:^[+~]*|\w\.)token=)(?!{_NO_SECRET})[^\s,'\"]+",
 ]
+_SECRET_KEY = re.compile(
+    r"(?:.*\.)?(?:\w+[_-])?(?:api[_-]?key|password|secret|authorization|"
+    r"(?<![_-])token|(?<=access.)token|(?<=auth.)token|(?<=hf.)token)",
+    re.IGNORECASE,
+)
 _SHOWN = re.compile(
     r"(\w+://)(?:[^@/?]*@)?((?:\[[^]@]*\]|[^:@/?]*)(?::\d*)?(?:/[^@?]*)?)(?:\?[^@]*)?"
 )
 
 
 def masked(value: Any) -> Any:
-    """The same with ``***`` for the passwords of URLs; whatever is shown or saved goes through it.
+    """The same with ``***`` for passwords of URLs and values of keys that are called a secret.
+
+    Whatever is shown or saved goes through it.
 
     Args:
         value: a text, or lists and mappings of them. Other values are returned as they are.
@@ -52,16 +63,23 @@ def masked(value: Any) -> Any:
     Example:
         >>> masked("redis://user:secret@host:6379/0")
         'redis://user:***@host:6379/0'
+        >>> masked({"base_url": "http://host", "api_key": "sk-1", "pad_token": "<pad>"})
+        {'base_url': 'http://host', 'api_key': '***', 'pad_token': '<pad>'}
     """
     if isinstance(value, str):
         for hidden in _HIDDEN:
             value = re.sub(hidden, rf"\1{_MASK}", value, flags=re.DOTALL)
         return value
     if isinstance(value, Mapping):
-        return {key: masked(item) for key, item in value.items()}
+        return {k: _MASK if _is_secret(k, item) else masked(item) for k, item in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(map(masked, value))
     return value
+
+
+def _is_secret(key: Any, value: Any) -> bool:
+    hides = isinstance(value, str) and value != "" and not re.fullmatch(_NO_SECRET, value)
+    return hides and isinstance(key, str) and _SECRET_KEY.fullmatch(key) is not None
 
 
 class RedisLink:

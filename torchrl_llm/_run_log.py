@@ -31,7 +31,6 @@ _COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
 # Marks that turn the order of letters around (U+202E and its kind), line ends that are none, tags.
 _BIDI = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160), *_BIDI, *range(0xE0000, 0xE0080)))
-_CONTROL |= dict.fromkeys(range(0xD800, 0xE000), "\ufffd")  # half a pair, which no stream takes
 del _CONTROL[9], _CONTROL[10]
 # What somebody else's print may not do either; colours and bars are its own affair.
 _UNSAFE = re.compile(
@@ -55,16 +54,21 @@ def printable(text: str) -> str:
     return _ESCAPES.sub("", text).translate(_CONTROL)
 
 
+def shown(text: str) -> str:
+    """A text as it is shown: :func:`printable`, without passwords."""
+    return "\n".join(map(masked, printable(text).split("\n")))
+
+
 def clean_record(record: logging.LogRecord) -> bool:
-    """Filter of a logger: its messages are :func:`printable`."""
+    """Filter of a logger, whose messages become :func:`shown`."""
     with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are told later
-        record.msg, record.args = printable(record.getMessage()), ()
+        record.msg, record.args = shown(record.getMessage()), ()
     return True
 
 
 def show_traceback(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-    """As ``sys.excepthook``, with a printable message."""
-    sys.stderr.write(printable("".join(traceback.format_exception(kind, error, trace))))
+    """As ``sys.excepthook``, with a message that is :func:`shown`."""
+    sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))
 
 
 def in_notebook() -> bool:
@@ -281,7 +285,7 @@ def say(text: str) -> None:
     Args:
         text: one line or several.
     """
-    _tell("stdout" if in_notebook() else "stderr", printable(text))
+    _tell("stdout" if in_notebook() else "stderr", shown(text))
 
 
 def show(text: str) -> None:
@@ -291,7 +295,7 @@ def show(text: str) -> None:
         text: one line or several, with colours.
     """
     parts = _COLOURS.split(text)
-    _tell("stdout", "".join(p if at % 2 else printable(p) for at, p in enumerate(parts)))
+    _tell("stdout", "".join(p if at % 2 else shown(p) for at, p in enumerate(parts)))
 
 
 def _tell(name: str, text: str) -> None:
@@ -365,14 +369,14 @@ class RunLog:
     def line(self, text: str) -> None:
         """Write one line to the file, without passwords and control characters."""
         # Progress bars of others begin again at the start of the line: the last state counts.
-        text = masked(printable(text.rstrip("\r").rpartition("\r")[2]))
+        text = shown(text.rstrip("\r").rpartition("\r")[2])
         with contextlib.suppress(OSError, RuntimeError):
             if self._file is not None:
                 self._file.write(f"{text}\n")
 
     def _traceback(self, error: BaseException) -> None:
         with contextlib.suppress(OSError), self.path.open("a", encoding="utf-8") as file:
-            file.write(masked(printable("".join(traceback.format_exception(error)))))
+            file.write(shown("".join(traceback.format_exception(error))))
 
     def _uncaught(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
         if not self._depth:  # what is open hears of it when it is printed

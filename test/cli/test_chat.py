@@ -206,6 +206,6 @@ def test_neither_answers_nor_calls_nor_results_reach_the_terminal_raw(chat, monk
     monkeypatch.setattr(Conversation, "messages", property(lambda self: []))
     monkeypatch.setattr(Conversation, "say", say)
     status, out, err = chat(["hello"])
-    assert (status, out) == (0, "evil\ufffd\n")
+    assert (status, out) == (0, "evil?\n")
     assert err.count("evil") == 4
-    assert all(char == "\n" or char.isprintable() for char in err)
+    assert all(char == "\n" or char.isprintable() for char in err.replace("\\ud83d", ""))

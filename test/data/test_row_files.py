@@ -5,11 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+import tracemalloc
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from torchrl_llm.data import table_files
 from torchrl_llm.data.row_files import (
     GeneratedRows,
     MappedRows,
@@ -317,3 +319,27 @@ def test_slices_of_mapped_rows_are_rows_whatever_their_source_gives_for_slices()
 
     rows = MappedRows(Columns([{"a": 1}, {"a": 2}, {"a": 3}]), dict)
     assert rows[1:] == [{"a": 2}, {"a": 3}]
+
+
+def bomb(num_bytes):
+    """A file of blanks, packed to a thousandth."""
+    return gzip.compress(b'{"a": 1}\n' + b" " * num_bytes)
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.csv", "rows.json", "rows"])
+def test_a_file_that_would_fill_the_memory_is_refused_before_it_does(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_LEAST_LIMIT", 1 << 20)
+    (tmp_path / name).write_bytes(bomb(60 << 20))  # 60 kB, 60 MB
+    tracemalloc.start()
+    with pytest.raises(DataError, match=r"unpacks to more than 1[12],\d\d\d,\d\d\d: .*gunzip"):
+        load_rows(str(tmp_path / name))
+    assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    tracemalloc.stop()
+
+
+def test_a_packed_file_may_be_as_large_as_text_can_be(tmp_path, monkeypatch):
+    monkeypatch.setattr(table_files, "_LEAST_LIMIT", 100)
+    rows = [{"question": f"What is {n}+{n}?", "answer": str(2 * n)} for n in range(2000)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "rows.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    assert load_rows(str(tmp_path / "rows.jsonl.gz")) == rows

@@ -215,6 +215,7 @@ def test_a_written_configuration_has_no_password_of_an_address(tmp_path):
 
 def test_a_written_configuration_has_no_secret_of_a_request(tmp_path):
     extra = {"api_key": SECRET, "extra_headers": {"Authorization": SECRET}, "top_p": 0.5}
+    extra |= {"token": SECRET, "extra_body": {"password": SECRET, "hf_token": SECRET}}
     BaseConfig(llm=LLMConfig("n", "m", extra_params=extra)).to_json(tmp_path / "out.json")
     assert SECRET not in (tmp_path / "out.json").read_text()
     assert '"top_p": 0.5' in (tmp_path / "out.json").read_text()

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from recipes.script import run_alone
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, launch
@@ -286,3 +287,43 @@ def test_a_users_code_that_exits_ends_no_run_in_silence(code, capsys):
 def test_the_pages_of_the_package_are_those_of_the_repository():
     root = Path(__file__).parents[2]
     assert launch.PAGES.resolve() == root / "sota-implementations"
+
+
+SECRETS = (
+    "logging.experiment_name='https://me:hidden@host/x'",
+    "+env.options.api_key=hidden",
+    "+env.options.token=hidden",
+)
+
+
+@pytest.mark.parametrize("sweeps", [False, True])
+def test_hydra_keeps_no_secret_of_a_command(sweeps, tmp_path, monkeypatch, capfd):
+    """The run is refused, for there are no such options, after Hydra has written its files."""
+    page = launch.PAGES / "grpo" / "grpo-sync.py"
+    monkeypatch.setattr(launch, "TRACEBACK_VARIABLE", "")  # as a user runs it
+    more = ["hydra.mode=MULTIRUN", f"hydra.sweep.dir={tmp_path}"] if sweeps else []
+    with pytest.raises(SystemExit):
+        run_alone(monkeypatch, page, tmp_path, *SECRETS, *more)
+    files = [file for file in tmp_path.rglob("*") if file.is_file()]
+    names = {"config.yaml", "overrides.yaml", "hydra.yaml", *(["multirun.yaml"] if sweeps else [])}
+    assert names <= {file.name for file in files}
+    assert not [file for file in files if "hidden" in file.read_text()]
+    kept = next(file for file in files if file.name == "overrides.yaml").read_text()
+    assert "https://me:***@host/x" in kept
+    said = "".join(capfd.readouterr())
+    assert "ConfigError: " in said
+    assert "hidden" not in said
+
+
+def test_an_error_that_nobody_foresaw_does_not_show_the_command_with_its_secrets(
+    tmp_path, monkeypatch, capfd
+):
+    page = launch.PAGES / "grpo" / "grpo-sync.py"
+    monkeypatch.setattr(launch, "TRACEBACK_VARIABLE", "")
+    monkeypatch.setattr(GRPOConfig, "flat", lambda self: 1 / 0)
+    with pytest.raises(SystemExit):
+        run_alone(monkeypatch, page, tmp_path, SECRETS[0])
+    said = "".join(capfd.readouterr())
+    assert "ZeroDivisionError: division by zero" in said
+    assert "Traceback (most recent call last)" in (tmp_path / "run.log").read_text()
+    assert "hidden" not in said + (tmp_path / "run.log").read_text()

@@ -12,6 +12,7 @@ import pytest
 from sandbox.workers.remote_functions import behave
 
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards import reward_runner
 from torchrl_llm.rewards.reward_runner import (
     Outcome,
     RemoteRewardError,
@@ -187,3 +188,31 @@ def test_a_signal_that_only_asks_for_a_stop_disturbs_no_row():
         signal.signal(signal.SIGTERM, before)
     assert not any(outcome.error for outcome in outcomes)
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("num_threads", [0, 2])
+def test_a_reward_that_does_not_return_is_told_of_once_and_a_fast_one_never(
+    num_threads, monkeypatch
+):
+    said, release = [], threading.Event()
+
+    def warning(text):
+        said.append(text)
+        release.set()
+
+    def waits(number):
+        if number == 3:
+            release.wait(60)
+            time.sleep(0.6)
+        return number
+
+    monkeypatch.setattr(reward_runner, "SLOW_S", 0.2)
+    monkeypatch.setattr(reward_runner.logger, "warning", warning)
+    outcomes = run_rows(waits, [(n,) for n in range(5)], num_threads=num_threads)
+    assert [outcome.value for outcome in outcomes] == list(range(5))
+    assert len(said) == 1
+    assert "waits has been at answer 3 of its batch for 0.2 s, and has no time limit" in said[0]
+    assert "reward.components.NAME.timeout" in said[0]
+    # Many answers that take less each, and together more.
+    run_rows(lambda number: time.sleep(0.05), [(n,) for n in range(12)], num_threads=num_threads)
+    assert len(said) == 1

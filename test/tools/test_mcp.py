@@ -380,3 +380,14 @@ def test_a_server_from_the_package_registry_answers(make_tools, queries):
     td = say(env, td, ("get_current_time", {"timezone": "Mars/Olympus"}))
     assert td["tools", "calls"][0][0]["error"] == "ToolError"
     env.close()
+
+
+def test_no_error_or_repr_of_a_server_shows_its_password():
+    where = "//me:secret@host"
+    for wrong in ({"url": f"ftp:{where}"}, {"url": f"http:{where}", "command": "a"}):
+        with pytest.raises(ConfigError, match=r"me:\*\*\*@host") as refused:
+            MCPServerConfig(**wrong)
+        assert "secret" not in str(refused.value)
+    headers = {"Authorization": "secret"}
+    assert "secret" not in repr(MCPServerConfig(url=f"http:{where}", headers=headers))
+    assert "secret" not in repr(MCPServerConfig(command="a", env={"KEY": "secret"}))

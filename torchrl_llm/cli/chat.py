@@ -143,7 +143,8 @@ def _talk(conversation: Any, *, is_terminal: bool) -> int:
                     return _FAILED
                 continue
             _tell_calls(conversation.messages[before:-1])
-            sys.stdout.write(f"{printable(answer)}\n")
+            # Half a surrogate pair, which models do write, is nothing that a stream takes.
+            sys.stdout.write(printable(answer).encode(errors="replace").decode() + "\n")
             sys.stdout.flush()
             if conversation.was_cut:
                 _tell("(cut: --max-tokens, or the end of the context)")

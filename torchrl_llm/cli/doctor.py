@@ -11,7 +11,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from torchrl_llm._run_log import printable
+from torchrl_llm._run_log import shown
 from torchrl_llm.cli.train import RECIPES
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -65,11 +65,12 @@ def main(arguments: Sequence[str]) -> int:
         except ConfigError as error:
             found = [finding.error("", str(error), "configuration")]
     if given.json:
-        shown = json.dumps({"recipe": name, "findings": [each._asdict() for each in found]})
+        told = [{key: shown(text) for key, text in each._asdict().items()} for each in found]
+        text = json.dumps({"recipe": name, "findings": told})
     else:
-        shown = f"{finding.shown(found)} ({name}, {time.perf_counter() - begun:.0f} s)"
+        text = f"{shown(finding.shown(found))} ({name}, {time.perf_counter() - begun:.0f} s)"
     if os.environ.get("RANK", "0") == "0":  # ranks of torchrun agree
-        sys.stdout.write(f"{printable(shown)}\n")
+        sys.stdout.write(f"{text}\n")
     return _FAILED if any(each.level == "error" for each in found) else 0
 
 

@@ -62,6 +62,8 @@ def place_of(row: Any, otherwise: str) -> str:
 _JSON = (".jsonl", ".json", ".ndjson")
 _CSV = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet",)
+# Text is packed to a tenth, a bomb to a thousandth.
+_LEAST_LIMIT, _MOST_TIMES = 1 << 26, 200
 KINDS = (*_JSON, *_CSV, *_PARQUET)
 """Endings of the files that are read; ``.gz`` may follow those of text."""
 
@@ -223,7 +225,7 @@ def check_columns(row: Row, columns: Sequence[str], where: str) -> None:
 def _read_text(path: Path) -> str:
     try:
         data = path.read_bytes()
-        data = gzip.decompress(data) if data.startswith(b"\x1f\x8b") else data
+        data = _unpacked(data, path) if data.startswith(b"\x1f\x8b") else data
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error}") from error
@@ -233,6 +235,18 @@ def _read_text(path: Path) -> str:
         raise DataError(
             f"cannot read the data file {path}: {error.strerror} (working directory {Path.cwd()})"
         ) from error
+
+
+def _unpacked(data: bytes, path: Path) -> bytes:
+    most = max(_LEAST_LIMIT, _MOST_TIMES * len(data))
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        found = file.read(most + 1)
+    if len(found) > most:
+        raise DataError(
+            f"{path} has {len(data):,} bytes and unpacks to more than {most:,}: such a file is "
+            "made to fill memory. If it is yours, unpack it (gunzip) and give what comes out"
+        )
+    return found
 
 
 def _elements(text: str, path: Path) -> Iterator[tuple[str, int, Any]]:

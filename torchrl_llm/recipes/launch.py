@@ -19,13 +19,16 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import yaml
+
 from torchrl_llm._parent import end_with_parent
-from torchrl_llm._run_log import RunLog, printable, show_traceback
+from torchrl_llm._redis import masked
+from torchrl_llm._run_log import RunLog, show_traceback, shown
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
 
@@ -298,11 +301,13 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 if os.environ.get(TRACEBACK_VARIABLE) == "1":
                     raise
                 words, is_foreseen = _last_words(error)
-                if not is_foreseen:
+                if not is_foreseen and _hydra() is None:
                     raise
+                if not is_foreseen:  # Hydra would print the whole command with it
+                    words = "".join(traceback.format_exception(error)).rstrip()
                 if words is not None:
                     sys.stdout.flush()
-                    sys.stderr.write(f"{printable(words)}\n")
+                    sys.stderr.write(f"{shown(words)}\n")
                 raise SystemExit(_FAILED) from None
             except SystemExit as ended:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)
@@ -312,7 +317,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 from torchrl_llm.data.failures import place_of
 
                 sys.stdout.flush()
-                told = printable(f"SystemExit: {ended.code} at {place_of(ended)}")
+                told = shown(f"SystemExit: {ended.code} at {place_of(ended)}")
                 sys.stderr.write(f"{told}: it ended the program before its end\n")
                 raise SystemExit(ended.code or _FAILED) from None
 
@@ -347,11 +352,29 @@ def _end_ranks(*, is_last_word: bool = False) -> None:
 
 def _run_log() -> AbstractContextManager[Any]:
     """The log of the folder that Hydra has made, unless it was told to leave nothing there."""
-    hydra = sys.modules.get("hydra.core.hydra_config")
-    if hydra is None or not hydra.HydraConfig.initialized():
+    config = _hydra()
+    if config is None:
         return nullcontext()
-    config = hydra.HydraConfig.get()
+    _mask_saved(config)
     return nullcontext() if config.output_subdir is None else RunLog.of(config.runtime.output_dir)
+
+
+def _hydra() -> Any:
+    """What Hydra says of the run that it has begun; ``None`` where it has not."""
+    hydra = sys.modules.get("hydra.core.hydra_config")
+    started = hydra is not None and hydra.HydraConfig.initialized()
+    return hydra.HydraConfig.get() if started else None
+
+
+def _mask_saved(config: Any) -> None:
+    """Hydra writes what was typed before anyone here sees it; passwords do not stay there."""
+    folder = Path(config.runtime.output_dir, config.output_subdir or "")
+    for file in (*folder.glob("*.yaml"), Path(config.sweep.dir or "", "multirun.yaml")):
+        with suppress(OSError, yaml.YAMLError):
+            values = yaml.safe_load(file.read_text(encoding="utf-8"))
+            if config.output_subdir is not None and masked(values) != values:
+                text = yaml.safe_dump(masked(values), sort_keys=False, allow_unicode=True)
+                file.write_text(text, encoding="utf-8")
 
 
 def load_page(path: str) -> ModuleType:

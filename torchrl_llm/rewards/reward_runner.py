@@ -16,7 +16,10 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
+from torchrl._utils import logger
+
 from torchrl_llm.data.failures import Failure, Frame
+from torchrl_llm.data.watchdog import watching
 from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
 from torchrl_llm.sandbox.workers import (
     DaemonThreads,
@@ -25,6 +28,9 @@ from torchrl_llm.sandbox.workers import (
     RemoteTimeoutError,
     WorkerPool,
 )
+
+SLOW_S = 60.0
+"""Seconds after which it is said that a call without a limit has not returned."""
 
 
 class RemoteRewardError(RewardError):
@@ -177,13 +183,33 @@ def check_limits(num_threads: int, timeout: float | None) -> None:
 
 def _in_this_thread(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Outcome]:
     """One row after another; what a signal raises meanwhile is no row's failure, and ends all."""
-    outcomes = []
-    with _Interrupts() as interrupts:
+    outcomes: list[Outcome] = []
+    begun: float | None = time.monotonic()
+
+    def tell() -> float | None:
+        if begun is None or (left := begun + SLOW_S - time.monotonic()) > 0:
+            return None if begun is None else left
+        _tell_slow(function, len(outcomes))
+        return None
+
+    with _Interrupts() as interrupts, watching(SLOW_S, tell):
         for row in rows:
+            begun = time.monotonic()
             outcomes.append(_timed(function, row))
             if interrupts.raised is not None:
                 raise interrupts.raised
+        begun = None
     return outcomes
+
+
+def _tell_slow(function: Callable[..., Any], index: int) -> None:
+    function = getattr(function, "func", function)
+    name = getattr(function, "__qualname__", type(function).__name__)
+    logger.warning(
+        f"{name} has been at answer {index} of its batch for {SLOW_S:g} s, and has no time limit "
+        "(said once a batch). A part of the reward may have one: reward.components.NAME.timeout, "
+        "with run=threads or processes. Ctrl-C ends the run"
+    )
 
 
 def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
@@ -237,7 +263,7 @@ class _Run:
         self.outcomes: list[Any] = [None] * len(rows)
         self.running: dict[int, float] = {}  # row to when it began
         self.num_open = len(rows)
-        self.closed = False
+        self.closed = self.told = False
         self.changed = threading.Condition()
 
     def work(self, index: int) -> bool:
@@ -257,9 +283,9 @@ class _Run:
         """Until every row is done or has had its time."""
         with self.changed:
             while self.num_open:
-                left = None if self.timeout is None else self._give_up(threads)
-                if self.num_open:
-                    self.changed.wait(left)
+                left = SLOW_S if self.timeout is None else self._give_up(threads)
+                if self.num_open and not self.changed.wait(left) and self.timeout is None:
+                    self._tell()
 
     def close(self) -> None:
         """Rows that have not begun are not begun any more."""
@@ -275,6 +301,13 @@ class _Run:
                 self._put(index, Outcome.failed(RewardTimeoutError(told), now - begun))
                 threads.replace()
         return self.timeout + min(self.running.values(), default=now) - now
+
+    def _tell(self) -> None:
+        """Say, once, which row has no end."""
+        slow = [at for at, begun in self.running.items() if time.monotonic() - begun >= SLOW_S]
+        if slow and not self.told:
+            self.told = True
+            _tell_slow(self.function, slow[0])
 
     def _put(self, index: int, outcome: Outcome) -> None:
         self.outcomes[index] = outcome

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from torchrl_llm._imports import require
+from torchrl_llm._redis import masked
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop
@@ -65,7 +66,7 @@ class MCPServers(Restarted):
         if not isinstance(servers, Mapping) or not servers:
             raise ConfigError(
                 'servers must map names to {"command": ..., "args": [...]} or {"url": ...}, got '
-                f"{servers!r}"
+                f"{masked(servers)!r}"
             )
         if timeout <= 0 or start_timeout <= 0:
             raise ConfigError("timeout and start_timeout must be above 0")

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from torchrl._utils import logger
 
 from torchrl_llm._imports import require
+from torchrl_llm._redis import masked
 from torchrl_llm.errors import ConfigError, WorkerError
 
 _FEATURE = "MCPToolTransform"
@@ -52,19 +53,21 @@ class MCPServerConfig:
 
     command: str | None = None
     args: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     cwd: str | None = None
-    url: str | None = None
-    headers: Mapping[str, str] = field(default_factory=dict)
+    url: str | None = field(default=None, repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def __post_init__(self) -> None:
         if (self.command is None) == (self.url is None):
             raise ConfigError(
                 'an MCP server is either {"command": program, "args": [...]} or {"url": address}, '
-                f"got command={self.command!r} and url={self.url!r}"
+                f"got command={self.command!r} and url={masked(self.url)!r}"
             )
         if self.url is not None and urlsplit(self.url).scheme not in ("http", "https"):
-            raise ConfigError(f"the url of an MCP server begins with http, got {self.url!r}")
+            raise ConfigError(
+                f"the url of an MCP server begins with http, got {masked(self.url)!r}"
+            )
         if isinstance(self.args, str) or not all(isinstance(arg, str) for arg in self.args):
             raise ConfigError(f"args of an MCP server must be a list of strings, got {self.args!r}")
         for name in ("env", "headers"):
@@ -232,9 +235,9 @@ class MCPConnection:
                 if isinstance(error, TimeoutError)
                 else _first(error)
             )
+            where = self.config.command or masked(self.config.url)
             raise WorkerError(
-                f"the MCP server {self.name!r} ({self.config.command or self.config.url}) did not "
-                f"start: {reason}{life.said}"
+                f"the MCP server {self.name!r} ({where}) did not start:  {reason}{life.said}"
             ) from None
         self._life = life
         return life

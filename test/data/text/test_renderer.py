@@ -4,9 +4,10 @@ import pytest
 from data.text.tokenizers_of_the_zoo import make_tokenizer
 from data.text.zoo import ZOO
 
-from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.data.text import ChatFormatter, renderer
 from torchrl_llm.data.text.codec import Shield
 from torchrl_llm.data.text.renderer import Locator
+from torchrl_llm.errors import ConfigError
 
 
 def spans_of(template, *chats, empty_shield=True):
@@ -90,3 +91,22 @@ def test_every_content_is_found_in_every_template(name):
         rendered = formatter._renderer.render(messages, spans=True)
         found = [rendered.text[a:b].strip() for a, b, _ in rendered.spans]
         assert found == [m["content"].strip() for m in messages]
+
+
+NESTED = (
+    "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
+    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("use", ["encode", "render"])
+def test_a_template_that_does_not_end_is_an_error(use, monkeypatch):
+    """Loops of 99,999 in one another: 10 billion rounds."""
+    monkeypatch.setattr(renderer, "LONGEST_S", 0.3)
+
+    def begin():
+        formatter = ChatFormatter(make_tokenizer(next(iter(ZOO)), "bytes"), chat_template=NESTED)
+        return getattr(formatter, use)([{"role": "user", "content": "a"}])
+
+    with pytest.raises(ConfigError, match=r"chat template had not ended after 0\.3 s .* mend"):
+        begin()

@@ -274,3 +274,9 @@ def test_a_server_that_is_not_there_and_settings_that_are_impossible(ours):
     with pytest.raises(BackendError, match="thirteen"):
         client.step({"guess": 13})
     client.close()
+
+
+def test_no_error_shows_the_password_of_an_address():
+    with pytest.raises(ConfigError, match=r"got 'ftp://me:\*\*\*@host'"):
+        OpenEnvClient("ftp://me:secret@host")
+    assert OpenEnvClient("http://me:secret@host").place == "ws://me:***@host/ws"

@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import jinja2
@@ -26,7 +27,11 @@ from transformers.utils.chat_template_utils import get_json_schema, render_jinja
 from torchrl_llm.data.messages import REASONING_KEYS, calls_of, reasoning_of, texts_of
 from torchrl_llm.data.text.codec import ESCAPE, Shield
 from torchrl_llm.data.text.traced import TracedTemplate
-from torchrl_llm.errors import TemplateError
+from torchrl_llm.data.watchdog import with_limit
+from torchrl_llm.errors import ConfigError, TemplateError
+
+LONGEST_S = 60.0
+"""Seconds that a template may take for one conversation, which is a thousandth of one."""
 
 _PRIVATE_KEYS = frozenset({"is_complete", "raw", "flags", "tool_call_errors"})
 # The tracker behind {% generation %} lives in the compiled template, which all threads share.
@@ -139,6 +144,7 @@ class Renderer:
 
         Raises:
             TemplateError: the template refuses the messages.
+            ConfigError: it does not end.
         """
         tools = self._tools(tools)
         if self.form.named_ids:
@@ -179,14 +185,24 @@ class Renderer:
         """The text, and where the ``{% generation %}`` blocks stand if that is asked for."""
         try:
             with _GENERATION_LOCK if blocks else nullcontext():
-                texts, found = render_jinja_template(
-                    conversations=[prepared],
-                    tools=tools,
-                    chat_template=self.template,
-                    add_generation_prompt=prompt,
-                    return_assistant_tokens_mask=blocks,
-                    **self.variables,
+                texts, found = with_limit(
+                    partial(
+                        render_jinja_template,
+                        conversations=[prepared],
+                        tools=tools,
+                        chat_template=self.template,
+                        add_generation_prompt=prompt,
+                        return_assistant_tokens_mask=blocks,
+                        **self.variables,
+                    ),
+                    LONGEST_S,
                 )
+        except TimeoutError:
+            raise ConfigError(
+                f"the chat template had not ended after {LONGEST_S:g} s for {len(prepared)} "
+                "messages: it is not made for this, or to keep a machine busy; choose another, "
+                "model.chat_template_name, or mend the tokenizer's"
+            ) from None
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
             if blocks:  # without them it says what is wrong
                 return self._jinja(prepared, tools, prompt)[0], []

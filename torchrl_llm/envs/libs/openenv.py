@@ -18,6 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrl_llm._imports import require
+from torchrl_llm._redis import masked
 from torchrl_llm.envs.actions import ActionError, ActionForm, CallAction, make_action_parser
 from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
@@ -47,6 +48,7 @@ class OpenEnvClient:
         self, url: str, *, connect_timeout_s: float = 10.0, message_timeout_s: float = 60.0
     ) -> None:
         self.url = _address(url, "ws", "/ws")
+        self.place = masked(self.url)  # as errors name it
         self.connect_timeout_s = connect_timeout_s
         self.message_timeout_s = message_timeout_s
         self._socket: Any = None
@@ -101,7 +103,7 @@ class OpenEnvClient:
                     proxy=None,
                 )
             except Exception as error:  # refused, unknown host, no WebSocket, no answer
-                raise WorkerError(f"cannot connect to {self.url}: {_said(error)}") from error
+                raise WorkerError(f"cannot connect to {self.place}: {_said(error)}") from error
         return self._socket
 
     def _ask(self, kind: str, data: Mapping[str, Any] | None, reply: str) -> dict[str, Any]:
@@ -115,11 +117,13 @@ class OpenEnvClient:
         except TimeoutError as error:
             self.close()
             raise WorkerError(
-                f"{self.url} did not answer {kind!r} within {self.message_timeout_s} s"
+                f"{self.place} did not answer {kind!r} within {self.message_timeout_s} s"
             ) from error
         except Exception as error:  # the connection is gone, or what came is no JSON
             self.close()
-            raise WorkerError(f"{self.url} is gone or speaks no OpenEnv: {_said(error)}") from error
+            raise WorkerError(
+                f"{self.place} is gone or speaks no OpenEnv: {_said(error)}"
+            ) from error
         return self._read(answer, kind, reply)
 
     def _read(self, answer: Any, kind: str, reply: str) -> dict[str, Any]:
@@ -129,17 +133,17 @@ class OpenEnvClient:
             return dict(data)
         if told != "error" or not isinstance(data, Mapping):
             self.close()
-            raise WorkerError(f"{self.url} answered {kind!r} with {str(answer)[:200]!r}")
+            raise WorkerError(f"{self.place} answered {kind!r} with {str(answer)[:200]!r}")
         code, text = str(data.get("code")), str(data.get("message"))
         if code == "CAPACITY_REACHED":
             self.close()
             raise ResourceError(
-                f"{self.url} allows no further session: {text}. Lower num_envs, or let the server "
-                "run more environments (max_concurrent_envs)"
+                f"{self.place} allows no further session: {text}. Lower num_envs, or let the "
+                "server run more environments (max_concurrent_envs)"
             )
         if code == "VALIDATION_ERROR" and kind == "step":
             raise ActionError(_validation(data))
-        raise BackendError(f"{self.url} failed in {kind!r} ({code}): {text}")
+        raise BackendError(f"{self.place} failed in {kind!r} ({code}): {text}")
 
 
 class OpenEnvSession(Session):
@@ -179,7 +183,7 @@ class OpenEnvSession(Session):
         reward, done = data.get("reward"), bool(data.get("done"))
         reward = 0.0 if reward is None else float(reward)
         if not isinstance(observation, Mapping):
-            raise BackendError(f"{self.client.url} gave no observation, but {observation!r:.100}")
+            raise BackendError(f"{self.client.place} gave no observation, but {observation!r:.100}")
         success = done and reward > self.success_above
         return Observed(self.observe(observation), reward, terminated=done, success=success)
 
@@ -303,7 +307,7 @@ def _action_schema(url: str, timeout_s: float) -> dict[str, Any]:
             schema = json.load(reply)["action"]
             fields = {k: v for k, v in schema["properties"].items() if k != "metadata"}
     except Exception as error:  # unreachable, slow, or no OpenEnv server
-        raise WorkerError(f"{address} gave no schema of actions: {_said(error)}") from error
+        raise WorkerError(f"{masked(address)} gave no schema of actions: {_said(error)}") from error
     required = [name for name in schema.get("required") or () if name in fields]
     definitions = {k: v for k, v in schema.items() if k == "$defs"}
     return {"type": "object", "properties": fields, "required": required, **definitions}
@@ -312,7 +316,8 @@ def _action_schema(url: str, timeout_s: float) -> dict[str, Any]:
 def _address(url: str, scheme: str, path: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https", "ws", "wss") or not parts.netloc:
-        raise ConfigError(f"a server's url is http://host:port or https://..., got {url!r}")
+        shown = masked(url)
+        raise ConfigError(f"a server's url is http://host:port or https://..., got {shown!r}")
     secure = "s" if parts.scheme in ("https", "wss") else ""
     base = parts.path.rstrip("/").removesuffix("/ws")
     return urlunsplit((scheme + secure, parts.netloc, base + path, "", ""))
