@@ -20,7 +20,7 @@ ROWS = "rows"
 """The task whose rows are those of the group ``data``."""
 
 _SHARE, _MOST = 10, 128
-_MOST_COMPARED = 100_000
+_MOST_COMPARED = 20_000
 
 Source = str | list[str] | None
 
@@ -202,14 +202,14 @@ def shared_prompts(train: Iterable[Any], held_out: Sequence[Any]) -> list[Any]:
     """The held-out prompts that are trained on, too.
 
     Args:
-        train: prompts: texts, or whatever JSON can spell; the first 100,000 are looked at.
+        train: prompts: texts, or whatever JSON can spell; the first 20,000 are looked at.
         held_out: likewise.
 
     Example:
         >>> shared_prompts(["a", "b"], ["b", "c"])
         ['b']
     """
-    wanted = {_spelled(prompt) for prompt in held_out}
+    wanted = {_spelled(prompt) for prompt in held_out if prompt is not None}
     both = {key for key in map(_spelled, islice(train, _MOST_COMPARED)) if key in wanted}
     return [prompt for prompt in held_out if _spelled(prompt) in both]
 
