@@ -26,6 +26,7 @@ NEEDS = {
     # Their rows are on the hub, unless a file has them.
     **dict.fromkeys(("tasks gsm8k", "tasks humaneval", "tasks ifeval", "tasks math"), "data"),
     "math of a file": "math",
+    "ifeval of a file": "ifeval",
     "tools browser": "browser",
     "loggers mlflow": "mlflow",
     "loggers trackio": "trackio",
@@ -63,6 +64,8 @@ for kind in KINDS:
 for name in list_envs():
     make(f"environments {name}", env_class, name=name)
 make("math of a file", find("tasks", "math"), dataset=[{"problem": "Half?", "answer": "1/2"}])
+row = {"key": 1, "prompt": "Hi", "instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]}
+make("ifeval of a file", find("tasks", "ifeval"), dataset=[row])
 print(json.dumps(made))
 """
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from tensordict import LazyStackedTensorDict
 from torchrl._utils import logger
 
-from torchrl_llm.data.column_names import check_named
+from torchrl_llm.data.column_names import check_named, joined_prompt
 from torchrl_llm.data.demonstrations import (
     Demonstration,
     DemonstrationColumns,
@@ -45,7 +45,7 @@ from torchrl_llm.recipes.builders import (
     longest_row,
     make_reference,
 )
-from torchrl_llm.recipes.data_config import DataSource, hold_out
+from torchrl_llm.recipes.data_config import DataSource, hold_out, tell_overlap
 from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import check_least, dotted, ensure, from_mapping
@@ -261,10 +261,20 @@ def load_data(config: SFTConfig, tokenizer: Any) -> Data:
         first = len(rows) + 1 if cut else 1
         held_out = make(_first(held_out, wanted), name=_name(where), first_row=first, held_out=True)
         found = found._replace(held_out=held_out)
+        asked = (_asked(part.rows, columns) for part in found)
+        tell_overlap(next(asked), list(next(asked)), "data.source" if cut else "data.eval_source")
     for part in found:
         if part is not None:
             part.check(_READ_FIRST)
     return found
+
+
+def _asked(rows: Sequence[Row], columns: DemonstrationColumns) -> Iterator[Any]:
+    """What stands in front of the last message of each row."""
+    for row in rows:
+        talk = row.get(columns.messages)
+        asked = joined_prompt(row, columns.prompt) if columns.prompt else talk
+        yield asked[:-1] if isinstance(talk, list) else asked
 
 
 def _name(source: Any) -> str:

@@ -16,10 +16,13 @@ from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from recipes.grpo_helper import SCRIPT, rows, weights
 from recipes.script import run_alone
+from torchrl._utils import logger
 
 from torchrl_llm import GRPO, SFT
+from torchrl_llm.data import table_files
+from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.errors import ConfigError, DataError, RewardError
-from torchrl_llm.recipes import front, given, launch
+from torchrl_llm.recipes import builders, front, given, launch
 from torchrl_llm.recipes.front import Command
 from torchrl_llm.recipes.reward_config import check_function
 
@@ -260,6 +263,42 @@ def test_wrong_data_is_told_before_a_model_is_read(table, monkeypatch):
     run = GRPO(data=table, prompt="questoin", reward="exact")
     with pytest.raises(DataError, match=r"data\.prompt=questoin: .*\['answer', 'question'\]"):
         run.train()
+
+
+@pytest.mark.parametrize("agent", [None, {"type": "tool", "tools": ["calculator"]}])
+def test_a_file_is_read_once_for_one_environment_to_train_and_one_to_evaluate_in(
+    table, tmp_path, monkeypatch, agent
+):
+    read, made = [], []
+    read_csv, construct = table_files.read_csv, DatasetChatEnv.__init__
+
+    def counted(self, **arguments):
+        made.append(len(arguments["dataset"]))
+        construct(self, **arguments)
+
+    monkeypatch.setattr(
+        table_files, "read_csv", lambda *a, **k: read.append(a) or read_csv(*a, **k)
+    )
+    monkeypatch.setattr(DatasetChatEnv, "__init__", counted)
+    keys = {"eval.num_prompts": 2, "env.repeats": 2, "train.prompts_per_batch": 2}
+    keys |= {"inference_model.max_tokens": 2, "model.show_tools": True}
+    run = GRPO(data=table, reward="exact", agent=agent, folder=tmp_path / "run", **keys)
+    next(run.steps())
+    assert len(read) == 1
+    assert made == [len(table.read_text().splitlines()) - 1 - 2, 2]
+
+
+def test_training_rows_that_are_also_held_out_are_said_before_a_model_is_read(monkeypatch):
+    said = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    asked = [0, 1, 2, 3, 1]
+    data = [{"question": f"{n}?", "answer": "x"} for n in asked]
+    keys = {"reward": "exact", "eval.num_prompts": 2}
+    builders.check_problems(GRPO(data=data[:4], **keys)._config)
+    assert not said
+    builders.check_problems(GRPO(data=data, **keys)._config)
+    (told,) = said
+    assert told.startswith("data.source: 1 of 2 held-out prompts are trained on too, '1?'")
 
 
 def test_objects_have_paths_that_this_process_imports():

@@ -216,7 +216,7 @@ def test_held_out_rows_that_are_too_long_are_said_to_be_held_out(tmp_path, run, 
     with pytest.raises(DataError, match=r"chats\.jsonl, line 9 \(held out\) has \d+ tokens"):
         run(tmp_path / "a", *settings)
     run(tmp_path / "b", *settings, "train.on_overlong=drop")
-    (told,) = [text for text in said if "held-out" in text]
+    (told,) = [text for text in said if "held-out rows" in text]
     assert told.startswith("2 of the 3 held-out rows have more than 32 tokens")
     assert told.endswith("eval/loss is without them")
 
@@ -233,6 +233,21 @@ def test_numbers_of_numpy_and_missing_cells_are_read_as_they_were_meant(utils):
     assert learned(rows[:2]) == ["3<|im_end|>]]"]
     with pytest.raises(DataError, match="'answer' is empty"):
         learned(rows[1:])
+
+
+def test_training_rows_that_are_also_held_out_are_said(utils, monkeypatch):
+    said = []
+    monkeypatch.setattr(logger, "warning", said.append)
+    tokenizer = load_tokenizer()
+    pairs = [{"question": f"{n}?", "answer": "x"} for n in (0, 1, 2, 3, 1)]
+    talks = [{"messages": chat(f"{n}?", "x")} for n in (0, 1, 2, 3, 1)]
+    for data in (pairs, talks):
+        utils.load_data(SFT(data=data, eval={"num_prompts": 2})._config, tokenizer)
+        (told,) = said
+        assert told.startswith("data.source: 1 of 2 held-out prompts are trained on too")
+        said.clear()
+        utils.load_data(SFT(data=data[:4], eval={"num_prompts": 2})._config, tokenizer)
+        assert not said
 
 
 def test_variables_of_the_template_are_those_of_the_key(utils, monkeypatch):

@@ -31,6 +31,7 @@ FLAGS = ("weight", "train")
 """Fields of an assistant message that say whether it is learned: 1 or ``True``, 0 or ``False``."""
 
 Messages = Sequence[Mapping[str, Any]]
+_TEXTS = {"content", "text", *REASONING_KEYS}
 _THINK = re.compile("(</?think>)")
 _MARK = re.compile("Qz[0-9]+zQ$")
 
@@ -180,30 +181,20 @@ def with_marks(messages: Messages) -> list[dict[str, Any]]:
     """
     numbers = count()
 
-    def marked(text: str) -> str:
-        parts = _THINK.split(text)
+    def marked(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [marked(each) for each in value]
+        if isinstance(value, Mapping):
+            return {key: marked(each) if key in _TEXTS else each for key, each in value.items()}
+        if not isinstance(value, str):
+            return value
+        parts = _THINK.split(value)
         for at in range(0, len(parts), 2):
             if longest := _longest_line(parts[at]):
                 parts[at] = parts[at].replace(longest, f"{longest}Qz{next(numbers)}zQ", 1)
         return "".join(parts)
 
-    def marked_content(content: Any) -> Any:
-        if isinstance(content, str):
-            return marked(content)
-        return [
-            {**part, "text": marked(part["text"])} if isinstance(part.get("text"), str) else part
-            for part in content
-        ]
-
-    return [
-        {
-            key: marked_content(value)
-            if key == "content"
-            else (marked(value) if key in REASONING_KEYS and isinstance(value, str) else value)
-            for key, value in message.items()
-        }
-        for message in messages
-    ]
+    return [marked(message) for message in messages]
 
 
 def _longest_line(text: str) -> str:
@@ -222,14 +213,13 @@ def check_written(messages: Messages, text: str) -> None:
     Raises:
         TemplateError: names the message and what is lacking.
     """
-    pieces = []
+    lines = []
     for number, message in enumerate(messages):
         for value in texts_of(message):
-            *thoughts, rest = _THINK.split(value)[::2]  # which some templates cut off
+            parts = _THINK.split(value)[::2]  # some templates cut off all but the last
             is_reasoning = value == reasoning_of(message)
-            pieces += [(number, piece, True) for piece in thoughts]
-            pieces.append((number, rest, is_reasoning))
-    lines = [(number, _longest_line(piece), is_thought) for number, piece, is_thought in pieces]
+            lines += [(number, _longest_line(each), True) for each in parts[:-1]]
+            lines.append((number, _longest_line(parts[-1]), is_reasoning))
     # The longest first, so that no text takes the place of one that it is a part of.
     for number, line, is_thought in sorted(lines, key=lambda each: -len(each[1])):
         escaped = (json.dumps(line, ensure_ascii=ascii)[1:-1] for ascii in (True, False))

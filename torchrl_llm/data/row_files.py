@@ -92,10 +92,9 @@ def load_rows(
         if not isinstance(row, Mapping):
             raise DataError(f"{where} must be a dict, got {type(row).__name__}")
         check_columns(row, columns, where)
-    if holds_structs(features := getattr(source, "features", None)):
-        padded = [name for name in features if holds_structs(features[name])]
-        if padded:
-            return MappedRows(source, partial(_unpadded, {name: features[name] for name in padded}))
+    features = getattr(source, "features", None) or {}
+    if any(map(holds_structs, features.values())):
+        return MappedRows(source, partial(_unpadded, features))
     return source
 
 

@@ -54,7 +54,7 @@ def plain_value(value: Any) -> Any:
 def plain_row(
     row: Mapping[str, Any], whole: Collection[str] = (), columns: Collection[str] | None = None
 ) -> Mapping[str, Any]:
-    """A row of plain cells; the row itself where it has no others.
+    """A copy of a row, with plain cells.
 
     Args:
         row: of a table.
@@ -65,17 +65,11 @@ def plain_row(
         >>> plain_row({"query": "a", "answer": 30.0}, ["answer"])
         {'query': 'a', 'answer': 30}
     """
-    changed = {}
-    for name in row if columns is None else columns:
-        cell = plain_cell(value := row.get(name))
-        if name in whole and isinstance(cell, float):
-            cell = int(cell)
-        if cell is not value:
-            changed[name] = cell
-    if not changed:
-        return row
     made = copy(row) if isinstance(row, dict) else dict(row)  # one of a file knows its place
-    made.update(changed)
+    for name in row if columns is None else columns:
+        if name in row:
+            cell = plain_cell(row[name])
+            made[name] = int(cell) if name in whole and isinstance(cell, float) else cell
     return made
 
 
@@ -132,7 +126,7 @@ def without_padding(value: Any, feature: Any) -> Any:
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
         own = {name: each for name, each in value.items() if each is not None}
         return {name: without_padding(each, feature.get(name)) for name, each in own.items()}
-    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    inner = getattr(feature, "feature", None)
     if inner is not None and isinstance(value, Sequence) and not isinstance(value, str):
         return [without_padding(each, inner) for each in value]
     return value
@@ -146,5 +140,5 @@ def holds_structs(feature: Any) -> bool:
     """
     if isinstance(feature, Mapping):
         return True
-    inner = feature[0] if isinstance(feature, list) else getattr(feature, "feature", None)
+    inner = getattr(feature, "feature", None)
     return inner is not None and holds_structs(inner)

@@ -22,11 +22,13 @@ from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm import modules
 from torchrl_llm.assets import embedded_model_path
+from torchrl_llm.data.column_names import joined_prompt
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.data.row_files import load_rows
+from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import GameEnv, TaskEnv
+from torchrl_llm.envs.datasets.rows_env import check_rows
 from torchrl_llm.envs.datasets.task_env import tool_schemas
 from torchrl_llm.envs.transforms import ContextLimit, CutAnswers
 from torchrl_llm.errors import ConfigError, ResourceError
@@ -35,11 +37,13 @@ from torchrl_llm.modules.policies.context_limit import longest_prompt
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask, Part
-from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out
+from torchrl_llm.recipes.data_config import ROWS, DataConfig, hold_out, tell_overlap
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.strict_config import ensure, naming
-from torchrl_llm.recipes.tasks import add_tools, task_class
+from torchrl_llm.recipes.tasks import add_tools, task_class, tool_transform
+from torchrl_llm.rewards.function_reward import as_reward
+from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.trainers.batch_source import trained_rows
 from torchrl_llm.trainers.reward_watch import RewardWatch
 from torchrl_llm.trainers.run import EvalConfig
@@ -229,6 +233,12 @@ def _tool_schemas(config: RecipeConfig) -> list[dict[str, Any]] | None:
     )
     if not (config.model.is_told_of_tools and has_tools):
         return None
+    own, made = config.env.dataset == ROWS, list(config.agent.build().make_transforms())
+    if own and config.env.tools:
+        made.insert(0, tool_transform(config.env.tools, max_turns=config.env.max_tool_turns))
+    if own and made:  # rows have no tools of their own, so that no environment is needed to ask
+        told = [each for each in made if isinstance(each.parser, MessageCallParser)]
+        return [schema for each in told for schema in each.schemas] or None
     env = _with_agent(config, task(**_data(config, task)[0], **_settings(config)))
     try:
         return (env.tool_schemas if isinstance(env, TaskEnv) else tool_schemas(env)) or None
@@ -289,9 +299,13 @@ def check_problems(config: RecipeConfig) -> None:
         ConfigError: the problems do not suffice.
     """
     task = task_class(config.env.dataset)
-    data = _data(config, task)[0]
+    train, held_out = (each.get("dataset") for each in _data(config, task))
     if config.env.dataset == ROWS:
-        task(**data, **_settings(config)).close()
+        reward = as_reward(_settings(config)["reward"])
+        columns, _ = check_rows(train, reward, **config.data.columns)
+        if held_out and config.eval.num_prompts != 0:
+            asked = [[joined_prompt(row, columns) for row in held_out]]
+            tell_overlap((joined_prompt(row, columns) for row in train), *asked, "data.source")
 
 
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.TransformersWrapper:
@@ -389,10 +403,15 @@ def make_envs(
     Raises:
         ConfigError: the problems do not suffice.
     """
-    return (
-        make_train_env(config, policy.tokenizer, seed=config.seed, **order),
-        make_eval_env(config, policy.tokenizer),
-    )
+    train = make_train_env(config, policy.tokenizer, seed=config.seed, **order)
+    held_out = make_eval_env(config, policy.tokenizer)
+    if held_out is not None and config.env.dataset != ROWS and not isinstance(train, GameEnv):
+        # Rows that a task makes itself are apart; :func:`check_problems` sees those of ``data``.
+        rows = [getattr(env.primer.dataloader, "rows", ()) for env in (train, held_out)]
+        if not isinstance(getattr(rows[0], "rows", None), GeneratedRows):
+            asked = [[row.get("query") for row in rows[1]]]
+            tell_overlap((row.get("query") for row in rows[0]), *asked, "env.dataset")
+    return train, held_out
 
 
 def max_turns(config: RecipeConfig) -> int:
@@ -569,7 +588,7 @@ def _data(
     if files is None or held_out is not None:
         train = {"split": "train"} if files is None else {"data_files": files}
         return train, {"data_files": held_out}
-    rows = load_rows(Path(files), columns=task.COLUMNS)
+    rows = config.env.load(files, task.COLUMNS)
     train, held_out = hold_out(rows, config.eval.num_prompts, where=files)
     return {"dataset": train}, {"dataset": held_out}
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
+
+from torchrl._utils import logger
 
 from torchrl_llm._registry import absolute_path, import_named
 from torchrl_llm.data.row_files import MappedRows, Row, load_rows, plain_rows
@@ -16,12 +20,32 @@ ROWS = "rows"
 """The task whose rows are those of the group ``data``."""
 
 _SHARE, _MOST = 10, 128
+_MOST_COMPARED = 20_000
 
 Source = str | list[str] | None
 
 
+class ReadsOnce:
+    """Base of groups that read rows: once for all who ask; copies and other processes read anew."""
+
+    def once(self, name: str, read: Callable[[], Any]) -> Any:
+        """What was read under a name, or is read now.
+
+        Args:
+            name: of it.
+            read: reads it.
+        """
+        known = vars(self).setdefault("_known", {})
+        if name not in known:
+            known[name] = read()
+        return known[name]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "_known"}
+
+
 @dataclass(kw_only=True)
-class DataSource:
+class DataSource(ReadsOnce):
     """Where rows come from.
 
     Attributes:
@@ -58,7 +82,10 @@ class DataSource:
         Raises:
             DataError: missing or malformed data.
         """
-        return read_source(self.source, self.subset, self.split, key="data.source")
+        return self._read(self.source, self.split, "data.source")
+
+    def _read(self, source: Source, split: str | None, key: str) -> Sequence[Row]:
+        return self.once(key, lambda: read_source(source, self.subset, split, key=key))
 
     def load_held_out(self) -> Sequence[Row] | None:
         """The rows of ``eval_source`` or ``eval_split``; ``None`` without either.
@@ -67,10 +94,10 @@ class DataSource:
             DataError: missing or malformed data.
         """
         if self.eval_split is not None:
-            return read_source(self.source, self.subset, self.eval_split, key="data.eval_split")
+            return self._read(self.source, self.eval_split, "data.eval_split")
         if self.eval_source is None:
             return None
-        return read_source(self.eval_source, self.subset, self.split, key="data.eval_source")
+        return self._read(self.eval_source, self.split, "data.eval_source")
 
 
 @dataclass(kw_only=True)
@@ -169,6 +196,53 @@ def _part(rows: Sequence[Row], wanted: range) -> Sequence[Row]:
     if isinstance(rows, list):
         return rows[wanted.start : wanted.stop]
     return MappedRows(wanted, rows.__getitem__)  # a slice of a datasets.Dataset holds columns
+
+
+def shared_prompts(train: Iterable[Any], held_out: Sequence[Any]) -> list[Any]:
+    """The held-out prompts that are trained on, too.
+
+    Args:
+        train: prompts: texts, or whatever JSON can spell; the first 20,000 are looked at.
+        held_out: likewise.
+
+    Example:
+        >>> shared_prompts(["a", "b"], ["b", "c"])
+        ['b']
+    """
+    wanted = {_spelled(prompt) for prompt in held_out if prompt is not None}
+    both = {key for key in map(_spelled, islice(train, _MOST_COMPARED)) if key in wanted}
+    return [prompt for prompt in held_out if _spelled(prompt) in both]
+
+
+def _spelled(prompt: Any) -> str:
+    if isinstance(prompt, str):
+        return prompt
+    return json.dumps(prompt, default=str, sort_keys=True)
+
+
+def overlap_text(both: Sequence[Any], held_out: Sequence[Any]) -> str:
+    """What is said of :func:`shared_prompts`.
+
+    Args:
+        both: these.
+        held_out: all held-out prompts.
+    """
+    return (
+        f"{len(both)} of {len(held_out)} held-out prompts are trained on too, {both[0]!r:.80} for "
+        "example, and would flatter the accuracy. Leave them out of one of the two"
+    )
+
+
+def tell_overlap(train: Iterable[Any], held_out: Sequence[Any], key: str) -> None:
+    """Say in a run that held-out prompts are trained on.
+
+    Args:
+        train: as of :func:`shared_prompts`.
+        held_out: likewise.
+        key: of the setting that says where rows come from.
+    """
+    if both := shared_prompts(train, held_out):
+        logger.warning(f"{key}: {overlap_text(both, held_out)}")
 
 
 def read_source(source: Any, subset: str | None, split: str | None, *, key: str) -> Sequence[Row]:

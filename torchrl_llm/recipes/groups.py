@@ -6,20 +6,24 @@ The groups that make the algorithm (loss, advantage, reward, ...) are in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from torchrl_llm._registry import find
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.data.overlong import LengthRule, OnOverlong
+from torchrl_llm.data.row_files import Row, load_rows
 from torchrl_llm.modules.backends import SamplingParams
+from torchrl_llm.recipes.data_config import ReadsOnce
 from torchrl_llm.recipes.strict_config import check_device, check_least, ensure, naming
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
 from torchrl_llm.trainers.optim import check_optimizer, check_schedule
 
 
 @dataclass(kw_only=True)
-class EnvConfig:
+class EnvConfig(ReadsOnce):
     """Task and prompts.
 
     Attributes:
@@ -58,6 +62,18 @@ class EnvConfig:
     max_tool_turns: int = 4
     max_prompt_length: int | None = None
     on_overlong: OnOverlong = "error"
+
+    def load(self, path: str, columns: Sequence[str]) -> Sequence[Row]:
+        """The rows of ``data_files`` or ``eval_data_files``.
+
+        Args:
+            path: one of the two.
+            columns: that rows must have.
+
+        Raises:
+            DataError: missing or malformed data.
+        """
+        return self.once(path, lambda: load_rows(Path(path), columns=columns))
 
     def __post_init__(self) -> None:
         check_least(self, "env", 1, "repeats", "max_steps", "max_tool_turns")

@@ -146,18 +146,12 @@ class InverseParser:
             found = re.compile(f"{mark}(?:\\Z|{gap}(?:\\Z|{self.header}))").search(text, place)
             if head is None and place == 0 and (found is None or self.headless is None):
                 raise TemplateError(f"not a text of {self.family}: no turn begins at {text[:60]!r}")
-            start, end, following = (
-                (len(text), len(text), None)
-                if found is None
-                else (found.start(), found.end(), found["role"])
-            )
-            closed = found is not None
-            if self.roles.get(role, role) == "assistant" and (
-                other := self._other_end(text, place, start, mark, other_ends)
-            ):
-                closed, (start, end, following) = True, other
-            yield role, text[place:start], closed
-            place, role = end, following
+            end = found and (found.start(), found.end(), found["role"])
+            if self.roles.get(role, role) == "assistant":
+                limit = end[0] if end else len(text)
+                end = self._other_end(text, place, limit, mark, other_ends) or end
+            yield role, text[place : end[0] if end else len(text)], end is not None
+            _, place, role = end or (0, 0, None)
             if role is None:
                 return
 

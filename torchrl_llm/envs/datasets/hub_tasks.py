@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import torch
 
+from torchrl_llm._imports import require
 from torchrl_llm._registry import register
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
@@ -255,5 +256,12 @@ class IFEvalEnv(TaskEnv):
         return read | {"key": torch.tensor(read["key"])}
 
     def make_reward(self) -> IfEvalScorer:
-        """See :class:`~torchrl_llm.rewards.ifeval.IfEvalScorer`."""
+        """See :class:`~torchrl_llm.rewards.ifeval.IfEvalScorer`.
+
+        Raises:
+            MissingExtraError: a package is missing that some instructions are checked with.
+        """
+        needed = ("langdetect",) if self.checker == "strict" else ("langdetect", "nltk", "punkt")
+        for package in needed:
+            require(package, extra="ifeval", feature="IFEvalEnv")
         return IfEvalScorer(scored_part=self.scored_part, checker=self.checker)

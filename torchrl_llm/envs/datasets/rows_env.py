@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm._registry import register
@@ -80,38 +80,17 @@ class RowsEnv(TaskEnv):
                 "or the name of a dataset on the hub"
             )
         rows = plain_rows(load_rows(source, name=name, split=split))
-        self._columns = choose_columns(rows[0], prompt=prompt, answer=answer, messages=messages)
-        # Rows in memory are all looked at; those of another sequence may have to be read.
-        for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
-            _query(row, self._columns[0], place_of(row, f"row {number}"))
         if kwargs.get("reward") is not None:
             kwargs["reward"] = as_reward(kwargs["reward"])
-            self._check_answer(rows[0], kwargs["reward"])
+        named = {"prompt": prompt, "answer": answer, "messages": messages}
+        self._columns = check_rows(rows, kwargs.get("reward"), **named)
         super().__init__(dataset=rows, **kwargs)
-
-    def _check_answer(self, row: Mapping[str, Any], reward: RewardParser) -> None:
-        if (
-            reward.needs_answer
-            and self._columns[1] is None
-            and self.make_row(row)["answer"] is None
-        ):
-            raise DataError(
-                f"the reward compares with an answer, and none of the columns {sorted(row)} is one "
-                "by its name; name it, data.answer=..., or take a reward of (response) or "
-                "(response, row)"
-            )
 
     def make_row(self, row: Mapping[str, Any]) -> Mapping[str, Any]:
         """A row of the data as ``query``, ``answer`` and ``row``."""
-        prompt, answer = self._columns
-        query, last = _query(row, prompt, "a row"), None
-        if isinstance(query, list) and query[-1].get("role") == "assistant":
-            last = query.pop().get("content")
-        return {
-            "query": query,
-            "answer": last if answer is None else row.get(answer),
-            "row": {name: plain_value(value) for name, value in row.items()},
-        }
+        query, answer = query_and_answer(row, self._columns)
+        plain = {name: plain_value(value) for name, value in row.items()}
+        return {"query": query, "answer": answer, "row": plain}
 
     def make_reward(self) -> RewardParser:
         """None: what is right is for whoever brings the data to say."""
@@ -119,6 +98,50 @@ class RowsEnv(TaskEnv):
             "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
             "name of one (torchrl-llm list rewards), reward=exact for example"
         )
+
+
+def check_rows(
+    rows: Sequence[Mapping[str, Any]], reward: RewardParser | None, **named: str | None
+) -> tuple[tuple[str, ...], str | None]:
+    """Look at rows before anything is made of them; those in memory are all looked at.
+
+    Args:
+        rows: of the data.
+        reward: that scores answers to them; ``None`` for none.
+        named: arguments of :func:`choose_columns`.
+
+    Returns:
+        As :func:`choose_columns`.
+
+    Raises:
+        DataError: a row without a prompt, or no answers and a reward that compares with them.
+    """
+    columns = choose_columns(rows[0], **named)
+    for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
+        _query(row, columns[0], place_of(row, f"row {number}"))
+    needed = reward is not None and reward.needs_answer and columns[1] is None
+    if needed and query_and_answer(rows[0], columns)[1] is None:
+        raise DataError(
+            f"the reward compares with an answer, and none of the columns {sorted(rows[0])} is one "
+            "by its name; name it, data.answer=..., or take a reward of (response) or "
+            "(response, row)"
+        )
+    return columns
+
+
+def query_and_answer(
+    row: Mapping[str, Any], columns: tuple[tuple[str, ...], str | None]
+) -> tuple[str | list[dict[str, Any]], Any]:
+    """What a row asks, and what the reward compares with.
+
+    Args:
+        row: of the data.
+        columns: of :func:`choose_columns`.
+    """
+    query, last = _query(row, columns[0], "a row"), None
+    if isinstance(query, list) and query[-1].get("role") == "assistant":
+        last = query.pop().get("content")
+    return query, last if columns[1] is None else row.get(columns[1])
 
 
 def _query(

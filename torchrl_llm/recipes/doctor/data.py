@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torchrl_llm.envs import GameEnv
 from torchrl_llm.modules.policies.context_limit import longest_prompt
+from torchrl_llm.recipes.data_config import overlap_text, shared_prompts
 from torchrl_llm.recipes.doctor.finding import Finding, error, ok, warning
 from torchrl_llm.recipes.doctor.subject import Subject
 from torchrl_llm.recipes.tasks import task_class
@@ -104,14 +104,8 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
 
 
 def _overlap(train: list[Any], held_out: list[Any], key: str) -> Iterator[Finding]:
-    known = {json.dumps(query, default=str, sort_keys=True) for query in train}
-    both = [q for q in held_out if json.dumps(q, default=str, sort_keys=True) in known]
-    if both:
-        yield warning(
-            key,
-            f"{len(both)} of {len(held_out)} held-out prompts are trained on too, {both[0]!r:.80} "
-            "for example, and would flatter the accuracy. Leave them out of one of the two",
-        )
+    if both := shared_prompts(train, held_out):
+        yield warning(key, overlap_text(both, held_out))
     elif held_out:
         yield ok(key, f"none of {len(held_out)} held-out prompts is among {len(train)} of training")
 
