@@ -46,6 +46,17 @@ class _TokenCarrier(InputMode):
         nodes = by_node(facts).items()
         return specs | {node: RaggedSpec(keys, shape=(size,)) for node, keys in nodes}
 
+    def _reset_ids(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> list[Tensor]:
+        """Write the ids of conversations that begin; none for a row without one."""
+        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
+        nothing = torch.zeros(0, dtype=torch.int64)
+        filler = Encoded(nothing, nothing, nothing.bool())
+        items = [filler if chat is None else next(encoded) for chat in chats]
+        ids, sources = [item.token_ids for item in items], [item.source for item in items]
+        self._write_tokens(out, self._unsampled(ids, sources))
+        self._start_chats(out, chats)
+        return ids
+
     def _start_chats(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
         if self.keeps_history:
             input_mode.write_chats(out, [Chat() if chat is None else chat for chat in chats])
@@ -158,8 +169,9 @@ def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
 class TextMode(_TokenCarrier):
     """Strings: ``("text", "full")`` becomes the next ``("text", "prompt")``.
 
-    The sampled ids travel along in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and
-    ``"trace"``, which are empty at reset, so that a turn that was sampled is not encoded again.
+    The ids travel along in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and ``"trace"``:
+    a turn that was sampled is not encoded again, and what a user wrote writes no special token,
+    which the text alone would do.
     """
 
     name = "text"
@@ -179,14 +191,7 @@ class TextMode(_TokenCarrier):
 
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
         """Render the conversations, generation prompt included."""
-        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
-        texts = [
-            "" if chat is None else self.formatter.decode(next(encoded).token_ids) for chat in chats
-        ]
-        self._write(out, texts)
-        self._start_chats(out, chats)
-        empty = [torch.zeros(0, dtype=torch.int64)] * len(chats)
-        self._write_tokens(out, self._unsampled(empty, empty))
+        self._write(out, [self.formatter.decode(ids) for ids in self._reset_ids(out, chats)])
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``text.prompt`` and its ids."""
@@ -257,13 +262,7 @@ class TokensMode(_TokenCarrier):
 
     def reset(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> None:
         """Encode the conversations, generation prompt included."""
-        encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
-        nothing = torch.zeros(0, dtype=torch.int64)
-        filler = Encoded(nothing, nothing, nothing.bool())
-        items = [filler if chat is None else next(encoded) for chat in chats]
-        ids, sources = [item.token_ids for item in items], [item.source for item in items]
-        self._write_tokens(out, self._unsampled(ids, sources))
-        self._start_chats(out, chats)
+        self._reset_ids(out, chats)
 
     def step(self, td: TensorDictBase, out: TensorDictBase, stepped: list[bool] | None) -> None:
         """Write ``tokens.prompt`` and its trace."""

@@ -536,7 +536,7 @@ class TextRows(RowReader):
                 records[row] = records[row].extend(more, source, 0)
                 continue
             # The text was rewritten, so that these ids no longer spell it.
-            cause = "history_changed" if ids.shape[0] else None
+            cause = "history_changed" if records[row].num_turns else None
             records[row] = _of_text(self.codec.encode([text])[0], cause, records[row].num_turns)
             unscored[row] = False
         return Prompts(records, None, unscored)
