@@ -12,6 +12,7 @@ Next: ``torchrl_llm.data.text.respond`` reads sampled responses with it,
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from abc import ABC, abstractmethod
@@ -32,6 +33,8 @@ _SPACE = re.compile(r"\s*")
 _MOST_ERRORS = 64
 _MOST_LEVELS = 100
 _NESTS = (dict, list, tuple, set)
+# Python's own parser takes a second and a hundred times the memory for a megabyte.
+MOST_PYTHON = 1 << 17
 # No real turn has as many calls; a text of empty objects would hold half a million.
 _MOST_VALUES = 4096
 _DECODERS = {strict: json.JSONDecoder(strict=strict) for strict in (True, False)}
@@ -141,14 +144,23 @@ class TaggedJson(Marked):
 
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
+        # Where there are two marks on each side, the inner ones stand around each object.
+        inner = [closing.split()[0], opening.split()[-1]] if len(opening.split()) > 1 else []
+        inner = inner if len(closing.split()) > 1 else []
+        self._between = re.compile(r"\s*".join(["", *map(re.escape, inner), r"(?=\{)"]))
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
-        """The object, or the list of objects, between the marks."""
-        value, end = self.value_at(text, at)
-        calls = [self.call_of(v) for v in (value if isinstance(value, list) else [value])]
-        if not calls:
+        """The object, the list of objects, or objects in a row (MiniMax), between the marks."""
+        value, end = json_behind(text, at + len(self.opening))
+        values = value if isinstance(value, list) else [value]
+        while self.closing and (between := self._between.match(text, end)):
+            value, end = json_behind(text, between.end())
+            values.append(value)
+            if len(values) > _MOST_VALUES:
+                raise ValueError(f"more than {_MOST_VALUES} tool calls in one turn")
+        if not values:
             raise ValueError("an empty list of tool calls")
-        return calls, end
+        return [self.call_of(v) for v in values], behind_mark(text, end, self.closing)
 
     def call_of(self, value: Any) -> Call:
         """The call that a value means; ValueError if it means none."""
@@ -167,14 +179,14 @@ class TaggedJson(Marked):
 class BareJson(CallSyntax):
     """The whole turn is one JSON object (Llama 3), or several of them in a row."""
 
-    # What Llama writes in front of calls where it also knows built-in tools.
-    _opening = "<|python_tag|>"
+    # Llama's, where it also knows built-in tools, and what Phi-4-mini is told to begin with.
+    _opening = re.compile(r"<\|python_tag\|>\s*|functools(?=\[)")
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
         """The calls, if the turn is nothing else."""
         stripped = text.strip()
-        marked = stripped.startswith(self._opening)
-        stripped = stripped.removeprefix(self._opening).lstrip()
+        marked = self._opening.match(stripped)
+        stripped = stripped[marked.end() :] if marked else stripped
         if not stripped.startswith(("{", "[")):
             return ParsedCalls(text, [])
         try:
@@ -467,6 +479,13 @@ def typed_value(text: str, schema: Mapping[str, Any] | None) -> Any:
     try:
         return shallow(json.loads(text))
     except (ValueError, RecursionError):
+        pass
+    if len(text) > MOST_PYTHON:
+        return text
+    try:  # what is no text a template may write as Python does: True, None, {'k': 1}
+        value = ast.literal_eval(text.strip())
+        return shallow(value) if isinstance(value, (bool, list, dict, type(None))) else text
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
         return text
 
 

@@ -228,11 +228,13 @@ class ChatFormatter:
             self._check_calls()
 
     def _check_calls(self) -> None:
-        """Read the calls that the template writes, behind a thought and without one."""
+        """Read the calls that the template writes: bare, of two arguments, behind a thought."""
         prompt = [{"role": "user", "content": USER}]
-        thoughts = [{}, {"reasoning_content": THOUGHT}][: 1 + (self.probe.reasoning is not None)]
-        for thought in thoughts:
-            turn = {**calling([(NAME, VALUE)]), **thought}
+        turns = [calling([(NAME, VALUE)]) for _ in range(2 + (self.probe.reasoning is not None))]
+        turns[1]["tool_calls"][0]["function"]["arguments"]["other"] = VALUE
+        turns[2:] = [{**turn, "reasoning_content": THOUGHT} for turn in turns[2:]]
+        for turn in turns:
+            wanted = [(NAME, sorted(turn["tool_calls"][0]["function"]["arguments"]))]
             try:
                 before = self._renderer.render(prompt, tools=[TOOL], add_generation_prompt=True)
                 whole = self._renderer.render([*prompt, turn], tools=[TOOL])
@@ -243,11 +245,12 @@ class ChatFormatter:
             text = whole.text[len(before.text) :]
             ids = self._codec.ids(text)
             read = self.parse_response(self._codec.ids(before.text), ids, FinishReason.STOP)
-            found = [c["function"]["name"] for c in read.get("tool_calls", ())]
-            if found != [NAME]:
+            calls = [c["function"] for c in read.get("tool_calls", ())]
+            found = [(c["name"], sorted(c["arguments"])) for c in calls]
+            if found != wanted:
                 raise TemplateError(
                     "tools are given, but the call that this chat template writes cannot be read "
-                    f"back; expected a call of {NAME!r}, got {found} of {text!r:.300}; declare "
+                    f"back; expected a call {wanted}, got {found} of {text!r:.300}; declare "
                     "tokenizer.response_template, or take the tools away and parse the text with a "
                     "ToolParser"
                 )

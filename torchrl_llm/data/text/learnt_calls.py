@@ -19,6 +19,7 @@ from typing import Any
 from torchrl_llm.data.text.call_syntax import (
     ANSWER,
     CALL_ID,
+    MOST_PYTHON,
     NAME,
     VALUE,
     BareJson,
@@ -40,8 +41,6 @@ from torchrl_llm.data.text.call_syntax import (
 
 # The bound keeps the time linear where a name may hold the mark in front of it.
 _NAME_PATTERN = r"([\w.\-/]{1,200}?)"
-# Python's own parser takes a second and a hundred times the memory for a megabyte.
-_MOST_PYTHON = 1 << 17
 _MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
 # What ends a thought: a call is learnt from what stands behind it.
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|<\|END_THINKING\|>|\[/THINK\]")
@@ -63,7 +62,7 @@ def syntax_of(call: str | None, beside: str | None = None) -> CallSyntax | None:
     *_, begin = (0, *(m.end() for m in _THOUGHT_END.finditer(call, 0, call.index(NAME))))
     call = call[begin:].strip()
     schemas = {NAME: {"properties": {"key": {"type": "string"}}}}
-    for learn in (_braced, _pythonic, _json, _named, _tagged):
+    for learn in (_opened, _braced, _pythonic, _json, _named, _tagged):
         with suppress(ValueError):
             syntax = learn(call)
             if syntax is None:
@@ -281,6 +280,8 @@ class _Tags(Marked):
                 raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
             value = text[begin : ended.start()]
             value = value.removesuffix(self._newline) if self._newline else value
+            if value.startswith("<![CDATA[") and value.endswith("]]>"):
+                value = value[9:-3]
             schema = known.get(key) if kind is None or kind == "string" else {"type": kind}
             arguments[key] = typed_value(value, schema)
             cursor = ended.end()
@@ -333,6 +334,49 @@ def _tagged(call: str) -> CallSyntax | None:
 def _units(text: str) -> list[str]:
     """The closing marks of a text; a mark with a word behind it reaches to the next one."""
     return re.findall(r"<[^<>]*>(?:\w+<[^<>]*>)?|\S+", text)
+
+
+class _Opened(Marked):
+    """Tags of special tokens: ``<|open|>call tool="N"<|sep|>..<|close|>call<|sep|>`` (Kimi K3)."""
+
+    # The text next to the calls, and the message, are such tags as well.
+    opening = "<|close|>response<|sep|><|open|>tools<|sep|>"
+    _call = re.compile(r"\s*<\|open\|>call tool=\"([^\"<>]{1,200})\"[^<>]*<\|sep\|>")
+    _part = re.compile(
+        r"\s*<\|open\|>(?:argument key=\"([^\"<>]{0,200})\"|json) type=\"(\w+)\"<\|sep\|>"
+    )
+    _end = re.compile(
+        r"<\|close\|>(?:argument|json)<\|sep\|>(?=\s*<\|(?:open\|>argument|close\|>call))"
+    )
+
+    def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
+        calls, cursor = [], at + len(self.opening)
+        while (head := self._call.match(text, cursor)) is not None:
+            arguments, cursor = {}, head.end()
+            while (part := self._part.match(text, cursor)) is not None:
+                ended = self._end.search(text, part.end())
+                if ended is None:
+                    raise ValueError(f"an argument of the tool call {head[1]!r:.80} has no end")
+                value = text[part.end() : ended.start()]
+                if part[1] is None:
+                    arguments |= arguments_of(value)
+                else:
+                    arguments[_attribute(part[1])] = typed_value(value, {"type": part[2]})
+                cursor = ended.end()
+            cursor = behind_mark(text, cursor, "<|close|>call<|sep|>")
+            calls.append(Call(_attribute(head[1]), arguments))
+        if not calls:
+            raise ValueError("an empty list of tool calls")
+        cursor = behind_mark(text, cursor, "<|close|>tools<|sep|>")
+        return calls, skip_mark(text, skip_mark(text, cursor, "<|close|>message"), "<|sep|>")
+
+
+def _attribute(text: str) -> str:
+    return text.replace("&quot;", '"').replace("&amp;", "&")
+
+
+def _opened(call: str) -> CallSyntax | None:
+    return _Opened() if _Opened.opening in call else None
 
 
 # -- an object in braces --------------------------------------------------------------------------
@@ -417,9 +461,10 @@ class _Pythonic(Marked):
         end = text.find(self.closing, start)
         if end < 0:
             raise ValueError(f"a tool call without {self.closing!r}")
-        if end > _MOST_PYTHON:
-            raise ValueError(f"a tool call that ends behind {_MOST_PYTHON} characters")
-        return _python_calls(text[start:end].strip()), end + len(self.closing)
+        if end > MOST_PYTHON:
+            raise ValueError(f"a tool call that ends behind {MOST_PYTHON} characters")
+        calls = _python_calls(text[start:end].strip(), schemas)
+        return calls, end + len(self.closing)
 
 
 class _BarePythonic(CallSyntax):
@@ -432,14 +477,17 @@ class _BarePythonic(CallSyntax):
         if self._begins.match(stripped) is None or not stripped.endswith(("]", ")")):
             return ParsedCalls(text, [])
         try:
-            if len(stripped) > _MOST_PYTHON:
-                raise ValueError(f"tool calls of more than {_MOST_PYTHON} characters")
-            return ParsedCalls("", list(_python_calls(stripped)))
+            if len(stripped) > MOST_PYTHON:
+                raise ValueError(f"tool calls of more than {MOST_PYTHON} characters")
+            return ParsedCalls("", list(_python_calls(stripped, schemas)))
         except ValueError as error:
             return ParsedCalls(text, [BrokenCall(str(error))])
 
 
-def _python_calls(text: str) -> list[Call]:
+def _python_calls(text: str, schemas: Schemas) -> list[Call]:
+    with suppress(SyntaxError, RecursionError, MemoryError, ValueError):
+        ast.parse(escaped := text.replace("\n", "\\n"), mode="eval")
+        text = escaped  # some templates write line ends in strings as they are
     try:
         tree = ast.parse(text, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -447,8 +495,15 @@ def _python_calls(text: str) -> list[Call]:
         for node in nodes:
             if not isinstance(node, ast.Call) or node.args:
                 raise ValueError("expected calls with named arguments")
+            name = ast.unparse(node.func)
+            known = (schemas.get(name) or {}).get("properties", {})
             arguments = {str(k.arg): _literal(k.value) for k in node.keywords}
-            calls.append(Call(ast.unparse(node.func), arguments))
+            for keyword in node.keywords:  # a string without quotes may look like a number
+                key = str(keyword.arg)
+                typed = (known.get(key) or {}).get("type") == "string"
+                if typed and isinstance(arguments[key], (int, float)):
+                    arguments[key] = ast.get_source_segment(text, keyword.value)
+            calls.append(Call(name, arguments))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"not a Python call: {error}") from error
     return calls
