@@ -60,6 +60,39 @@ FORMS = {
         "[f(a='x', b=[1]), m.g(c=true)]",
         [("f", {"a": "x", "b": [1]}), ("m.g", {"c": True})],
     ),
+    "objects_in_a_row": (
+        '<do>\n{"name": "NAME", "arguments": {"key": "VALUE"}}\n</do>',
+        '<do>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n</do>',
+        [("f", {"a": 1}), ("g", {})],
+    ),
+    "objects_between_marks_of_their_own": (
+        '<all> <one> {"name": "NAME", "parameters": {"key": "VALUE"}} </one> </all>',
+        '<all> <one> {"name": "f", "parameters": {"a": 1}} </one>\n<one> {"name": "g", '
+        '"parameters": {}} </one> </all>',
+        [("f", {"a": 1}), ("g", {})],
+    ),
+    "tags_of_special_tokens": (
+        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|>'
+        '<|open|>argument key="key" type="string"<|sep|>VALUE<|close|>argument<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
+        '<|open|>argument key="a&quot;b" type="number"<|sep|>2<|close|>argument<|sep|>'
+        '<|open|>argument key="s" type="string"<|sep|>2<|close|>argument<|sep|> <|close|>'
+        'argument<|sep|><|close|>call<|sep|><|open|>call tool="g" index="2"<|sep|>'
+        '<|open|>json type="object"<|sep|>{"a": [1]}<|close|>json<|sep|><|close|>call<|sep|>'
+        "<|close|>tools<|sep|><|close|>message",
+        [("f", {'a"b': 2, "s": "2<|close|>argument<|sep|> "}), ("g", {"a": [1]})],
+    ),
+    "character_data": (
+        '<function name="NAME"><param name="key">VALUE</param></function>',
+        '<function name="f"><param name="a"><![CDATA[x\n<y>]]></param></function>',
+        [("f", {"a": "x\n<y>"})],
+    ),
+    "python_with_line_ends_in_strings": (
+        '[NAME(key="VALUE")]',
+        '[f(a="x\ny", b=1)]',
+        [("f", {"a": "x\ny", "b": 1})],
+    ),
     "json_in_a_tag_of_the_name": (
         '<function=NAME>{"key": "VALUE"}</function>',
         '<function=f>{"a": 1}</function>',
@@ -76,6 +109,39 @@ def test_the_form_of_a_call_is_learnt_from_one_example(form):
     assert [(c.name, c.arguments) for c in read.calls] == calls
     assert not read.errors
     assert not read.content.strip()
+
+
+def test_values_that_a_template_prints_as_python_does_have_the_type_of_their_schema():
+    syntax = syntax_of(f"<do>\n<function={NAME}>\n<parameter=key>\n{VALUE}\n</parameter>\n</do>")
+    kinds = {"b": "boolean", "o": "object", "l": "array", "n": "integer", "s": "string"}
+    kinds["wild"] = "object"
+    values = {"b": "True", "o": "{'k': None}", "l": "[1, False]", "n": "3", "s": "True"}
+    values["wild"] = "{'k': open('f')}"
+    text = "".join(f"<parameter={k}>\n{v}\n</parameter>\n" for k, v in values.items())
+    schema = {"properties": {name: {"type": kind} for name, kind in kinds.items()}}
+    [call] = syntax.parse(f"<do>\n<function=f>\n{text}</do>", {"f": schema}).calls
+    assert call.arguments == {
+        "b": True,
+        "o": {"k": None},
+        "l": [1, False],
+        "n": 3,
+        "s": "True",
+        "wild": "{'k': open('f')}",
+    }
+
+
+def test_a_string_that_python_takes_for_a_number_stays_one_by_its_schema():
+    syntax = syntax_of(f"[{NAME}(key={VALUE})]")
+    schemas = {"f": {"properties": {"s": {"type": "string"}, "n": {"type": "integer"}}}}
+    [call] = syntax.parse("[f(s=012.50, n=7)]".replace("012", "12"), schemas).calls
+    assert call.arguments == {"s": "12.50", "n": 7}
+
+
+def test_the_mark_that_phi_is_told_to_begin_calls_with_is_read():
+    syntax = syntax_of(f'{{"name": "{NAME}", "arguments": {{"key": "{VALUE}"}}}}')
+    read = syntax.parse('functools[{"name": "f", "arguments": {"a": 1}}]', {})
+    assert [(c.name, c.arguments) for c in read.calls] == [("f", {"a": 1})]
+    assert not syntax.parse("functools is a module", {}).found
 
 
 def test_what_would_not_read_its_own_example_is_no_syntax():
@@ -144,6 +210,25 @@ def test_tools_are_refused_where_their_calls_cannot_be_read():
     assert _formatter(body).probe.call is not None
     with pytest.raises(TemplateError, match=r"cannot be read back.*do kqxname with"):
         _formatter(body, tools=TOOLS)
+
+
+def test_tools_are_refused_where_calls_of_two_arguments_are_glued_together():
+    """As by a loop that sets a variable of its own (vLLM's gemma3_pythonic)."""
+    call = (
+        "{%- for k, v in c.function.arguments | items -%}{{- k + '=' + (v | tojson) -}}{% endfor %}"
+    )
+    template = (
+        "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content -}}"
+        "{%- for c in m.tool_calls or [] -%}{{- '[' + c.function.name + '(' -}}"
+        + call
+        + "{{- ')]' -}}{%- endfor -%}{{- '<|im_end|>\\n' -}}{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
+    )
+    specimen = Specimen(template, special=("<|im_start|>", "<|im_end|>"), eos="<|im_end|>")
+    tokenizer = tokenizer_of(specimen, "bytes")
+    ChatFormatter(tokenizer)
+    with pytest.raises(TemplateError, match=r"expected a call \[\('kqxname', \['key', 'other'\]\)"):
+        ChatFormatter(tokenizer, tools=TOOLS)
 
 
 def test_a_template_that_counts_rounds_is_given_all_of_them():

@@ -145,8 +145,8 @@ class TaggedJson(Marked):
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
         # Where there are two marks on each side, the inner ones stand around each object.
-        inner = [closing.split()[0], opening.split()[-1]] if len(opening.split()) > 1 else []
-        inner = inner if len(closing.split()) > 1 else []
+        opened, closed = opening.split(), closing.split()
+        inner = [closed[0], opened[-1]] if min(len(opened), len(closed)) > 1 else []
         self._between = re.compile(r"\s*".join(["", *map(re.escape, inner), r"(?=\{)"]))
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:

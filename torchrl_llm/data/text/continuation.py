@@ -144,6 +144,8 @@ class Continuation:
         window, (prompt, alone, full) = self._window(old, new, tools)
         said = splice.Said(prompt, alone, full, body, ending.closer, turn, self._probe)
         cut = splice.find_cut(said)
+        if cut is None and not ending.body + ending.tail and full.text.startswith(prompt.text):
+            cut = splice.Cut(len(prompt.text), None)  # nothing was sampled that could be rewritten
         composed = self._composer.label(full, [*window, *new])
         if cut is not None and self._fits(composed, cut, ending):
             start = cut.start if cut.closer else _behind_blanks(full.text, cut.start, body)

@@ -70,6 +70,7 @@ class Probe:
         loses_calls: it drops a call that has text next to it.
         behind_result: what history writes between tool results and an answer, white space aside,
             and the generation prompt does not.
+        headers_close: the next header ends a turn, and no token does that on its own.
     """
 
     form: Form
@@ -88,6 +89,7 @@ class Probe:
     beside: str | None = None
     loses_calls: bool = False
     behind_result: str = ""
+    headers_close: bool = False
 
 
 def probe_template(renderer: Renderer, codec: Codec) -> Probe:
@@ -194,7 +196,13 @@ class _Prober:
             beside=self._call_text(beside, header, lead, end_of_call, ANSWER) if beside else None,
             loses_calls=beside == "",
             behind_result=self._behind_result(lead) if call is not None else "",
+            headers_close=answer is not None and self._heads(answer),
         )
+
+    def _heads(self, closer: Closer) -> bool:
+        """Whether a closer begins the user's turn and does not end it."""
+        before, _, behind = (self.text([_user(USER)]) or "").partition(USER)
+        return closer.text in before and closer.text not in behind
 
     # -- form of the messages ---------------------------------------------------------------------
 

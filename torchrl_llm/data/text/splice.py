@@ -153,9 +153,20 @@ def _by_sampled_text(said: Said) -> Cut | None:
         return Cut(end, None) if own is not None and not form[own:].strip() else None
     end = behind_blanks(full, end)
     found = closer_at(said.full, end, said.probe)
+    if found is None and _next_turn_at(said, end):
+        return Cut(end, None)
     if found is None or (said.closer is not None and said.closer != found):
         return None
     return Cut(end, found)
+
+
+def _next_turn_at(said: Said, at: int) -> bool:
+    """Whether another turn of the model begins here, and so closes one that was cut (GLM)."""
+    header = said.probe.header.strip()
+    if said.closer is not None or not header or not said.probe.headers_close:
+        return False
+    literal = covers(said.full.literals, at, at + len(header))
+    return said.full.text.startswith(header, at) and not literal
 
 
 def _by_own_form(said: Said) -> Cut | None:
@@ -172,7 +183,8 @@ def _by_own_form(said: Said) -> Cut | None:
         start = behind_blanks(full, start)
     found = closer_at(said.full, start, said.probe)
     if said.probe.closers and found is None:
-        return None
+        next_turn = ending is None and _next_turn_at(said, start)
+        return Cut(start, None) if next_turn else None
     if any(wanted is not None and found != wanted for wanted in (ending, said.closer)):
         return None
     return Cut(start, found)
