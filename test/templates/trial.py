@@ -24,7 +24,8 @@ from torchrl_llm.data.text.whole_chats import read_text
 from torchrl_llm.errors import TorchRLLLMError
 
 _MARKS = re.compile(
-    r"<\|[\w\-.:/ ]+\|>|<｜[^｜<>]+｜>|<\|[a-z_\"]+>|<[a-z_]+\|>|</?(?:start|end)_\w+>|<escape>"
+    r"<\|[\w\-.:/ ]+\|>|<｜[^｜<>]+｜>|〈\|\w+\|〉|<\|[a-z_\"]+>|<[a-z_]+\|>"
+    r"|</?(?:start|end)_\w+>|<escape>"
     r"|<(?:bos|eos|s|/s|unk|sop|extra_id_\d)>|\[/?[A-Z]{2}[A-Z_]*\]|\[gMASK\]|\[\w?(?:BOS|EOS)\]"
     r"|<SPECIAL_\d+>|</?assistant>|<sep>|\[\|\w+\|\]|<_\w+>|\]~!?b\[|\]~b\]|\[e~\[|</?seed:\w+>|\[<_?\w+\|>?\]?"
 )
@@ -122,6 +123,18 @@ SYSTEM = {"role": "system", "content": "Be kind."}
 ANSWER = {"role": "assistant", "content": "It is sunny."}
 THINKING = {**ANSWER, "reasoning_content": "let me\nsee"}
 CALLING = {"role": "assistant", "content": "", "tool_calls": [_call("get_weather", city="Rome")]}
+TWO_CALLS = {
+    **CALLING,
+    "tool_calls": [
+        _call("get_weather", city="Rome"),
+        {**_call("get_weather", city="Oslo"), "id": "abcdef124"},
+    ],
+}
+KINDS = {**CALLING, "tool_calls": [_call("get_weather", city="12", n=3)]}
+BARE = {**CALLING, "tool_calls": [_call("get_weather")]}
+EMPTY = {**ANSWER, "content": ""}
+BLANK = {**ANSWER, "content": " \n"}
+UNASKED = {**ANSWER, "content": "And more."}
 RESULT = {"role": "tool", "name": "get_weather", "content": "21", "tool_call_id": "abcdef123"}
 
 
@@ -159,6 +172,10 @@ class Trial:
                 label = f"{kind} after {len(head)}"
                 for finish in (FinishReason.STOP, FinishReason.LENGTH):
                     self.step(formatter, head, answer, [MORE], finish, f"{label} {finish.name}")
+        for answer in (ANSWER, EMPTY, BLANK):
+            for new in ([UNASKED, MORE], [MORE]):
+                label = f"{answer['content']!r} before {len(new)}"
+                self.step(formatter, [USER], answer, new, FinishReason.LENGTH, label)
 
     def loops(self, formatter: ChatFormatter) -> None:
         call = {"message": CALLING, "label": "call"}
@@ -170,6 +187,9 @@ class Trial:
             for head in ([USER], [USER, CALLING, RESULT], [SYSTEM, USER]):
                 label = f"{item['label']} after {len(head)}"
                 self.step(formatter, head, item["message"], [RESULT], FinishReason.STOP, label)
+        for turn, label in ((TWO_CALLS, "two calls"), (KINDS, "kinds"), (BARE, "no arguments")):
+            results = [{**RESULT, "tool_call_id": call["id"]} for call in turn["tool_calls"]]
+            self.step(formatter, [USER], turn, results, FinishReason.STOP, label)
         self.step(formatter, [USER, CALLING, RESULT], ANSWER, [MORE], FinishReason.STOP, "result")
 
     def texts(self, formatter: ChatFormatter) -> None:
@@ -298,7 +318,10 @@ class Trial:
     def read(self, wanted, message, label, formatter) -> None:
         """Count what was read back, and note what was not."""
         counts, faults = self.report.counts, self.report.faults
-        if wanted.get("tool_calls"):
+        written = [c["function"]["arguments"] for c in wanted.get("tool_calls", [])]
+        if any(arguments.get("city", "") not in message["raw"] for arguments in written):
+            self.report.refused.append(f"{label}: the template writes the first call alone")
+        elif written:
             counts["calls"] += 1
             got = [c["function"] for c in message.get("tool_calls", [])]
             if got == [c["function"] for c in wanted["tool_calls"]]:

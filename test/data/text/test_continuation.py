@@ -378,13 +378,17 @@ def test_a_cut_turn_is_followed_by_another_one_where_headers_close_turns(said):
     turn = formatter.parse_response(prompt, body, FinishReason.LENGTH)
     more = {"role": "assistant", "content": "So."}
     new = [more, USER]
-    found = formatter.extend(ids, [USER, turn], FinishReason.LENGTH, new, response_start=len(prompt))
+    found = formatter.extend(
+        ids, [USER, turn], FinishReason.LENGTH, new, response_start=len(prompt)
+    )
     assert (found.forked, found.num_kept) == (False, len(ids))
     whole = formatter.render([USER, turn, *new])
     assert squeezed(formatter.decode(found.token_ids)) == squeezed(whole)
     # A turn that ended with the user's header forks: history has the assistant's in its place.
     ended = torch.cat([ids, torch.tensor(formatter.probe.terminal[0].ids)])
-    found = formatter.extend(ended, [USER, turn], FinishReason.STOP, new, response_start=len(prompt))
+    found = formatter.extend(
+        ended, [USER, turn], FinishReason.STOP, new, response_start=len(prompt)
+    )
     assert (found.forked, found.cause) == (True, "closer_changed" if said.strip() else found.cause)
 
 

@@ -396,8 +396,13 @@ class _Braced(Marked):
         name = self._name.match(text, at + len(self.opening))
         if name is None:
             raise ValueError("a tool call without a function name")
-        arguments, end = self._value(text, name.end() - 1, 0)
-        return [Call(name[1], shallow(arguments))], behind_mark(text, end, self.closing)
+        found, end = self._value(text, name.end() - 1, 0)
+        known = (schemas.get(name[1]) or {}).get("properties", {})
+        arguments = {
+            key: typed_value(value, known.get(key)) if isinstance(value, str) else value
+            for key, value in shallow(found).items()
+        }
+        return [Call(name[1], arguments)], behind_mark(text, end, self.closing)
 
     def _value(self, text: str, at: int, depth: int) -> tuple[Any, int]:
         if depth > 64:
@@ -497,12 +502,13 @@ def _python_calls(text: str, schemas: Schemas) -> list[Call]:
                 raise ValueError("expected calls with named arguments")
             name = ast.unparse(node.func)
             known = (schemas.get(name) or {}).get("properties", {})
-            arguments = {str(k.arg): _literal(k.value) for k in node.keywords}
-            for keyword in node.keywords:  # a string without quotes may look like a number
-                key = str(keyword.arg)
-                typed = (known.get(key) or {}).get("type") == "string"
-                if typed and isinstance(arguments[key], (int, float)):
-                    arguments[key] = ast.get_source_segment(text, keyword.value)
+            arguments = {}
+            for keyword in node.keywords:
+                key, value = str(keyword.arg), _literal(keyword.value)
+                schema = known.get(key) or {}
+                if isinstance(value, (int, float)) and schema.get("type") == "string":
+                    value = ast.get_source_segment(text, keyword.value)  # it had no quotes
+                arguments[key] = typed_value(value, schema) if isinstance(value, str) else value
             calls.append(Call(name, arguments))
     except (SyntaxError, RecursionError, MemoryError) as error:
         raise ValueError(f"not a Python call: {error}") from error
