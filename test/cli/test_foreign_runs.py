@@ -99,14 +99,9 @@ def said(capfd):
     return " ".join("".join(capfd.readouterr()).split())
 
 
-CASES = [(setting, name) for setting in SETTINGS for name in (BY_MODULE, BY_FILE)]
-QUICK = {("tools", BY_FILE)}
-
-
-@pytest.mark.parametrize(
-    ("setting", "name"),
-    [pytest.param(*each, marks=[] if each in QUICK else pytest.mark.full) for each in CASES],
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", [BY_MODULE, BY_FILE])
+@pytest.mark.parametrize("setting", SETTINGS)
 def test_no_command_that_reads_a_run_imports_what_its_configuration_names(
     setting, name, foreign, tmp_path, capfd
 ):
