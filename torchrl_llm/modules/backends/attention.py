@@ -17,6 +17,7 @@ more with its mask, is found out by :func:`why_not_packed`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import math
 from collections.abc import Sequence
@@ -25,7 +26,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import AttentionBlock, packing
@@ -298,7 +298,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     strange = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
     if strange:
         return f"{name} has layers of type {', '.join(sorted(strange))}"
-    if "position_ids" not in inspect.signature(causal.forward).parameters:
+    if {"position_ids", "args"}.isdisjoint(inspect.signature(causal.forward).parameters):
         return f"{name} takes no position_ids, which say where a row of a stream begins"
     if not can_be_tried(model):
         return f"the weights of {name} are sharded or not there yet, so packing cannot be tried out"
@@ -320,33 +320,32 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
         return f"{name} gives packed rows other states than padded ones"
     if _distance(packed[:, 4:], changed[:, 4:]) > rounding / 10:
         return f"tokens of one packed row reach the next one in {name}"
-    if problem := _stream_limit(model, run):
+    if problem := _stream_limit(model):
         return f"{name} does not take a stream that is longer than its context: {problem}"
     return None
 
 
-def _stream_limit(model: nn.Module, run: nn.Module) -> str | None:
+def _stream_limit(model: nn.Module) -> str | None:
     """Why a stream may not be longer than the context, though its rows are not.
 
-    Runs shapes without numbers, so that a long context costs nothing.
+    Runs shapes without numbers in a twin, so that a long context costs nothing, and no thread that
+    uses the model is disturbed.
     """
-    config = causal_model(model).config.get_text_config(decoder=True)
-    context = getattr(config, "max_position_embeddings", None)
+    config = copy.deepcopy(causal_model(model).config)
+    context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
     if attention_name(model) not in ("sdpa", "eager") or not context:
         return None
-    meta = torch.device("meta")
-    with evaluating(model):
-        for rows in (1, 2):
-            ids = torch.zeros(1, rows * context, dtype=torch.int64, device=meta)
-            apart = stream_arguments(model, [AttentionBlock(rows, context)], meta)
-            settings = {"input_ids": ids, "position_ids": ids, "use_cache": False, **apart}
-            try:
-                state = dict((*run.named_parameters(), *run.named_buffers()))
-                state = {name: weight.to(meta) for name, weight in state.items()}
-                functional_call(run, state, (), settings)
-            except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-                # What fails on one row as well is no matter of length.
-                return None if rows == 1 else str(error)
+    config._attn_implementation = attention_name(model)
+    for rows in (1, 2):
+        try:
+            with torch.device("meta"), torch.no_grad():
+                twin = type(causal_model(model))(config).eval()
+                ids = torch.zeros(1, rows * context, dtype=torch.int64)
+                apart = stream_arguments(model, [AttentionBlock(rows, context)], ids.device)
+                twin(input_ids=ids, position_ids=ids, use_cache=False, **apart)
+        except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
+            # What fails on one row as well is no matter of length.
+            return None if rows == 1 else str(error)
     return None
 
 

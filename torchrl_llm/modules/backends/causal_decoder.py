@@ -212,8 +212,8 @@ def _deviation(
     model: nn.Module, takes: frozenset[str], prompts: tuple[list[int], list[int]]
 ) -> str | None:
     weight = causal_model(model).get_input_embeddings().weight
-    device, owners = weight.device, torch.tensor([0, 1, 1])
-    staying = torch.tensor([2, 0], device=device)
+    # On the CPU: logits may be on another device than the embedding.
+    device, owners, staying = weight.device, torch.tensor([0, 1, 1]), torch.tensor([2, 0])
     rows = [torch.tensor(ids) % len(weight) for ids in prompts]
     # The id that each of the three rows goes on with.
     tokens = torch.arange(3, 3 + 3 * _STEPS, device=device).view(_STEPS, 3) % len(weight)
