@@ -139,7 +139,7 @@ def test_every_section_of_the_check_has_its_file_and_none_is_forgotten():
 
 
 @pytest.mark.full
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1200)
 def test_the_rehearsal_goes_through_every_section_on_a_cpu(tmp_path):
     command = [sys.executable, str(check.FOLDER / "check.py"), "--tiny", "--device", "cpu"]
     command += ["--budget-s", "1800"]  # the machine may be busy
