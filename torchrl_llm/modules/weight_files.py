@@ -190,16 +190,18 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
         model: a ``PreTrainedModel`` or a ``PeftModel`` over one.
 
     Raises:
-        CheckpointError: an adapter that is not LoRA.
+        CheckpointError: an adapter that no weight can hold, such as a learned prompt.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if config.is_prompt_learning or config.is_adaption_prompt:
-            raise CheckpointError(f"{name} ({config.peft_type.value}): only LoRA can be merged")
+            kind = config.peft_type.value
+            raise CheckpointError(f"{name} ({kind}) cannot be merged into weights")
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     state = base.state_dict(keep_vars=True)
     adapted = {}
     if base is not model:
-        state = {_plain_name(n): v for n, v in state.items() if not _is_of_adapter(n)}
+        others = set(_names_of_adapters(base))
+        state = {_plain_name(n): v for n, v in state.items() if n not in others}
         adapted = dict(_adapted(base))
     published = _published(base, state)
     kept, used = {id(v) for v in published.values()}, Counter(map(id, state.values()))
@@ -222,8 +224,14 @@ def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     return revert_weight_conversion(base, state)
 
 
-def _is_of_adapter(name: str) -> bool:
-    return ".lora_" in name or ".original_module." in name
+def _names_of_adapters(base: nn.Module) -> Iterator[str]:
+    """Names of what PEFT has put beside the weights of the model."""
+    for name, module in base.named_modules():
+        if hasattr(module, "base_layer"):
+            parts = module.state_dict(keep_vars=True)
+            yield from (f"{name}.{part}" for part in parts if not part.startswith("base_layer."))
+        if hasattr(module, "original_module"):
+            yield from (f"{name}.original_module.{p}" for p in module.original_module.state_dict())
 
 
 def _plain_name(name: str) -> str:
@@ -236,8 +244,8 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
         adapters = getattr(module, "active_adapters", None)
         if not hasattr(module, "base_layer") or adapters is None:
             continue
-        if not hasattr(module, "lora_A"):
-            raise CheckpointError(f"{name}: only LoRA adapters can be merged into a checkpoint")
+        if not hasattr(module, "merge"):
+            raise CheckpointError(f"{name}: {type(module).__name__} cannot be merged into weights")
         if all(_is_plain(module, adapter) for adapter in adapters):
             yield f"{name}.weight", LazyTensor(module.base_layer.weight, _merged(module, adapters))
             continue
@@ -247,6 +255,8 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
 
 def _is_plain(module: nn.Module, adapter: str) -> bool:
     """Whether an adapter adds a product of two matrices to the weight, and no more."""
+    if not hasattr(module, "lora_B"):
+        return False
     bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
     return adapter not in getattr(module, "lora_variant", ()) and bias is None
 

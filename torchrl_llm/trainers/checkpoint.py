@@ -334,7 +334,7 @@ def save_pretrained(
         CRC-32 of each file of weights, by its name.
 
     Raises:
-        CheckpointError: an adapter that is not LoRA.
+        CheckpointError: an adapter that no weight can hold, such as a learned prompt.
     """
     checksums: dict[str, int] = {}
     base = model.get_base_model() if hasattr(model, "peft_config") else model

@@ -34,6 +34,9 @@ NOT_LORA = {
     "OFT": peft.OFTConfig(target_modules=["q_proj"], oft_block_size=4),
     "HRA": peft.HRAConfig(target_modules=["q_proj"]),
     "LoHa": peft.LoHaConfig(target_modules=["q_proj"]),
+    "LoKr": peft.LoKrConfig(target_modules=["q_proj"]),
+    "FourierFT": peft.FourierFTConfig(target_modules=["q_proj"], n_frequency=9),
+    "IA3": peft.IA3Config(target_modules=["q_proj", "up_proj"], feedforward_modules=["up_proj"]),
 }
 
 
@@ -68,7 +71,7 @@ def test_an_adapter_that_learns_a_prompt_is_refused_whatever_makes_the_logits(ki
         with pytest.raises(ConfigError, match=refused) as refusal:
             make()
         assert "full_logits" not in str(refusal.value)
-    with pytest.raises(CheckpointError, match=rf"{name}.*only LoRA"):
+    with pytest.raises(CheckpointError, match=rf"{name}. cannot be merged"):
         published_weights(model)
 
 
@@ -104,6 +107,11 @@ def test_lora_of_every_kind_is_sampled_scored_and_saved_as_it_is(tmp_path, token
 
 
 @pytest.mark.parametrize("kind", NOT_LORA)
-def test_another_adapter_is_not_saved_as_if_it_were_lora(kind):
-    with pytest.raises(CheckpointError, match="only LoRA"):
-        published_weights(adapted("llama", NOT_LORA[kind]))
+def test_another_adapter_is_saved_as_peft_merges_it(kind):
+    model = adapted("llama", NOT_LORA[kind])
+    saved = build("llama").eval()
+    saved.load_state_dict({name: part.make() for name, part in published_weights(model).items()})
+    ids = torch.arange(3, VOCAB)[None]
+    torch.testing.assert_close(logits(saved, ids), logits(model, ids), atol=1e-4, rtol=0)
+    with model.disable_adapter():
+        assert (logits(saved, ids) - logits(model, ids)).abs().max() > 1e-2
