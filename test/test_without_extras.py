@@ -69,7 +69,10 @@ def test_a_training_with_a_named_reward_on_a_file_of_rows_runs(tmp_path):
 
 @pytest.mark.parametrize(
     ("reward", "says"),
-    [("exakt", "did you mean 'exact'?"), ("math", 'pip install "torchrl_llm[math]"')],
+    [
+        pytest.param("exakt", "did you mean 'exact'?", marks=pytest.mark.full),
+        ("math", 'pip install "torchrl_llm[math]"'),
+    ],
 )
 def test_a_reward_that_cannot_be_had_is_refused_with_what_to_do(reward, says, tmp_path):
     (tmp_path / "qa.csv").write_text("question,answer\n1+1?,2\n")

@@ -195,11 +195,9 @@ def test_an_operator_keeps_the_rules_of_operators(needs, head_dtype):
     torch.library.opcheck(torch.ops.torchrl_llm.chunked_divergence, arguments)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.skipif(not COMPILER, reason="the default backend generates C++; needs a compiler")
-@pytest.mark.parametrize(
-    "name", [pytest.param("gspo", marks=pytest.mark.full), "aggregate sequence_mean"]
-)
+@pytest.mark.parametrize("name", ["gspo", "aggregate sequence_mean"])
 def test_the_default_backend_agrees(name):
     check(LOSSES[name], ragged(), "inductor")
 

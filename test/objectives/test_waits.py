@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -16,22 +17,29 @@ WORKER = Path(__file__).with_name("waits_worker.py")
 THEIRS = "find_packed_sequence_indices"
 
 
-@pytest.fixture(scope="module")
-def found():
+QUICK = ("GRPOLoss", "SFTLoss")
+# Each takes seconds.
+REST = tuple(name for name in LOSSES if name not in QUICK)
+
+
+@cache
+def results_of(losses):
     tests, root = WORKER.parents[1], WORKER.parents[2]
     path = os.pathsep.join(map(str, (tests, root)))
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     # -P: the conftest that it imports is that of all tests.
-    command = [sys.executable, "-P", str(WORKER)]
+    command = [sys.executable, "-P", str(WORKER), *losses]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])  # above it stands what was logged
 
 
 @pytest.mark.parametrize("layout", ["padded", "shared"])
-@pytest.mark.parametrize("name", LOSSES)
-def test_forward_and_backward_of_a_loss_never_wait_for_the_device(found, name, layout):
-    result = found[f"{name} {layout}"]
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.full) for name in REST)]
+)
+def test_forward_and_backward_of_a_loss_never_wait_for_the_device(name, layout):
+    result = results_of(QUICK if name in QUICK else REST)[f"{name} {layout}"]
     assert "error" not in result, result
     assert result["device"] == pytest.approx(result["cpu"], rel=1e-4)
     ours = [wait for wait in result["waits"] if THEIRS not in wait]
@@ -40,12 +48,13 @@ def test_forward_and_backward_of_a_loss_never_wait_for_the_device(found, name, l
 
 
 @pytest.mark.parametrize("name", ["update", "greedy", "native", "penalty", "draws", "cut draws"])
-def test_updates_and_sampling_never_mix_devices(found, name):
-    result = found[name]
+def test_updates_and_sampling_never_mix_devices(name):
+    result = results_of(QUICK)[name]
     assert "error" not in result, result
     assert result["device"] == pytest.approx(result["cpu"], rel=1e-3, abs=1e-4)
 
 
-def test_a_policy_that_has_diverged_is_refused_at_the_end_of_the_update(found):
+def test_a_policy_that_has_diverged_is_refused_at_the_end_of_the_update():
     """On the CPU the loss refuses it at once; here that would wait in every micro-batch."""
+    found = results_of(QUICK)
     assert found["diverged"]["error"].startswith("DataError: loss and gradients are NaN")

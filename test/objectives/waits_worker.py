@@ -1,6 +1,6 @@
 """Losses, updates and sampling on the pretended device: ``test_waits.py`` runs this file.
 
-Prints a JSON object: of each piece of work its result, that of the CPU, and what waited.
+Its arguments are names of losses. Prints a JSON object: of each piece of work its result, that of the CPU, and what waited.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import sys
 import pretend_device
 import torch
 from conftest import _make_tiny_model, _make_tokenizer
-from objectives.every_loss import LOSSES, full_rows, make_actor, make_loss
+from objectives.every_loss import full_rows, make_actor, make_loss
 from pretend_device import OnDevice, move, waits
 
 from torchrl_llm.data.scoring import ScoreExtras
@@ -91,7 +91,7 @@ def main():
     pretend_device.install()
     native = {"min_new_tokens": 3, "suppress_tokens": [3], "no_repeat_ngram_size": 2}
     native |= {"begin_suppress_tokens": [7], "typical_p": 0.9, "eta_cutoff": 1e-4}
-    work = {f"{name} {layout}": (of_loss, (name, layout), {}) for name in LOSSES
+    work = {f"{name} {layout}": (of_loss, (name, layout), {}) for name in sys.argv[1:]
             for layout in ("padded", "shared")}  # fmt: skip
     work["update"] = of_update, (), {}
     work["diverged"] = of_divergence, (), {}
