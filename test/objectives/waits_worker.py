@@ -1,6 +1,7 @@
 """Losses, updates and sampling on the pretended device: ``test_waits.py`` runs this file.
 
-Its arguments are names of losses. Prints a JSON object: of each piece of work its result, that of the CPU, and what waited.
+Its arguments are names of losses. Prints a JSON object: of each piece of work its result, that of
+the CPU, and what waited.
 """
 
 from __future__ import annotations
