@@ -292,7 +292,7 @@ def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) ->
         "state_dict": {name: weights.read(name) for name in weights.names},
     }
     with no_weight_bars():
-        model = kind.from_pretrained(None, **options)
+        model = kind.from_pretrained(None, trust_remote_code=False, **options)
     if (folder / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     return model
