@@ -82,7 +82,7 @@ def test_one_update_a_batch_needs_no_second_scoring_for_a_correction(tmp_path, r
         assert column(plain, name) == pytest.approx(column(corrected, name), rel=1e-4, abs=1e-6)
 
 
-def test_a_divergence_in_the_reward_is_steered_and_leaves_the_reported_reward_alone(tmp_path, run):
+def test_a_divergence_in_the_reward_is_steered_and_is_in_the_reported_reward(tmp_path, run):
     settings = [*SHORT, "train.max_steps=4", "optimizer.lr=1e-3"]
     kl = ["reward.kl_coeff=0.1", "reward.kl_target=1e-6", "reward.kl_horizon=16"]
     table = run(tmp_path / "a", *settings, *kl)
@@ -90,8 +90,10 @@ def test_a_divergence_in_the_reward_is_steered_and_leaves_the_reported_reward_al
     coefficients = column(table, "train/kl_coeff")
     assert coefficients[0] < 0.1 < coefficients[-1]
     plain = run(tmp_path / "b", *settings)
-    assert column(table, "train/reward")[0] == column(plain, "train/reward")[0]
-    assert set(column(table, "train/reward")) <= {n / 16 for n in range(17)}
+    rewards, successes = column(table, "train/reward"), column(table, "train/success")
+    assert rewards[0] == pytest.approx(column(plain, "train/reward")[0], abs=1e-6)
+    assert set(successes) <= {n / 16 for n in range(17)}
+    assert rewards[-1] < successes[-1] - 1e-3
 
 
 def test_adapters_switched_off_are_the_reference(tmp_path, run):

@@ -339,31 +339,35 @@ def test_a_signal_in_the_evaluation_before_training_ends_it_at_once(
     assert exit_.value.code == 128 + number
 
 
-def test_a_signal_in_the_evaluation_of_a_step_saves_the_step_without_its_numbers(
-    tmp_path, monkeypatch
+@pytest.mark.parametrize("interval", [2, 5], ids=["saved there", "saved at the end"])
+@pytest.mark.parametrize("at", [2, 4, 6])
+def test_an_evaluation_that_a_signal_has_cut_is_done_by_the_run_that_goes_on(
+    tmp_path, monkeypatch, capsys, at, interval
 ):
     seeded()
     whole = Toy(tmp_path / "whole", evaluate=True).train()
     seeded()
-    toy, looked = stopped_in_evaluation(tmp_path / "cut", monkeypatch, 4, signal.SIGTERM)
+    folder, found = tmp_path / "cut", {"interval": interval, "resume": "auto"}
+    toy, looked = stopped_in_evaluation(folder, monkeypatch, at, signal.SIGTERM, **found)
     toy.train()
-    assert looked == [0, 2, 4]
-    assert toy.run._store.steps() == [4]
-    assert [row["eval/accuracy"] for row in rows(tmp_path / "cut")] == ["0.5", "", "0.5", "", ""]
-    rest = Toy(tmp_path / "cut", evaluate=True, resume="auto").train()
-    assert torch.equal(whole.model.weight, rest.model.weight)
-
-
-def test_a_signal_in_the_evaluation_after_the_last_step_saves_and_is_said(
-    tmp_path, monkeypatch, capsys
-):
-    toy, _ = stopped_in_evaluation(tmp_path, monkeypatch, 6, signal.SIGTERM)
-    toy.train()
-    assert toy.run._store.steps() == [6]
-    assert "the evaluation after step 6, the last, was left out" in capsys.readouterr().err
+    assert (looked, toy.run._store.steps()[-1]) == ([*range(0, at + 1, 2)], at)
+    assert [int(row["train/step"]) for row in rows(folder)] == [*range(at)]
+    assert f"step_{at:06}; to go on:" in capsys.readouterr().err
     with pytest.raises(SystemExit) as exit_:
         toy.run.finish()
     assert exit_.value.code == 128 + signal.SIGTERM
+    seeded(99)
+    # The first one that goes on is stopped at the same place.
+    again, looked = stopped_in_evaluation(folder, monkeypatch, at, signal.SIGINT, **found)
+    again.train()
+    assert looked == [at]
+    rest = Toy(folder, evaluate=True, **found).train()
+    assert torch.equal(whole.model.weight, rest.model.weight)
+    found, expected = rows(folder), rows(tmp_path / "whole")
+    for row in found[:at]:  # whose stand-in says 0.5
+        row.update({k: expected[int(row["train/step"])][k] for k in row if k.startswith("eval/")})
+    assert found == expected
+    assert "mended" not in capsys.readouterr().err
 
 
 def test_an_evaluation_that_is_asked_for_by_name_is_not_cut_by_an_earlier_signal(tmp_path):

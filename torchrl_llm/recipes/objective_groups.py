@@ -270,11 +270,11 @@ class RewardComponentsConfig:
 class RewardConfig(RewardComponentsConfig):
     """The reward of a step, and what is added to it before credit sees it.
 
-    Metrics show the reward without what is added.
+    ``train/reward`` is the reward with what is added, ``train/success`` knows nothing of it.
 
     Attributes:
         cut_penalty: what is taken off the reward of an answer that ``inference_model.max_tokens``
-            has cut; metrics show the reward with it.
+            has cut.
         overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
             falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
         kl_coeff: weight of the divergence from ``ref_model`` that is taken off the reward; 0 for

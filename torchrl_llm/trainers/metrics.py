@@ -81,7 +81,7 @@ class MetricsTable:
         """
         if self._last is not None and step <= self._last:
             raise ValueError(f"step {step} follows step {self._last} in {self.path}")
-        numbers = {name: _number(value) for name, value in metrics.items()}
+        numbers = {name: number(value) for name, value in metrics.items()}
         for name in numbers:
             if name.partition("/")[0] not in ("train", "eval", "perf"):
                 raise ValueError(f"metric {name!r} must begin with train/, eval/ or perf/")
@@ -324,7 +324,7 @@ class LossMeter:
         if not isinstance(metrics, Mapping):
             metrics = metrics.metrics()
         for name, value in {**metrics, **values}.items():
-            self._sums[name] = self._sums.get(name, 0.0) + _number(value)
+            self._sums[name] = self._sums.get(name, 0.0) + number(value)
         self._open = None
         self._batches += 1
 
@@ -333,7 +333,12 @@ class LossMeter:
         return {f"train/{name}": total / self._batches for name, total in self._sums.items()}
 
 
-def _number(value: Any) -> float | int:
+def number(value: Any) -> float | int:
+    """A metric as a number of Python.
+
+    Args:
+        value: a number or a tensor of one element.
+    """
     value = value.item() if isinstance(value, torch.Tensor) else value
     return value if isinstance(value, int) else float(value)
 

@@ -48,7 +48,7 @@ from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
 from torchrl_llm.trainers.kept_rollouts import Kept, KeptRollouts, RowOutcomes
 from torchrl_llm.trainers.loggers import make_loggers
-from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
+from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics, number
 from torchrl_llm.trainers.out_of_memory import naming_keys
 from torchrl_llm.trainers.progress import Cut, StopRequest, compare_conversations
 from torchrl_llm.trainers.rank_state import rank_state
@@ -303,6 +303,7 @@ class TrainingRun:
         self._started: float | None = None
         self._stopped_by: signal.Signals | None = None
         self._cut = False
+        self._owed: dict[str, Any] | None = None
         self.how_to_resume: str | None = None
         self.stop = StopRequest(
             lambda: self.say(
@@ -394,13 +395,11 @@ class TrainingRun:
                 yield from self._steps()
             if self._cut or (self.step < self.max_steps and self._reason is None):
                 self._stopped_by = next(filter(None, self.ranks.gather(self.stop.signal)))
-            if self._cut and self.is_over:
-                self.say(f"the evaluation after step {self.step}, the last, was left out")
             if self.step == 0:
                 self.say("stopped before the first step; there is nothing to save")
             elif self._reason is not None:
                 self.say(f"ended with step {self.step}: {self._reason}")
-            elif self.step < self.max_steps:
+            elif self.step < self.max_steps or self._cut:
                 self.say(f"saved {self._store.path(self.step)}; to go on:\n  {self._command()}")
 
     def _steps(self) -> Iterator[int]:
@@ -408,6 +407,9 @@ class TrainingRun:
             numbers, self._before = self._measured()
             if not self._cut:
                 self._write(0, numbers)
+        if self._owed is not None:
+            numbers, self._after = self._measured()
+            self._write_measured(self._owed, numbers)
         while not self.is_over and not self.ranks.any(self.stop.requested):
             self.step += 1
             self._started = time.perf_counter()
@@ -581,15 +583,20 @@ class TrainingRun:
         metrics["perf/tokens_per_s"] = metrics.get(self._shown.tokens, 0) / metrics["perf/step_s"]
         metrics = self.ranks.from_main(metrics)
         self._bar.update(self.step, self._note(metrics))
-        due = self.is_over or self._falls_on(self._evaluation.interval)
+        numbers, due = {}, self.is_over or self._falls_on(self._evaluation.interval)
         if due and self._evaluate is not None:
             numbers, self._after = self._measured()
-            metrics |= numbers
             self._bar.note = self._note(metrics)
-        self.metrics = metrics
-        self._write(self.step, metrics)
+        self._write_measured(metrics, numbers)
         if self._falls_on(self._checkpoint.interval):
             self.save()
+
+    def _write_measured(self, metrics: dict[str, Any], numbers: Mapping[str, float]) -> None:
+        """Write the row of the step, or owe it to the run that goes on and evaluates first."""
+        self.metrics = {**metrics, **numbers}
+        self._owed = metrics if self._cut else None
+        if not self._cut:
+            self._write(self.step, self.metrics)
 
     def _write(self, step: int, metrics: Mapping[str, Any]) -> None:
         if self.ranks.is_main:
@@ -627,6 +634,7 @@ class TrainingRun:
             "config": self._config,
             "before": self._before,
             "after": self._after,
+            "owed": self._owed and {name: number(value) for name, value in self._owed.items()},
             "models": self._models.state(),
             "parts": part_states(shared, self._names),
             "watch": self._watch.state_dict(),
@@ -657,6 +665,7 @@ class TrainingRun:
         repairs += [notice] if notice else []
         repairs += self._rollouts.resume(step, state.get("rollouts"))
         self.step, self._before, self._after = step, state["before"], state["after"]
+        self._owed = state.get("owed")
         if self.ranks.is_main:
             repairs += self._resume_metrics(step, path / METRICS_FILE)
         load_rng_state(mine["rng"])
@@ -683,10 +692,11 @@ class TrainingRun:
         if is_whole is False:
             yield f"{copy} is damaged or gone, and is not used"
         given = None if is_whole is False or not copy.exists() else copy
-        wrong = self._table.resume(step, given, is_checked=bool(is_whole))
-        if wrong is not None:
+        written = step if self._owed is None else step - 1
+        wrong = self._table.resume(written, given, is_checked=bool(is_whole))
+        if wrong is not None and written:
             mended = "mended from the checkpoint" if given else "its rows are lost"
-            yield f"{wrong}; {mended}, to step {step}"
+            yield f"{wrong}; {mended}, to step {written}"
 
     def _load_parts(
         self, path: Path, step: int, state: Mapping[str, Any]

@@ -223,7 +223,7 @@ def test_what_torchrl_sets_for_its_tokenizer_may_be_given(mode, tokenizer):
 def test_the_wrapper_takes_the_hint_that_it_gives(make_tiny_model):
     model = make_tiny_model().eval()
     model.config.logit_magic = 3.0  # a field that the chunked head does not know
-    with pytest.raises(ConfigError, match="pass full_logits=True"):
+    with pytest.raises(ConfigError, match=r"full_logits=True\) lets"):
         modules.TransformersWrapper(model, input_mode="tokens", generate=False)
     policy = modules.TransformersWrapper(
         model, input_mode="tokens", generate=False, full_logits=True
