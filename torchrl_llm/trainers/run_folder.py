@@ -22,7 +22,7 @@ CHECKPOINTS = "checkpoints"
 STEP = "train/step"
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
-_MOST_VALUES, _MOST_LEVELS = 100_000, 32
+_MOST_VALUES, _MOST_LEVELS, _MOST_DIGITS = 100_000, 32, 16
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -225,13 +225,17 @@ def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
     lines = text[: text.rfind("\n") + 1].splitlines()
     try:
         reader = csv.DictReader(lines)
-        rows = [row for row in reader if (row.get(STEP) or "").isdecimal()]
+        rows = [row for row in reader if _is_step(row.get(STEP) or "")]
     except csv.Error as error:
         raise ValueError(str(error)) from error
     columns = list(reader.fieldnames or ())
     if STEP not in columns:
         raise ValueError(f"there is no column {STEP}")
     return columns, [{k: v for k, v in row.items() if k and v} for row in rows]
+
+
+def _is_step(text: str) -> bool:
+    return text.isdecimal() and len(text) < _MOST_DIGITS
 
 
 def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
