@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 
@@ -193,6 +194,19 @@ def test_a_chat_opens_no_data_that_a_configuration_names(foreign, tmp_path, capf
     assert status_of("chat", run) == 0
     assert opened == []
     assert "calculator" in capfd.readouterr().err  # its tool is there as ever
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "pipe.jsonl"])
+def test_the_doctor_reads_no_device_or_pipe_that_a_file_names(place, foreign, tmp_path, capfd):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    values = {
+        "env": {"dataset": "rows"},
+        "data": {"source": place},
+        "reward": {"function": "exact"},
+    }
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
+    assert status_of("doctor", tmp_path / "file.yaml", "--recipe", "grpo") == 1
+    assert f"{place}', which is no plain file and not read: add --trust" in said(capfd)
 
 
 @pytest.mark.parametrize("extra", [(), ("--trust",), ("reward.components.j.url={url}",)])
