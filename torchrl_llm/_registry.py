@@ -326,6 +326,8 @@ def import_named(path: str) -> Any:
 def importing_only(typed: Iterable[str], *, whose: str) -> Iterator[list[str]]:
     """Import nothing, in all threads, but what was typed: files of somebody else run no code.
 
+    Nor are servers asked that they name, which would learn keys and data of this machine.
+
     Args:
         typed: words of a command, ``key=value`` too.
         whose: what names the others, for the error.
@@ -352,18 +354,19 @@ add --trust if you trust it
         _closed = before
 
 
-def refuse_foreign(path: str) -> None:
-    """Refuse to import what :func:`importing_only` does not allow.
+def refuse_foreign(path: str, fate: str = "whose code is not run") -> None:
+    """Refuse to import, or to ask, what :func:`importing_only` does not allow.
 
     Args:
-        path: what is to be imported.
+        path: what is to be imported, or the address of a server.
+        fate: what is not done with it.
 
     Raises:
         ConfigError: it was not typed.
     """
     if _closed is None or path in _closed[0]:
         return
-    told = f"{_closed[1]} names {path!r}, whose code is not run: add --trust if you trust it"
+    told = f"{_closed[1]} names {path!r}, {fate}: add --trust if you trust it"
     _closed[2].append(told)
     raise ConfigError(told)
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import shutil
 import sys
 
 import pytest
 import yaml
+from chat_server import ChatHandler, chat_server
 from cli.run_folders import write_run
 from data.test_chat_export import answer
 
@@ -183,6 +185,58 @@ def test_a_search_path_of_hydra_that_would_be_imported_is_refused(foreign, tmp_p
     assert status_of("doctor", tmp_path / "file.yaml", "--recipe", "grpo") == 1
     assert not (package / "ran").exists()
     assert "'pkg://someone_elses_package', whose code is not run" in said(capfd)
+
+
+def test_a_chat_opens_no_data_that_a_configuration_names(foreign, tmp_path, capfd, monkeypatch):
+    opened = []
+    monkeypatch.setattr("torchrl_llm.data.table_files._read_text", opened.append)
+    run = foreign({"env": {"dataset": "calculator", "data_files": str(tmp_path / "file.jsonl")}})
+    assert status_of("chat", run) == 0
+    assert opened == []
+    assert "calculator" in capfd.readouterr().err  # its tool is there as ever
+
+
+@pytest.mark.parametrize("place", ["/dev/null", "pipe.jsonl"])
+def test_the_doctor_reads_no_device_or_pipe_that_a_file_names(place, foreign, tmp_path, capfd):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    values = {
+        "env": {"dataset": "rows"},
+        "data": {"source": place},
+        "reward": {"function": "exact"},
+    }
+    (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
+    assert status_of("doctor", tmp_path / "file.yaml", "--recipe", "grpo") == 1
+    assert f"{place}', which is no plain file and not read: add --trust" in said(capfd)
+
+
+@pytest.mark.parametrize("extra", [(), ("--trust",), ("reward.components.j.url={url}",)])
+def test_a_judge_of_a_file_is_sent_nothing_unless_that_is_said(
+    extra, foreign, tmp_path, capfd, monkeypatch
+):
+    class Judge(ChatHandler):
+        def reply(self, body):
+            return 200, {"choices": [{"message": {"content": "Score: 5"}}]}, {}
+
+    monkeypatch.setenv("SOMEONES_KEY", "sk-secret")
+    with chat_server(Judge) as server:
+        url = f"http://127.0.0.1:{server.server_port}"
+        judge = {"type": "judge", "url": url, "model": "m", "api_key_variable": "SOMEONES_KEY"}
+        values = {"env": {"dataset": "arithmetic"}, "reward": {"components": {"j": judge}}}
+        (tmp_path / "file.yaml").write_text(yaml.safe_dump(values))
+        typed = [each.format(url=url) for each in extra]
+        status_of("doctor", tmp_path / "file.yaml", "--recipe", "grpo", *typed)
+    assert {key for _, key, _ in server.requests} == ({"Bearer sk-secret"} if extra else set())
+    told = f"names '{url}', which is sent nothing: add --trust" in said(capfd)
+    assert told == (not extra)
+
+
+@pytest.mark.parametrize("config", [{"env": [1]}, {"env": "x"}, {"agent": ["x"]}, {"model": 3}])
+def test_a_group_that_is_none_is_told_by_its_name(config, foreign, capfd):
+    run = foreign(config)
+    assert status_of("chat", run) == 1
+    assert f"{next(iter(config))} of the run's configuration is no group of keys" in said(capfd)
+    assert status_of("doctor", run, "--recipe", "grpo") == 1
+    assert "Traceback" not in said(capfd)
 
 
 def test_only_whole_words_that_were_typed_are_allowed(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from cli.run_folders import write_run, write_sweep
 
@@ -60,6 +62,34 @@ def test_runs_are_called_by_what_differs_and_not_by_what_follows_from_it(plot, t
     _, out, _ = plot(f"{sweep}/[01]")
     assert [line.split()[0] for line in out.splitlines()[1:3]] == ["seed=0", "seed=1"]
     assert f"picture {tmp_path / 'two.png'}" not in out
+
+
+@pytest.mark.filterwarnings("error")
+def test_names_of_somebody_else_reach_neither_terminal_nor_picture_raw(
+    plot, tmp_path, capsys, monkeypatch
+):
+    hostile = "\x1b]0;owned\x07\u202e$\\frac{$ "
+    run = write_run(
+        tmp_path / hostile, {"seed": 1}, {"train/reward": [0.5], f"train/{hostile}": [1.0]}
+    )
+    status, out, err = plot(run, "--metric", f"train/{hostile}")
+    assert status == 0
+    said = [out, err]
+    for command in (["view", "."], ["plot", f"{hostile}/gone"], ["doctor", f"{hostile}.yaml"]):
+        monkeypatch.chdir(run)
+        with contextlib.suppress(SystemExit):
+            main(command)
+        said += capsys.readouterr()
+    assert not [text for text in said if {"\x1b", "\x07", "\u202e"} & set(text)]
+
+
+def test_a_step_of_more_digits_than_a_run_can_count_is_left_out(plot, tmp_path):
+    run = write_run(tmp_path / "run", {}, {"train/reward": [0.5]})
+    with (run / "metrics.csv").open("a") as file:
+        file.write("9" * 30 + ",0.7\n")
+    status, out, _ = plot(run)
+    assert status == 0
+    assert "0.7" not in out
 
 
 def test_the_best_of_a_loss_is_the_lowest(plot, tmp_path):

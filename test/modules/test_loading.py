@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
 import threading
 
 import huggingface_hub
@@ -13,7 +15,7 @@ from transformers.utils import logging
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
-from torchrl_llm.modules.model_loading import context_length, empty_model
+from torchrl_llm.modules.model_loading import context_length, empty_model, end_token_ids
 from torchrl_llm.trainers import save_pretrained
 
 
@@ -98,6 +100,30 @@ def test_what_a_folder_lacks_is_said(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(ConfigError, match="HF_HUB_OFFLINE is set, so that nothing is downloaded"):
         load_model("nobody/nothing")
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"model_type": "llama", "max_position_embeddings": "x"}'),
+        ("config.json", '{"model_type": "llama", "vocab_size": 1000000000000000000}'),
+        ("generation_config.json", '{"watermarking_config": {"a": 1}}'),
+        ("generation_config.json", '{"eos_tok'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "[]"),
+        ("tokenizer_config.json", '{"eos_token": {"a": 1}}'),
+    ],
+)
+def test_files_of_a_folder_that_say_nonsense_are_refused_by_its_name(file, text, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "model")
+    (tmp_path / "model" / file).write_text(text)
+
+    def read(name):
+        return end_token_ids(name, load_tokenizer(name)), empty_model(name)
+
+    with pytest.raises(ConfigError, match=re.escape(str(tmp_path / "model"))):
+        read(tmp_path / "model")
 
 
 def test_a_policy_loads_by_name(folder):

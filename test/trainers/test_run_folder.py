@@ -56,6 +56,34 @@ def test_the_configuration_is_the_runs_own_or_what_hydra_noted(tmp_path):
             read_config(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "seed: 2001-99-99\n",
+        "seed: !!int foo\n",
+        "seed: " + "9" * 5000,
+        "a: " + "[" * 5000,
+        "a: " + "[" * 50 + "]" * 50,
+        "env: &e\n  a: *e\n",
+        "a: &a [1, 2]\n"
+        + "".join(
+            f"{k}: &{k} [{', '.join([f'*{j}'] * 9)}]\n"
+            for j, k in zip("abcdefgh", "bcdefghi", strict=True)
+        ),
+    ],
+    ids=["date", "word", "digits", "open", "deep", "endless", "aliases"],
+)
+def test_a_configuration_that_is_no_plain_yaml_is_refused_with_its_name(text, tmp_path):
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"config\.yaml cannot be read: "):
+        read_config(tmp_path)
+
+
+def test_an_alias_and_a_key_that_is_a_number_are_read(tmp_path):
+    (tmp_path / "config.yaml").write_text("a: &a {1: 2}\nb: *a\n")
+    assert dotted(read_config(tmp_path)) == {"a.1": 2, "b.1": 2}
+
+
 def test_a_table_with_something_else_than_numbers_is_refused_with_its_name(run):
     assert read_metrics(run) == {"train/reward": ([1], [0.5])}
     (run / "metrics.csv").write_text("train/step,train/reward\n1,good\n")

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str]) -> int:
         name = given.config if file is None else compose.recipe_of(file, PAGES)
     except DataError as error:
         known = f"; a recipe is one of {', '.join(PAGES)}" * (file.suffix == "")
-        parser.error(f"{error}{known}")
+        parser.error(shown(f"{error}{known}"))
     name = given.recipe or name
 
     from torchrl_llm._registry import importing_only

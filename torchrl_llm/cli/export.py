@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from torchrl_llm._run_log import show
 from torchrl_llm.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def main(arguments: Sequence[str]) -> int:
         if wanted.counts["read"]:
             told = f"; left out: {reasons}" if reasons else ""
             sys.stderr.write(f"{wanted.counts['read']:,} conversations read{told}\n")
-    sys.stdout.write(f"wrote {number:,} conversations to {given.output}\n")
+    show(f"wrote {number:,} conversations to {given.output}")
     return 0
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 
+from torchrl_llm._run_log import show
 from torchrl_llm.cli import train
 from torchrl_llm.errors import ConfigError
 
@@ -63,10 +63,10 @@ def main(arguments: Sequence[str]) -> int:
     of = f"prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length)"
     if config.train.parallel != "none":
         of += f", for each of {number} processes (--processes, WORLD_SIZE, or the GPUs here)"
-    sys.stdout.write(
+    show(
         f"{config.model.name or 'the model that ships with the package'}\n"
         f"{text_table(shown)}\n"
-        f"by formula, with {of}; what torch and CUDA take for themselves comes on top\n"
+        f"by formula, with {of}; what torch and CUDA take for themselves comes on top"
     )
     return 0
 

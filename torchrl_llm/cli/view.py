@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm._files import replacing
-from torchrl_llm._run_log import printable
+from torchrl_llm._run_log import printable, show
 from torchrl_llm.errors import ConfigError, DataError
 
 _MOST_ROWS = 2000
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str]) -> int:
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
         ) from error
     sys.stderr.writelines(f"{printable(notice)}\n" for notice in notices)
-    sys.stdout.write(f"page {path}, {len(rows):,} rollouts, {len(page) / 1e6:.1f} MB\n")
+    show(f"page {path}, {len(rows):,} rollouts, {len(page) / 1e6:.1f} MB")
     if given.open:
         webbrowser.open(path.resolve().as_uri())
     return 0

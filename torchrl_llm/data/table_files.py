@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm._imports import require
+from torchrl_llm._registry import refuse_foreign
 from torchrl_llm.errors import DataError
 
 Row = Mapping[str, Any]
@@ -223,6 +224,8 @@ def check_columns(row: Row, columns: Sequence[str], where: str) -> None:
 
 
 def _read_text(path: Path) -> str:
+    if path.exists() and not path.is_file():  # a device may have no end, a pipe no beginning
+        refuse_foreign(str(path), "which is no plain file and not read")
     try:
         data = path.read_bytes()
         data = _unpacked(data, path) if data.startswith(b"\x1f\x8b") else data

@@ -105,9 +105,9 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=_dtype(dtype), trust_remote_code=False
             )
-        except ValueError as error:  # a model of another kind
+        except Exception as error:  # a model of another kind, or of impossible sizes
             raise ConfigError(
-                f"{str(name_or_path)!r} is no causal language model: {str(error).splitlines()[0]}"
+                f"{str(name_or_path)!r} is no causal language model: {_first_line(error)}"
             ) from error
         return model if lora is None else _with_lora(model, lora)
 
@@ -225,11 +225,7 @@ def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> t
     """
     config = _load(AutoConfig, "model", name_or_path, {})
     path = embedded_model_path() if name_or_path is None else name_or_path
-    try:
-        generation = GenerationConfig.from_pretrained(path)
-    except OSError:  # a model need not have one
-        generation = None
-    return known_eos(tokenizer, config, generation)
+    return known_eos(tokenizer, config, _generation_config(path))
 
 
 def known_eos(*sources: Any) -> tuple[int, ...]:
@@ -265,8 +261,24 @@ def _load(
             f"the {kind} {str(name_or_path)!r} cannot be loaded{how}: a package is missing; "
             f"{str(error).splitlines()[0]}"
         ) from error
-    except (OSError, ValueError) as error:
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # what a file says may make transformers raise anything
         raise ConfigError(_missing(kind, str(name_or_path), error)) from error
+
+
+def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | None:
+    """That of a model; it need not have one."""
+    try:
+        return GenerationConfig.from_pretrained(name_or_path)
+    except Exception as error:  # as of _load
+        file = Path(name_or_path) / "generation_config.json"
+        if isinstance(error, OSError) and not file.is_file():
+            return None
+        raise ConfigError(
+            f"the generation_config.json of {str(name_or_path)!r} cannot be read: "
+            f"{_first_line(error)}"
+        ) from error
 
 
 def _refuse_adapter(folder: Path | None) -> None:
@@ -293,9 +305,16 @@ def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) ->
     }
     with no_weight_bars():
         model = kind.from_pretrained(None, trust_remote_code=False, **options)
-    if (folder / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+    if (generation := _generation_config(folder)) is not None:
+        model.generation_config = generation
     return model
+
+
+def _first_line(error: Exception) -> str:
+    """What an error says; with its type where its text alone may not tell."""
+    text = str(error).strip().partition("\n")[0]
+    is_plain = isinstance(error, (OSError, ValueError)) and text
+    return text if is_plain else f"{type(error).__name__}: {text}"
 
 
 def _missing(kind: str, name: str, error: Exception) -> str:
@@ -303,7 +322,7 @@ def _missing(kind: str, name: str, error: Exception) -> str:
     from huggingface_hub import constants
     from huggingface_hub.errors import HFValidationError
 
-    path, why = Path(name), str(error).splitlines()[0]
+    path, why = Path(name), _first_line(error)
     if "custom code" in why:
         why = "it needs Python code of its folder (auto_map), which is not run here"
         return f"{name!r} holds no {kind} that can be loaded: {why}; use one that transformers has"
@@ -311,7 +330,7 @@ def _missing(kind: str, name: str, error: Exception) -> str:
         return f"{name!r} holds no {kind} that can be loaded: {why}"
     if path.is_file():
         return f"{name!r} is a file; a {kind} is named by its folder, or by its name on the hub"
-    if isinstance(error, ValueError) and not isinstance(error, HFValidationError):
+    if not isinstance(error, (OSError, HFValidationError)):
         return f"{name!r} holds no {kind} that can be loaded: {why}"
     if constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set, so that nothing is downloaded, and it is in no cache"

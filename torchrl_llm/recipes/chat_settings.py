@@ -9,6 +9,7 @@ from torchrl._utils import logger as log
 
 from torchrl_llm import modules
 from torchrl_llm.envs import TaskEnv
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.strict_config import from_mapping
@@ -43,7 +44,8 @@ class ChatSettings(NamedTuple):
 def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
     """How the model of a run was prompted in training.
 
-    A task that cannot be loaded here (a file that is gone) has no tools, which is warned of.
+    Data files that it names are not opened: only a task of the user's is made with them. A task
+    that cannot be loaded here has no tools, which is warned of.
 
     Args:
         config: nested configuration of a run of any recipe; empty for none.
@@ -55,13 +57,13 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         >>> chat_settings({"env": {"dataset": "calculator"}}).system_prompt
         'Use the calculator.'
     """
-    env, model = config.get("env") or {}, config.get("model") or {}
+    env, model = group_of(config, "env"), group_of(config, "model")
     task_prompt, tools = _of_task(env)
     # Fine-tuning has no task: what stands in front of each conversation is a key of its data.
-    said = (env.get("system_prompt"), (config.get("data") or {}).get("system_prompt"), task_prompt)
+    said = (env.get("system_prompt"), group_of(config, "data").get("system_prompt"), task_prompt)
     if env.get("tools"):
         tools += (tool_transform(env["tools"], max_turns=env.get("max_tool_turns", 4)),)
-    if (agent := config.get("agent")) and agent.get("type"):
+    if (agent := group_of(config, "agent")).get("type"):
         tools += tuple(from_mapping(AgentConfig, agent).build().make_transforms())
     told = model.get("show_tools")
     told = model.get("name") is not None if told is None else told
@@ -73,8 +75,24 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         schemas or None,
         model.get("chat_template_name"),
         model.get("template_kwargs") or None,
-        (config.get("inference_model") or {}).get("max_tokens"),
+        group_of(config, "inference_model").get("max_tokens"),
     )
+
+
+def group_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A group of a run's configuration; empty where it has none.
+
+    Args:
+        config: as of :func:`chat_settings`.
+        name: of the group.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    group = config.get(name) or {}
+    if not isinstance(group, Mapping):
+        raise ConfigError(f"{name} of the run's configuration is no group of keys, got {group!r}")
+    return group
 
 
 def make_conversation(
@@ -123,9 +141,11 @@ def _of_task(env: Mapping[str, Any]) -> tuple[str | None, tuple[ToolTransform, .
         return None, ()
     try:
         task = task_class(name)
-        data: dict[str, Any] = {"data_files": env.get("data_files")}
-        if env.get("data_files") is None and task.DATASET is not None:
-            # Nothing is fetched for a prompt: a row stands for the data.
+        data: dict[str, Any] = {}
+        if ":" in name:
+            data = {"data_files": env.get("data_files")}
+        if data.get("data_files") is None and task.DATASET is not None:
+            # Nothing is read or fetched for a prompt: a row stands for the data.
             data = {"dataset": [dict.fromkeys(task.COLUMNS, "")]}
         made = task(**data, **(env.get("options") or {}), compute_reward=False)
         try:

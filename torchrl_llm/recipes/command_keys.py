@@ -16,10 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.other_names import OTHER_NAMES, RENAMED
+from torchrl_llm.trainers.run_folder import read_yaml
 
 # A group that is given one value, and the key that stands for it.
 SHORT = {"data": "data.source", "reward": "reward.function"}
@@ -114,7 +113,7 @@ class KeyTable:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    return yaml.safe_load(file.read_text(encoding="utf-8")) or {}
+    return read_yaml(file) or {}
 
 
 def _walk(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

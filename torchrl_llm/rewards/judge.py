@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
-from torchrl_llm._registry import register
+from torchrl_llm._registry import refuse_foreign, register
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample
 from torchrl_llm.rewards.text_models import EndpointTextModel, Messages, TextModel
@@ -276,6 +276,7 @@ def endpoint_judge(
     """
     if read not in _READ:
         raise ConfigError(f"read must be one of {sorted(_READ)}, got {read!r}")
+    refuse_foreign(url, "which is sent nothing")
     key = None
     if api_key_variable is not None:
         key = os.environ.get(api_key_variable)

@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from torchrl_llm._run_log import printable
+
 Series = tuple[Sequence[int], Sequence[float]]
 
 # Bits of a braille cell, two dots wide and four high, by column and row from the top.
@@ -156,15 +158,21 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
                 pairs = list(zip(curve.values, curve.spread, strict=True))
                 low, high = [v - s for v, s in pairs], [v + s for v, s in pairs]
                 axes.fill_between(curve.steps, low, high, color=colour, alpha=0.2, linewidth=0)
-        axes.set_title(title)
+        axes.set_title(_plain(title))
         axes.set_xlabel("step")
         axes.grid(alpha=0.3)
+    drawn = {_plain(label): line for label, line in drawn.items()}
     if drawn and len(panels) == 1:
         axes.legend(drawn.values(), drawn)
     elif drawn:
         columns = max(1, min(len(drawn), 140 // max(map(len, drawn))))
         figure.legend(drawn.values(), drawn, loc="outside lower center", ncols=columns)
     return figure
+
+
+def _plain(text: str) -> str:
+    """A text as matplotlib writes it, no formula."""
+    return printable(text).replace("$", r"\$")
 
 
 def _figure(**settings: Any) -> Any:

@@ -22,6 +22,7 @@ CHECKPOINTS = "checkpoints"
 STEP = "train/step"
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
+_MOST_VALUES, _MOST_LEVELS, _MOST_DIGITS = 100_000, 32, 16
 
 
 def checkpoint_steps(folder: Path) -> list[int]:
@@ -121,13 +122,43 @@ def read_mapping(file: Path) -> dict[str, Any]:
         DataError: it is no YAML mapping.
         OSError: it is not there.
     """
-    try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
+    found = read_yaml(file)
     if not isinstance(found, dict):
         raise DataError(f"{file} is no mapping of keys to values")
     return found
+
+
+def read_yaml(file: Path) -> Any:
+    """Value of a YAML file, of bounded size: a few aliases may stand for any number of values.
+
+    Args:
+        file: the file.
+
+    Raises:
+        DataError: it is no YAML, or holds too many values, or too many within each other.
+        OSError: it is not there.
+    """
+    try:
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        number = _num_values(found, {})
+    # ValueError: no UTF-8, or a number or date that there is not.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if number > _MOST_VALUES:
+        raise DataError(f"{file} cannot be read: it holds more than {_MOST_VALUES:,} values")
+    return found
+
+
+def _num_values(value: Any, known: dict[int, int], depth: int = 0) -> int:
+    """Values in lists and mappings within each other, each counted wherever an alias puts it."""
+    if not isinstance(value, (dict, list)):
+        return 1
+    if depth > _MOST_LEVELS:
+        raise ValueError(f"more than {_MOST_LEVELS} groups or lists are within each other")
+    if id(value) not in known:
+        inner = value.values() if isinstance(value, dict) else value
+        known[id(value)] = 1 + sum(_num_values(each, known, depth + 1) for each in inner)
+    return known[id(value)]
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -146,7 +177,7 @@ def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         if isinstance(value, Mapping):
             flat |= dotted(value, f"{prefix}{name}.")
         else:
-            flat[prefix + name] = value
+            flat[f"{prefix}{name}"] = value
     return flat
 
 
@@ -194,13 +225,17 @@ def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
     lines = text[: text.rfind("\n") + 1].splitlines()
     try:
         reader = csv.DictReader(lines)
-        rows = [row for row in reader if (row.get(STEP) or "").isdecimal()]
+        rows = [row for row in reader if _is_step(row.get(STEP) or "")]
     except csv.Error as error:
         raise ValueError(str(error)) from error
     columns = list(reader.fieldnames or ())
     if STEP not in columns:
         raise ValueError(f"there is no column {STEP}")
     return columns, [{k: v for k, v in row.items() if k and v} for row in rows]
+
+
+def _is_step(text: str) -> bool:
+    return text.isdecimal() and len(text) < _MOST_DIGITS
 
 
 def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:

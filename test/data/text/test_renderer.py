@@ -7,7 +7,7 @@ from data.text.zoo import ZOO
 from torchrl_llm.data.text import ChatFormatter, renderer
 from torchrl_llm.data.text.codec import Shield
 from torchrl_llm.data.text.renderer import Locator
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, TemplateError
 
 
 def spans_of(template, *chats, empty_shield=True):
@@ -97,6 +97,16 @@ NESTED = (
     "{% for m in messages %}{{ m.role + ': ' + m.content }}{% endfor %}"
     "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 )
+
+
+@pytest.mark.parametrize(
+    "computes",
+    ["{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ 1 / 0 }}", "{{ '{5}'.format(1) }}"],
+    ids=["recursion", "division", "index"],
+)
+def test_whatever_a_template_raises_is_a_refusal_by_it(computes):
+    with pytest.raises(TemplateError, match="the chat template refuses messages with roles"):
+        ChatFormatter(make_tokenizer(next(iter(ZOO)), "bytes"), chat_template=computes)
 
 
 @pytest.mark.parametrize("use", ["encode", "render"])

@@ -141,7 +141,7 @@ def _by_name(tokenizer: Any, name: str) -> TemplateSpec:
     if isinstance(own, dict) and name in own:
         return TemplateSpec("tokenizer", own[name], parser_for_template(own[name]))
     known = [*_USERS, *FAMILIES, *(own if isinstance(own, dict) else ())]
-    near = difflib.get_close_matches(name, known, n=1)
+    near = difflib.get_close_matches(str(name), known, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise TemplateError(f"unknown chat template chat_template_name={name}: {hint}{_names()}")
 

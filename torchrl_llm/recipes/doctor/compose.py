@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any
 
 from torchrl_llm._registry import refuse_foreign
@@ -115,12 +115,14 @@ def _files(values: dict[str, Any], table: KeyTable, typed: set[str]) -> dict[str
     files = {}
     for group, options in table.groups.items():
         value = values.get(group)
+        if not isinstance(value, (Mapping, str, NoneType)):
+            raise ConfigError(f"{group} is a group of keys, or the name of one, got {value!r}")
         if isinstance(value, str):
             check_option(group, value, table)
         if group in typed or isinstance(value, str):
             values.pop(group, None)
         name = value.get("dataset", value.get("type")) if isinstance(value, dict) else value
-        if group not in typed and name in options:
+        if group not in typed and isinstance(name, str) and name in options:
             files[group] = name
     return files
 
