@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data import History
 from torchrl_llm.data.demonstrations import DemonstrationColumns
+from torchrl_llm.data.safe_wire import rows_to_bytes
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns
 from torchrl_llm.errors import ConfigError, DataError
@@ -156,6 +160,33 @@ def test_rewards_get_numbers_of_python_from_numpy_torch_and_pandas():
             assert type(got[name]) is type(cells[name][1])
             assert got[name] == cells[name][1]
     assert {name: seen[0][name] for name in cells} == {n: value for n, (_, value) in cells.items()}
+
+
+def test_rewards_get_dates_decimals_and_collections_as_they_are():
+    import datetime as dt
+
+    import numpy as np
+    import pandas as pd
+
+    day, moment = dt.date(2024, 5, 7), dt.datetime(2024, 5, 7, 1, 2, 3)
+    for cell, expected in [
+        *((day, day), (moment, moment), (Decimal("0.10"), Decimal("0.10")), (b"a", b"a")),
+        *((dt.timedelta(3), dt.timedelta(3)), ((1, np.int64(2)), (1, 2)), ({1, 2}, {1, 2})),
+        (np.datetime64("2024-05-07T01:02:03", "ns"), moment),
+        (np.array(["2024-05-07T01:02:03"], "datetime64[ns]"), [moment]),
+        (pd.Timestamp(moment), moment),
+        (pd.Timedelta(days=3), dt.timedelta(3)),
+        (np.array([{"a": 1, "b": None}, {"a": None, "b": [None]}]), [{"a": 1}, {"b": [None]}]),
+    ]:
+        seen = []
+        by_row = lambda response, row: seen.append(row["answer"]) or 1.0  # noqa: B023, E731
+        by_answer = lambda response, answer: seen.append(answer) or 1.0  # noqa: B023, E731
+        for reward in (by_row, by_answer):
+            env = RowsEnv(dataset=[{"question": "?", "answer": cell}], reward=reward)
+            rows_to_bytes(pack_rows(env.reset()))  # as a checkpoint does
+            answered(env)
+        assert seen == [expected, expected]
+        assert type(seen[0]) is type(seen[1]) is type(expected)
 
 
 def answered(env):

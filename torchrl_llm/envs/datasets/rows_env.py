@@ -90,7 +90,7 @@ class RowsEnv(TaskEnv):
         """A row of the data as ``query``, ``answer`` and ``row``."""
         query, answer = query_and_answer(row, self._columns)
         plain = {name: plain_value(value) for name, value in row.items()}
-        return {"query": query, "answer": answer, "row": plain}
+        return {"query": query, "answer": plain_value(answer), "row": plain}
 
     def make_reward(self) -> RewardParser:
         """None: what is right is for whoever brings the data to say."""
