@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from decimal import Decimal
 
 import pytest
@@ -12,12 +13,13 @@ from torchrl_llm.data.demonstrations import DemonstrationColumns
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs import DatasetChatEnv
-from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns
+from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns, query_and_answer
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards import ExactReward
 from torchrl_llm.rewards.function_reward import FunctionReward
 
 QA = [{"question": f"{n}+1?", "answer": str(n + 1), "id": n} for n in range(4)]
+NONE = {"prompt": None, "answer": None, "messages": None}
 CHATS = [
     {
         "messages": [
@@ -119,6 +121,26 @@ def test_the_input_of_an_instruction_is_asked_as_in_fine_tuning():
     assert asked == ["Add.\n\n2 and 2", "Say hi."]
     columns = DemonstrationColumns.find(rows[0])
     assert asked == [columns.read(row)[0]["content"] for row in rows]
+
+
+def test_conversations_of_other_forms_are_asked_and_answered_as_sft_learns_them():
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in said]
+    for row, query in [
+        ({"messages": json.dumps(said)}, said[:1]),
+        ({"messages": parts}, parts[:1]),
+        ({"prompt": said[:1], "completion": said[1:]}, said[:1]),
+        ({"prompt": json.dumps(said[:1]), "completion": json.dumps(said[1:])}, said[:1]),
+        ({"instruction": "Add.", "context": "2, 2", "response": "4"}, "Add.\n\n2, 2"),
+        *(
+            ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": m, "value": "4"}]}, q)
+            for m, q in (("gpt", said[:1]), ("chatgpt", said[:1]), ("bard", said[:1]))
+        ),
+    ]:
+        assert query_and_answer(row, choose_columns(row, **NONE)) == (query, "4")
+    unknown = [{"from": "human", "value": "2+2?"}, {"from": "parrot", "value": "4"}]
+    with pytest.raises(DataError, match="of the roles system, developer, user, assistant, tool"):
+        RowsEnv(dataset=[{"conversations": unknown}], reward=lambda response: 1.0)
 
 
 def test_rewards_get_numbers_of_python_from_numpy_torch_and_pandas():
