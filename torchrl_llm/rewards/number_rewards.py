@@ -64,9 +64,9 @@ def parse_number(text: str) -> Fraction | None:
     r"""The one number that a short answer states.
 
     Markdown and LaTeX wrapping, currency and percent signs, thousands separators and units are
-    looked through; ``1.5 million``, ``3 1/2``, ``2e-3`` and ``3 x 10^4`` are numbers. Of an equation or a chain of them, the last
-    right-hand side counts. An answer with two different numbers states none, nor does one of more
-    than 1,000 characters.
+    looked through; ``1.5 million``, ``3 1/2``, ``2e-3`` and ``3 x 10^4`` are numbers. Of an
+    equation or a chain of them, the last right-hand side counts. An answer with two different
+    numbers states none, nor does one of more than 1,000 characters.
 
     Args:
         text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
@@ -139,7 +139,7 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of one number, ``None`` for a malformed one (``1,2``, ``1.2.3``, ``5/0``, ``2^10``)."""
+    """The value of one number, ``None`` for a malformed one (``1,2``, ``5/0``, ``2^10``)."""
     body, below = match["body"].rstrip(".,"), match["below"]
     if not _BODY.fullmatch(body):
         return None
