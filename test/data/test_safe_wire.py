@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import datetime as dt
 import json
 import pickle
 import random
@@ -10,6 +11,7 @@ import struct
 import time
 import tracemalloc
 import zlib
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -130,6 +132,8 @@ def test_special_floats_and_slices_come_back():
         *({}, {"a": {"b": [None]}}, {1: 2, (3,): "tuple", None: "none"}),
         *(["list", 1], ["tensor", 0], ["dict"], {"about": 1}),
         *(Source.SAMPLED, FinishReason.LENGTH),
+        *(Decimal("0.10"), Decimal("1E+20"), dt.date(2024, 5, 7), dt.time(1, 2, 3, 4)),
+        *(dt.datetime(2024, 5, 7, 1, 2, 3, 4, dt.UTC), dt.timedelta(-3, 2, 1)),
     ],
     ids=repr,
 )

@@ -19,7 +19,8 @@ MESSAGES = ("messages", "conversations")
 """Columns that hold whole conversations, likewise."""
 
 # Roles of the conversations of ShareGPT, whose messages have ``from`` and ``value``.
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool"}
+_SHAREGPT = {"human": "user", "observation": "tool"}
+_SHAREGPT |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
 def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
@@ -33,7 +34,9 @@ def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
 
 
 def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[str, ...]:
-    """The columns that make up the user's message: ``input`` stands below an ``instruction``.
+    """The columns that make up the user's message.
+
+    Below an ``instruction`` stands its ``input`` (Alpaca) or ``context`` (Dolly).
 
     Args:
         row: of the table.
@@ -43,8 +46,9 @@ def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[st
         Names; none where no column is a prompt by its name.
     """
     found = named or first_column(row, PROMPTS)
-    if found == "instruction" and named is None and "input" in row:
-        return "instruction", "input"
+    below = first_column(row, ("input", "context"))
+    if found == "instruction" and named is None and below is not None:
+        return found, below
     return () if found is None else (found,)
 
 

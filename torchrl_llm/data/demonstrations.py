@@ -85,7 +85,7 @@ class DemonstrationColumns(NamedTuple):
         """The named columns, or those with usual names.
 
         Without a name ``messages`` and ``conversations`` are looked for, then a prompt and a
-        completion. The column ``input`` next to ``instruction`` is a part of the prompt.
+        completion. ``input`` or ``context`` next to ``instruction`` is a part of the prompt.
 
         Args:
             row: the first of the table.

@@ -7,8 +7,8 @@ whatever does not fit is a :class:`~torchrl_llm.errors.DataError`. Time and memo
 with the bytes of a message, whatever it claims: each row of each node and column needs its share of
 them, and no tensor is in two places.
 
-Written are tensors, ``None``, bools, numbers, strings, bytes, lists, tuples, sets and dicts of
-them, NumPy's arrays and numbers, chats with their token records, the enums of
+Written are tensors, ``None``, bools, numbers, dates and times, strings, bytes, lists, tuples, sets
+and dicts of them, NumPy's arrays and numbers, chats with their token records, the enums of
 :mod:`torchrl_llm.data.enums`, and nodes that are tensordicts, lazy stacks, columns or known
 tensorclasses.
 """
@@ -19,6 +19,8 @@ import base64
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from enum import IntEnum
 from typing import Any, TypeVar
 
@@ -54,6 +56,18 @@ _MAX_BATCH_DIMS = 4
 # Values of one hash are compared one by one, and whoever writes a message can choose their hashes.
 _MAX_EQUAL_HASHES = 64
 _ERROR_CHARS = 200
+# Each as a text, and what reads it.
+_SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
+    Decimal: (str, Decimal),
+    date: (date.isoformat, date.fromisoformat),
+    datetime: (datetime.isoformat, datetime.fromisoformat),
+    time: (time.isoformat, time.fromisoformat),
+    timedelta: (
+        lambda span: str(span // timedelta(microseconds=1)),
+        lambda text: timedelta(microseconds=int(text)),
+    ),
+}
+_READERS = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
 _ENUMS = {name: getattr(enums, name) for name in enums.__all__}
 _CLASSES: dict[str, type] = {
     "History": History,
@@ -61,7 +75,7 @@ _CLASSES: dict[str, type] = {
 }
 _Class = TypeVar("_Class", bound=type)
 _WRONG = (KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError)
-_WRONG = (*_WRONG, RecursionError, OverflowError)
+_WRONG = (*_WRONG, RecursionError, ArithmeticError)
 
 
 def safe_class(cls: _Class) -> _Class:
@@ -201,6 +215,8 @@ class _Writer:
             return ["dict", *([self.value(k), self.value(v)] for k, v in value.items())]
         if kind is bytes:
             return ["bytes", base64.b85encode(value).decode()]
+        if kind in _SCALARS:
+            return [kind.__name__, _SCALARS[kind][0](value)]
         if isinstance(value, IntEnum) and _ENUMS.get(kind.__name__) is kind:
             return ["enum", kind.__name__, int(value)]
         if isinstance(value, numpy.generic):
@@ -426,6 +442,8 @@ class _Reader:
                 return ContentItem(_typed(self.value(["dict", *items]), dict))
             case ["bytes", str(text)]:
                 return base64.b85decode(text)
+            case [str(name), str(text)] if name in _READERS:
+                return _READERS[name](text)
             case ["enum", str(name), int(code)]:
                 return _ENUMS[name](code)
             case ["tensor", place]:

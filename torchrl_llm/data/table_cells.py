@@ -11,9 +11,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from typing import Any
 
 _PLAIN = (str, int, bool, dict, list)
+# What the wire of rows takes as it is.
+_KEPT = (str, int, float, bool, bytes, Decimal, date, datetime, time, timedelta)
 _MISSING = ("NAType", "NaTType")
 
 
@@ -21,7 +25,7 @@ def plain_cell(value: Any) -> Any:
     """A cell without types of NumPy, torch and pandas; ``None`` where it is missing.
 
     Args:
-        value: of any kind. An array or a tensor becomes a number or lists.
+        value: of any kind. An array or a tensor becomes a number, a date or lists.
 
     Example:
         >>> import torch
@@ -30,25 +34,41 @@ def plain_cell(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return value
-    value = value.tolist() if hasattr(value, "tolist") else value
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind in ("M", "m"):  # nanoseconds would become whole numbers
+        value = value.astype({"M": "datetime64[us]", "m": "timedelta64[us]"}[kind])
+    elif kind == "O":  # of pandas, which makes them of Arrow's lists
+        return [_without_missing(each) for each in value.tolist()]
+    for plain in ("tolist", "to_pydatetime", "to_pytimedelta"):
+        value = getattr(value, plain)() if hasattr(value, plain) else value
     is_nan = isinstance(value, float) and math.isnan(value)
     return None if is_nan or type(value).__name__ in _MISSING else value
 
 
+def _without_missing(value: Any) -> Any:
+    """A nested cell without the fields that Arrow adds to its structs."""
+    value = plain_cell(value)
+    if isinstance(value, Mapping):
+        own = {name: _without_missing(each) for name, each in value.items()}
+        return {name: each for name, each in own.items() if each is not None}
+    return value
+
+
 def plain_value(value: Any) -> Any:
-    """A value of a table as JSON has it, so that rows can go to other processes.
+    """A value of a table in types of Python's own, so that rows can go to other processes.
 
     Args:
-        value: of any kind; what JSON does not know becomes its text.
+        value: of any kind; what is no number, text, date, bytes or collection becomes its text.
     """
     value = plain_cell(value)
-    if value is None or isinstance(value, (str, int, float, bool)):
+    if value is None or type(value) in _KEPT:
         return value
     if isinstance(value, Mapping):
         return {str(name): plain_value(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain_value(each) for each in value]
-    return str(value)
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            return kind(map(plain_value, value))
+    return next((kind(value) for kind in (int, float) if isinstance(value, kind)), str(value))
 
 
 def plain_row(

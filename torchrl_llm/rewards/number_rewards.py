@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 from functools import lru_cache
@@ -28,10 +29,11 @@ from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.tools.calculator import evaluate_expression
 
 # A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
-# where no word or number stands before it: 10 - 5 is no -5.
+# where no word or number stands before it: 10 - 5 and 10 -5 are no -5, but (a) -5 is.
 _NUMBER = re.compile(
-    r"(?<![A-Za-z\d.,])(?P<sign>(?<!\w)(?<![\d)]\s)[-+])?\s?[$€£]?\s?(?P<inner>-)?"
-    r"(?P<body>\.?\d[\d.,]*+)(?![¼-¾⅐-⅞])(?P<exponent>[eE][-+]?\d)?"
+    r"(?<![A-Za-z\d.,^])(?P<sign>(?<!\w)(?<!\d\s)(?:(?<!\)\s)[-+]|[-+](?=\S)))?\s?"
+    r"(?:[$€£]\s?(?P<inner>-)?)?(?P<body>\.?\d[\d.,]*+)"
+    r"(?:e(?P<exponent>[-+]?\d+))?(?P<power>\s?\^\s?[-+(]?\s?\d*)?"
     r"(?:\s?/\s?(?P<below>\d+(?![\d.,]*\d)))?(?:\s(?P<scale>thousand|million|billion)\b)?",
     re.IGNORECASE,
 )
@@ -40,7 +42,15 @@ _PADDED = re.compile(r"0\d")
 # No answer is longer, and no number that Python refuses to convert.
 _MAX_LENGTH = 1000
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
-_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}")
+_LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
+# Powers and fractions of one character: 10³, 3½.
+_SMALL_DIGITS = re.compile("(?P<power>[²³¹⁰⁴-⁹⁻]+)|[¼-¾⅐-⅞]")
+_MIXED = re.compile(r"(?<![\w.,/^])(\d+)\s+(\d+)\s?/\s?(\d+)(?![\d./])")
+# 3 x 10^4 is 3e4, and 10^4 is 1e4.
+_TIMES_TEN = re.compile(
+    r"(?:(?<=\d)\s*(?:\\times|\\cdot|[x×·*])\s*10|(?P<alone>(?<![\w.,])10))"
+    r"\s?(?:\^|\*\*)\s?[{(]?\s?(?P<exponent>[-+−]?\d+)[})]?"
+)
 # Thousands apart, as LaTeX and typographers write them: 1{,}234 and 1,\!234 and 1\,234.
 _LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
@@ -54,9 +64,9 @@ def parse_number(text: str) -> Fraction | None:
     r"""The one number that a short answer states.
 
     Markdown and LaTeX wrapping, currency and percent signs, thousands separators and units are
-    looked through, and ``1.5 million`` is a number. Of an equation or a chain of them, the last
-    right-hand side counts. An answer with two different numbers states none, nor does one of more
-    than 1,000 characters.
+    looked through; ``1.5 million``, ``3 1/2``, ``2e-3`` and ``3 x 10^4`` are numbers. Of an
+    equation or a chain of them, the last right-hand side counts. An answer with two different
+    numbers states none, nor does one of more than 1,000 characters.
 
     Args:
         text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
@@ -86,7 +96,7 @@ def last_number(text: str) -> Fraction | None:
 
 
 def _last_match(text: str) -> re.Match[str] | None:
-    digit = re.search("[0-9]", text[::-1])
+    digit = re.search("[0-9¼-¾⅐-⅞]", text[::-1])
     if digit is None:
         return None
     end = len(text) - digit.start()
@@ -97,7 +107,7 @@ def _last_match(text: str) -> re.Match[str] | None:
 
 @lru_cache(maxsize=4096)
 def _parsed(text: str) -> Fraction | None:
-    text = _UNIT_POWER.sub("", _without_markup(text))
+    text = _without_markup(text)
     right_hand_side = text.replace("\\approx", "=").replace("≈", "=").rpartition("=")[2]
     values = {_value(match) for match in _NUMBER.finditer(right_hand_side)}
     return values.pop() if len(values) == 1 else None
@@ -105,21 +115,38 @@ def _parsed(text: str) -> Fraction | None:
 
 def _without_markup(text: str) -> str:
     """A text without the marks of Markdown and LaTeX around and inside its numbers."""
-    text = _LATEX_FRACTION.sub(r"\1/\2", text.replace("\\$", "$").replace("\\%", "%"))
+    text = _LATEX_FRACTION.sub(r" \1/\2", text.replace("\\$", "$").replace("\\%", "%"))
+    text = _TIMES_TEN.sub(_in_e_notation, _SMALL_DIGITS.sub(_in_full_size, text))
     text = _THIN_SPACE.sub("", _LATEX_COMMA.sub(",", text))
     while (unwrapped := _LATEX_WRAPPER.sub(r" \1 ", text)) != text:
         text = unwrapped
-    return re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
+    text = re.sub(r"\\[()\[\],;! ]", " ", text.translate(_NOISE))
+    return _MIXED.sub(_as_fraction, _UNIT_POWER.sub("", text))
+
+
+def _in_full_size(found: re.Match[str]) -> str:
+    text = unicodedata.normalize("NFKC", found[0]).replace("\u2044", "/")
+    return ("^" if found["power"] else " ") + text
+
+
+def _in_e_notation(found: re.Match[str]) -> str:
+    return f"{'1' if found['alone'] else ''}e{found['exponent']}"
+
+
+def _as_fraction(found: re.Match[str]) -> str:
+    whole, above, below = (int(number) for number in found.groups())
+    return f"{whole * below + above}/{below}" if above < below else found[0]
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of one number, ``None`` for a malformed one (``1,2``, ``1.2.3``, ``5/0``)."""
+    """The value of one number, ``None`` for a malformed one (``1,2``, ``5/0``, ``2^10``)."""
     body, below = match["body"].rstrip(".,"), match["below"]
     if not _BODY.fullmatch(body):
         return None
-    if match["exponent"] or (below is not None and not int(below)):
+    exponent = match["exponent"] or "0"
+    if match["power"] or abs(int(exponent)) > 999 or (below is not None and not int(below)):
         return None
-    value = Fraction(body.replace(",", "")) / int(below or 1)
+    value = Fraction(f"{body.replace(',', '')}e{exponent}") / int(below or 1)
     value *= _SCALES[match["scale"].lower()] if match["scale"] else 1
     return -value if (match["sign"] == "-") != (match["inner"] == "-") else value
 

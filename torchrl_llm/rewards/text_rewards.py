@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from torchrl_llm._registry import register
+from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.reward_parser import RewardParser
 
 
@@ -21,13 +23,20 @@ class ExactReward(RewardParser):
     needs_answer = True
 
     def score(self, response: str, answer: Any) -> float:
-        """See :class:`ExactReward`."""
-        return float(_plain(response) == _plain(answer))
+        """See :class:`ExactReward`; no response is equal to an answer that is missing.
+
+        Raises:
+            RewardError: the answer is no text, number or date.
+        """
+        wanted = _wanted(answer), _plain(answer)
+        return float(answer is not None and _plain(response) in wanted)
 
 
 @register("rewards", "contains")
 class ContainsReward(RewardParser):
     """1.0 for a response in which the answer stands as words of its own, in any case; else 0.0.
+
+    A number is no part of another one: 5 is not contained in ``3.5``, ``-5`` or ``1,500``.
 
     Example:
         >>> reward = ContainsReward()
@@ -38,17 +47,39 @@ class ContainsReward(RewardParser):
     needs_answer = True
 
     def score(self, response: str, answer: Any) -> float:
-        """See :class:`ContainsReward`; an empty answer is contained in nothing."""
-        text, wanted = _plain(response), _plain(answer)
+        """See :class:`ContainsReward`; an answer that is empty or missing is contained in nothing.
+
+        Raises:
+            RewardError: the answer is no text, number or date.
+        """
+        text, wanted = _plain(response), _wanted(answer)
         start = text.find(wanted) if wanted else -1
         while start >= 0:
             end = start + len(wanted)
             around = text[max(0, start - 1) : start] + text[end : end + 1]
-            if not any(sign.isalnum() for sign in around):
+            is_word = not any(sign.isalnum() for sign in around)
+            begins = wanted[0].isdigit() and _NUMBER_BEFORE.search(text[max(0, start - 2) : start])
+            if is_word and not begins and not _NUMBER_BEHIND.match(wanted[-1] + text[end:]):
                 return 1.0
             start = text.find(wanted, start + 1)
         return 0.0
 
 
+# What makes a number part of another: 3[.5], 1[,500] and [-]5; not [x-]5, nor 46[.0].
+_NUMBER_BEFORE = re.compile(r"\d,\Z|\.\Z|(?<![\w)])[-−]\Z")
+_NUMBER_BEHIND = re.compile(r"\d(?:,\d|\.\d*[1-9])")
+
+
 def _plain(text: Any) -> str:
     return str(text).strip().casefold()
+
+
+def _wanted(answer: Any) -> str:
+    if isinstance(answer, (list, tuple, set, dict, bytes)):
+        raise RewardError(
+            f"the answer of the row must be a text, a number or a date, got {answer!r:.200}; a "
+            "reward of (response, answer) may read others"
+        )
+    answer = "" if answer is None else answer
+    # 46 is a float in a column that has others, 0.5 for example.
+    return _plain(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)

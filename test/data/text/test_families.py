@@ -426,7 +426,10 @@ def test_an_end_of_text_at_the_beginning_of_a_system_message_is_its_content():
 
 
 @pytest.mark.parametrize("name", ["chatml_format", "qwen", "qwen3"])
-@pytest.mark.parametrize("end", ["<|endoftext|>\n", "<|endoftext|>", "</s>\n", "<|eot_id|>"])
+@pytest.mark.parametrize(
+    "end",
+    ["<|endoftext|>\n", "<|endoftext|>", "</s>\n", "<|eot_id|>", "<|im_end|>\n<|endoftext|>\n"],
+)
 def test_a_turn_may_end_with_another_end_of_sequence_token(name, end):
     def turn(role, content):
         return f"<|im_start|>{role}\n{content}<|im_end|>\n"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import pytest
 import torch
 from torchrl.envs.utils import check_env_specs
@@ -79,6 +81,20 @@ def test_the_last_number_of_the_response_is_compared():
         ("46", 46.0, 1.0),
         ("46.0", "46", 1.0),
         ("100000000000000000000", 1e20, 1.0),
+        ("1e+20", 1e20, 1.0),
+        ("1e-7", 1e-7, 1.0),
+        ("1.2e-5", "1.2e-5", 1.0),
+        ("1000", Decimal("1E+3"), 1.0),
+        ("10 -5", -5, 0.0),
+        ("(a) -5", -5, 1.0),
+        ("3 1/2", 0.5, 0.0),
+        ("3 1/2", 3.5, 1.0),
+        ("It has 25 cm^2.", 25, 1.0),
+        ("It has 25 cm².", 25, 1.0),
+        ("2^10", 10, 0.0),
+        ("10³", 10, 0.0),
+        ("x^2", 2, 0.0),
+        (r"\frac{-1}{2}", -0.5, 1.0),
     ],
 )
 def test_numbers_are_compared_and_not_their_last_digits(response, answer, reward):

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from decimal import Decimal
+
 import pytest
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data import History
 from torchrl_llm.data.demonstrations import DemonstrationColumns
+from torchrl_llm.data.safe_wire import rows_to_bytes
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs import DatasetChatEnv
-from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns
+from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns, query_and_answer
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards import ExactReward
 from torchrl_llm.rewards.function_reward import FunctionReward
 
 QA = [{"question": f"{n}+1?", "answer": str(n + 1), "id": n} for n in range(4)]
+NONE = {"prompt": None, "answer": None, "messages": None}
 CHATS = [
     {
         "messages": [
@@ -117,6 +123,26 @@ def test_the_input_of_an_instruction_is_asked_as_in_fine_tuning():
     assert asked == [columns.read(row)[0]["content"] for row in rows]
 
 
+def test_conversations_of_other_forms_are_asked_and_answered_as_sft_learns_them():
+    said = [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]
+    parts = [{"role": m["role"], "content": [{"type": "text", "text": m["content"]}]} for m in said]
+    for row, query in [
+        ({"messages": json.dumps(said)}, said[:1]),
+        ({"messages": parts}, parts[:1]),
+        ({"prompt": said[:1], "completion": said[1:]}, said[:1]),
+        ({"prompt": json.dumps(said[:1]), "completion": json.dumps(said[1:])}, said[:1]),
+        ({"instruction": "Add.", "context": "2, 2", "response": "4"}, "Add.\n\n2, 2"),
+        *(
+            ({"conversations": [{"from": "human", "value": "2+2?"}, {"from": m, "value": "4"}]}, q)
+            for m, q in (("gpt", said[:1]), ("chatgpt", said[:1]), ("bard", said[:1]))
+        ),
+    ]:
+        assert query_and_answer(row, choose_columns(row, **NONE)) == (query, "4")
+    unknown = [{"from": "human", "value": "2+2?"}, {"from": "parrot", "value": "4"}]
+    with pytest.raises(DataError, match="of the roles system, developer, user, assistant, tool"):
+        RowsEnv(dataset=[{"conversations": unknown}], reward=lambda response: 1.0)
+
+
 def test_rewards_get_numbers_of_python_from_numpy_torch_and_pandas():
     import numpy as np
     import torch
@@ -156,6 +182,33 @@ def test_rewards_get_numbers_of_python_from_numpy_torch_and_pandas():
             assert type(got[name]) is type(cells[name][1])
             assert got[name] == cells[name][1]
     assert {name: seen[0][name] for name in cells} == {n: value for n, (_, value) in cells.items()}
+
+
+def test_rewards_get_dates_decimals_and_collections_as_they_are():
+    import datetime as dt
+
+    import numpy as np
+    import pandas as pd
+
+    day, moment = dt.date(2024, 5, 7), dt.datetime(2024, 5, 7, 1, 2, 3)
+    for cell, expected in [
+        *((day, day), (moment, moment), (Decimal("0.10"), Decimal("0.10")), (b"a", b"a")),
+        *((dt.timedelta(3), dt.timedelta(3)), ((1, np.int64(2)), (1, 2)), ({1, 2}, {1, 2})),
+        (np.datetime64("2024-05-07T01:02:03", "ns"), moment),
+        (np.array(["2024-05-07T01:02:03"], "datetime64[ns]"), [moment]),
+        (pd.Timestamp(moment), moment),
+        (pd.Timedelta(days=3), dt.timedelta(3)),
+        (np.array([{"a": 1, "b": None}, {"a": None, "b": [None]}]), [{"a": 1}, {"b": [None]}]),
+    ]:
+        seen = []
+        by_row = lambda response, row: seen.append(row["answer"]) or 1.0  # noqa: B023, E731
+        by_answer = lambda response, answer: seen.append(answer) or 1.0  # noqa: B023, E731
+        for reward in (by_row, by_answer):
+            env = RowsEnv(dataset=[{"question": "?", "answer": cell}], reward=reward)
+            rows_to_bytes(pack_rows(env.reset()))  # as a checkpoint does
+            answered(env)
+        assert seen == [expected, expected]
+        assert type(seen[0]) is type(seen[1]) is type(expected)
 
 
 def answered(env):

@@ -83,7 +83,7 @@ class InverseParser:
         """The messages of a text; a trailing generation prompt adds none.
 
         A last turn without its end mark has ``is_complete=False``. A turn of the assistant may end
-        with another end-of-sequence token than the family's, as a model's may.
+        with another end-of-sequence token than the family's, or with both, as a model's may.
 
         Args:
             text: a rendering by the family's template, or the text of a model trained on it.
@@ -161,7 +161,8 @@ class InverseParser:
         """Another end in front of ``limit`` that a header follows: where both stand, the role."""
         others = [re.escape(e) for e in ends if e in text and not re.fullmatch(mark, e)]
         behind = re.compile(f"\\s*(?:\\Z|{self.header})")
-        for end in re.compile("|".join(others)).finditer(text, place, limit) if others else ():
+        either = re.compile(f"(?:(?:{mark})\\s*)?(?:{'|'.join(others)})")
+        for end in either.finditer(text, place, limit) if others else ():
             if header := behind.match(text, end.end()):
                 return end.start(), header.end(), header["role"]
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from torchrl_llm._registry import register
@@ -14,6 +15,8 @@ from torchrl_llm.data.column_names import (
     joined_prompt,
     prompt_columns,
 )
+from torchrl_llm.data.conversation_rules import ROLES
+from torchrl_llm.data.messages import message_text
 from torchrl_llm.data.row_files import load_rows, plain_rows
 from torchrl_llm.data.table_cells import plain_value
 from torchrl_llm.data.table_files import place_of
@@ -90,7 +93,7 @@ class RowsEnv(TaskEnv):
         """A row of the data as ``query``, ``answer`` and ``row``."""
         query, answer = query_and_answer(row, self._columns)
         plain = {name: plain_value(value) for name, value in row.items()}
-        return {"query": query, "answer": answer, "row": plain}
+        return {"query": query, "answer": plain_value(answer), "row": plain}
 
     def make_reward(self) -> RewardParser:
         """None: what is right is for whoever brings the data to say."""
@@ -140,8 +143,29 @@ def query_and_answer(
     """
     query, last = _query(row, columns[0], "a row"), None
     if isinstance(query, list) and query[-1].get("role") == "assistant":
-        last = query.pop().get("content")
-    return query, last if columns[1] is None else row.get(columns[1])
+        last = _said(query.pop())
+    if columns[1] is None:
+        return query, last
+    answer = row.get(columns[1])
+    if (messages := _messages(answer)) and messages[-1].get("role") == "assistant":
+        answer = _said(messages[-1])
+    return query, answer
+
+
+def _messages(value: Any) -> list[dict[str, Any]] | None:
+    """The messages that a cell holds, as they are or as JSON; ``None`` where it holds others."""
+    if isinstance(value, str) and not value.lstrip().startswith("[{"):
+        return None
+    with suppress(DataError):
+        found = as_messages(value)
+        return found if found and all("role" in message for message in found) else None
+    return None
+
+
+def _said(message: Mapping[str, Any]) -> Any:
+    """The content of a message, one in parts as a text."""
+    content = message.get("content")
+    return message_text({"content": content}) if isinstance(content, (list, tuple)) else content
 
 
 def _query(
@@ -149,15 +173,15 @@ def _query(
 ) -> str | list[dict[str, Any]]:
     """What is asked: a text, or messages with one of the user's."""
     query, fine = joined_prompt(row, columns), False
-    if isinstance(query, (list, tuple)) and all(isinstance(m, Mapping) for m in query):
-        query = as_messages(query)
-        fine = any(message.get("role") == "user" for message in query)
+    if (messages := _messages(query)) is not None:
+        query, roles = messages, {message["role"] for message in messages}
+        fine = "user" in roles and roles.issubset(ROLES)
     elif isinstance(query, str):
         fine = bool(query.strip())
     if not fine:
         raise DataError(
-            f"{where}: the column {columns[0]!r} must hold a text or a list of messages with one "
-            f"of the user's, got {query!r}"
+            f"{where}: the column {columns[0]!r} must hold a text or a list of messages of the "
+            f"roles {', '.join(ROLES)} with one of the user's, got {query!r}"
         )
     return query
 
