@@ -319,7 +319,7 @@ class LLMCollector(BesideTraining, VersionedCollector):
         learner came back from a checkpoint: no training made them.
 
         Args:
-            weights: see :meth:`update_policy_weights_`.
+            weights: see ``update_policy_weights_``.
 
         Raises:
             WeightUpdateError: they did not arrive.

@@ -293,7 +293,7 @@ class RolloutWriter:
         """Continue behind a step: drop the rows of later ones, and what was half written.
 
         A damaged segment goes to a folder ``damaged_rollouts_<step>`` next to this one; its whole
-        blocks stay here too. :attr:`damaged` then has a line for each.
+        blocks stay here too. ``damaged`` then has a line for each.
 
         Args:
             step: the last one that counts.

@@ -323,7 +323,7 @@ class CountdownRewardParser(AnswerBlockParser):
 class ArithmeticRewardParser(RewardParser):
     """1.0 where the last number of the response is the answer's; else 0.0.
 
-    Numbers are read as by :func:`last_number`. A model that explains itself ("37+85 is 122.") is
+    Numbers are read as by ``last_number``. A model that explains itself ("37+85 is 122.") is
     understood; leading zeros are not.
 
     Example:

@@ -129,7 +129,7 @@ class FunctionTool(Tool):
     Args:
         function: with type hints and a Google-style docstring, of which the schema is made.
         kind: see :class:`Tool`.
-        schema: the schema in a form of :func:`read_schema`, where the function's signature does not
+        schema: as OpenAI, Anthropic or MCP write it, where the function's signature does not
             say it.
 
     Raises:

@@ -39,8 +39,8 @@ class ToolService(Protocol):
     Attributes:
         name: what the model calls it.
         schema_in: its arguments: a JSON schema of an object, or of each argument by name, or a
-            Python type of each; or a whole description of the tool, see
-            :func:`~torchrl_llm.tools.tool.read_schema`.
+            Python type of each; or a whole description of the tool in the
+            form of OpenAI, Anthropic or MCP.
         schema_out: what it returns, for people.
     """
 
@@ -283,7 +283,7 @@ class SimpleToolTransform(ToolTransform):
     Args:
         tools: name to function; it is called with the arguments as keywords.
         tool_schemas: name to schema, where the signature does not say enough: of the arguments, or
-            a whole description in a form of :func:`~torchrl_llm.tools.tool.read_schema`.
+            a whole description in the form of OpenAI, Anthropic or MCP.
         parser: another way to write calls.
         tool_call_pattern: a regular expression with two groups, name and JSON arguments, instead of
             a parser.

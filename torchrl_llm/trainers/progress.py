@@ -75,7 +75,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal end the body by :class:`Cut`, also one that arrived before.
+        """Let a signal end the body by ``Cut``, also one that arrived before.
 
         It is for what can take longer than a scheduler waits, and changes nothing: evaluations.
         """
