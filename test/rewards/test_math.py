@@ -196,7 +196,7 @@ def test_a_hostile_answer_makes_an_invalid_reward_and_no_zero(answer):
 
     rows = [{"problem": "Half?", "answer": r"\frac{1}{2}"}] * 3
     env = MATHEnv(dataset=rows, num_envs=3, compute_reward=False)
-    env = env.append_transform(MATHRewardParser(timeout=1.0))
+    env = env.append_transform(MATHRewardParser(timeout=4.0))
     texts = ["<answer>0.5</answer>", "<answer>10^{10^{10}}</answer>", "<answer>0.6</answer>"]
     td = env.step(answer(env.reset(), *texts))["next"]
     reward = td["reward"].flatten()
