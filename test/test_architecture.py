@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from pathlib import Path
 
@@ -173,6 +174,17 @@ def test_no_optional_package_at_module_top():
             package = module.partition(".")[0]
             allowed = package in ALWAYS_INSTALLED or package in sys.stdlib_module_names
             assert allowed, f"{_id(path)}:{line} imports {package} at module top"
+
+
+def test_a_test_that_imports_what_its_extra_does_not_bring_is_skipped_without_it():
+    brought_elsewhere = {"datasets", "mlflow", "pandas", "pyarrow", "ray", "redis", "trackio"}
+    brought_elsewhere |= {"triton", "trl", "vllm", "wandb"}
+    for path in (ROOT / "test").rglob("test_*.py"):
+        text = path.read_text()
+        imported = set(re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE))
+        for package in imported & brought_elsewhere:
+            skips = (f'importorskip("{package}")', 'importorskip("datasets")', "ImportError")
+            assert any(each in text for each in skips), f"{_id(path)} imports {package}"
 
 
 def test_the_functional_core_uses_torch_and_the_standard_library_only():

@@ -188,8 +188,8 @@ def test_rewards_get_dates_decimals_and_collections_as_they_are():
     import datetime as dt
 
     import numpy as np
-    import pandas as pd
 
+    pd = pytest.importorskip("pandas")
     day, moment = dt.date(2024, 5, 7), dt.datetime(2024, 5, 7, 1, 2, 3)
     for cell, expected in [
         *((day, day), (moment, moment), (Decimal("0.10"), Decimal("0.10")), (b"a", b"a")),
