@@ -203,13 +203,7 @@ class _RowFeed:
             raise DataError(
                 f"a data loader must give dicts or tensordicts, got {type(element).__name__}"
             )
-        # A string is one value; of a batch each column is a list.
-        batched = not any(isinstance(value, str) for value in element.values())
-        if hasattr(self.loader, "batch_size") or self._batch_size is not None:
-            batched &= bool(getattr(self.loader, "batch_size", self._batch_size))
-        else:
-            batched &= _is_batch(element)
-        if not batched:
+        if not self._is_batch(element):
             return [element]
         lengths = {name: len(values) for name, values in element.items()}
         if len(set(lengths.values())) != 1:
@@ -218,6 +212,14 @@ class _RowFeed:
             dict(zip(element, values, strict=True))
             for values in zip(*element.values(), strict=True)
         ]
+
+    def _is_batch(self, element: Mapping[str, Any]) -> bool:
+        # A string is one value; of a batch each column is a list.
+        if any(isinstance(value, str) for value in element.values()):
+            return False
+        if hasattr(self.loader, "batch_size") or self._batch_size is not None:
+            return bool(getattr(self.loader, "batch_size", self._batch_size))
+        return _holds_columns(element)
 
     def state_dict(self) -> dict[str, Any]:
         self.peek()  # a position names the element that holds the next row
@@ -258,7 +260,7 @@ class _RowFeed:
         self._offset = state["offset"]
 
 
-def _is_batch(element: Mapping[str, Any]) -> bool:
+def _holds_columns(element: Mapping[str, Any]) -> bool:
     """Whether each value is a column of texts, numbers or conversations, not a row's own list."""
     columns = [value for value in element.values() if getattr(value, "ndim", None) != 0]
     if len(columns) < len(element) or not all(isinstance(v, Sized) for v in columns):
