@@ -13,8 +13,9 @@ differ.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torchrl_llm.errors import AmbiguousTextError, TemplateError
@@ -98,7 +99,8 @@ class InverseParser:
         """
         eos = self._eos(text, eos_token)
         text = self._without_bos(text, bos_token)
-        turns = list(self._turns(text, eos, () if strict else {eos, *_ENDS}))
+        ends = () if strict else (eos, *_ENDS)
+        turns = list(self._turns(text, eos, tuple(end for end in ends if end in text)))
         if turns and turns[-1][1:] == ("", False):
             turns.pop()  # a generation prompt
         messages = []
@@ -131,11 +133,12 @@ class InverseParser:
         return text
 
     def _turns(
-        self, text: str, eos: str, other_ends: Collection[str] = ()
+        self, text: str, eos: str, other_ends: tuple[str, ...] = ()
     ) -> Iterator[tuple[str, str, bool]]:
         """Yield (role, content, closed); a turn ends at the first mark that a header follows.
 
-        A turn of the assistant may also end with one of ``other_ends``, which its model wrote.
+        A turn of the assistant may also end with one of ``other_ends``, which its model wrote, in
+        front of another header.
         """
         head = re.compile(self.header).match(text)
         place = head.end() if head else 0
@@ -149,23 +152,15 @@ class InverseParser:
             end = found and (found.start(), found.end(), found["role"])
             if self.roles.get(role, role) == "assistant":
                 limit = end[0] if end else len(text)
-                end = self._other_end(text, place, limit, mark, other_ends) or end
+                either, behind = _ends_and_header(mark, other_ends, self.header)
+                for other in either.finditer(text, place, limit) if either else ():
+                    if header := behind.match(text, other.end()):
+                        end = other.start(), header.end(), header["role"]
+                        break
             yield role, text[place : end[0] if end else len(text)], end is not None
             _, place, role = end or (0, 0, None)
             if role is None:
                 return
-
-    def _other_end(
-        self, text: str, place: int, limit: int, mark: str, ends: Collection[str]
-    ) -> tuple[int, int, str | None] | None:
-        """Another end in front of ``limit`` that a header follows: where both stand, the role."""
-        others = [re.escape(e) for e in ends if e in text and not re.fullmatch(mark, e)]
-        behind = re.compile(f"\\s*(?:\\Z|{self.header})")
-        either = re.compile(f"(?:(?:{mark})\\s*)?(?:{'|'.join(others)})")
-        for end in either.finditer(text, place, limit) if others else ():
-            if header := behind.match(text, end.end()):
-                return end.start(), header.end(), header["role"]
-        return None
 
     def _refuse_doubts(self, messages: list[Message], eos: str) -> None:
         doubts = {
@@ -185,12 +180,22 @@ class InverseParser:
                     )
 
 
+@lru_cache
+def _ends_and_header(
+    mark: str, ends: tuple[str, ...], header: str
+) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
+    """Ends of a turn other than its mark, if there are any, also behind it; and the next header."""
+    others = "|".join(re.escape(end) for end in ends if not re.fullmatch(mark, end))
+    either = re.compile(f"(?:(?:{mark})\\s*)?(?:{others})") if others else None
+    return either, re.compile(f"\\s*(?:\\Z|{header})")
+
+
 @dataclass(frozen=True)
 class AlternatingParser(InverseParser):
     """A family whose text names no roles: user and assistant in turn, each closed by eos."""
 
     def _turns(
-        self, text: str, eos: str, other_ends: Collection[str] = ()
+        self, text: str, eos: str, other_ends: tuple[str, ...] = ()
     ) -> Iterator[tuple[str, str, bool]]:
         *closed, rest = text.split(eos)
         for index, content in enumerate([*closed, rest] if rest else closed):
