@@ -47,7 +47,10 @@ class LLMLossOutput:
 
         Where a term has a value a row, those that are one number for all are added to each.
         """
-        return torch.stack(torch.broadcast_tensors(*self._terms())).sum(0)
+        terms = self._terms()
+        if len(terms) == 1:
+            return terms[0]
+        return torch.stack(torch.broadcast_tensors(*terms)).sum(0)
 
     def _terms(self) -> list[Tensor]:
         return [value for key, value in self.items() if key.startswith("loss_")]
