@@ -306,10 +306,12 @@ def test_missing_cells_are_none_and_leave_whole_numbers_whole(tmp_path, kind):
     assert [repr(row["y"]) for row in rows] == ["1.0", "2.0", "3.0"]  # nothing is missing
 
 
-@pytest.mark.parametrize("kind", ["list", "dataset", "parquet"])
+@pytest.mark.parametrize("kind", ["list", "tensors", "dataset", "parquet"])
 def test_floats_of_half_the_width_are_those_that_were_written(tmp_path, kind):
     rows = [{"price": np.float32(0.1)}, {"price": np.float32(3.14)}, {"price": None}]
-    if kind != "list":
+    if kind == "tensors":
+        rows = [{"price": torch.tensor(0.1)}, {"price": torch.tensor(3.14)}, {"price": None}]
+    elif kind != "list":
         datasets = pytest.importorskip("datasets")
         features = datasets.Features(price=datasets.Value("float32"))
         table = datasets.Dataset.from_list(rows, features=features)

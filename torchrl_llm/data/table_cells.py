@@ -35,6 +35,8 @@ def plain_cell(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return value
+    if str(getattr(value, "dtype", "")) in ("torch.float16", "torch.float32"):
+        value = value.detach().cpu().numpy()
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind in ("M", "m"):  # nanoseconds would become whole numbers
         value = value.astype({"M": "datetime64[us]", "m": "timedelta64[us]"}[kind])
