@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import uuid
@@ -37,6 +38,25 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with contextlib.suppress(OSError):
             draft.unlink()
+
+
+def plain_file(path: Path) -> Path:
+    """A path that is to be read: no folder, and no pipe or device, which may never end.
+
+    Args:
+        path: of the file.
+
+    Raises:
+        OSError: it is one of these.
+
+    Example:
+        >>> plain_file(Path("/dev/null"))
+        Traceback (most recent call last):
+        OSError: [Errno 22] it is no plain file: '/dev/null'
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is no plain file", str(path))
+    return path
 
 
 def remove_drafts(folder: Path, name: str | None = None) -> None:

@@ -31,22 +31,30 @@ _given_up: set[str] = set()
 _MASK = "***"
 # What may stand in the place of a password: it says where the password is.
 _NO_SECRET = r"(?:\*\*\*|\$\{oc\.env:[^},]*\})"
+# Names of a secret; other tokens (pad_token) are words of a vocabulary, but for GITHUB_TOKEN.
+_NAME = (
+    r"(?:(?i:(?:[\w-]{1,40}[_-])?(?:(?:api|access|private|secret|subscription)[_-]?key|"
+    r"passw(?:or)?d|secret|authorization|cookie|"
+    r"(?:access|api|auth|bearer|bot|github|hf|hub|refresh)[_-]token))|[A-Z\d_]{1,40}_TOKEN)"
+)
 _HIDDEN = [
     # A Redis has no "@" but behind a password, in which somebody may have forgotten to escape it.
-    rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).+(?=@)",
-    r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]+$",
-    rf"(\w://[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).+(?=@)",
-    rf"(https?://)(?!{_NO_SECRET}@)[^\s:@/]+(?=@)",
-    rf"([?&]\w*(?:password|token|secret|key)=)(?!{_NO_SECRET}(?:&|$))[^&]+",
+    rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).{{1,200}}(?=@)",
+    r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]{1,200}$",
+    # A path that was made of a URL has one slash left.
+    rf"(\w://?[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).{{1,200}}(?=@)",
+    rf"(https?://?)(?!{_NO_SECRET}@)[^\s:@/]+(?=@)",
+    rf"([?&][\w-]*(?:password|token|secret|key|sig|signature)=)(?!{_NO_SECRET}(?:&|$))[^\s&'\"]+",
     # As somebody types a key of a configuration; a bare token may be any word in a sentence.
-    rf"(\b(?:api_?key|password|\w+_secret|(?:access|auth|hf)_token)=)(?!{_NO_SECRET})[^\s,&]+",
-    rf"((?:^[+~]*|\w\.)token=)(?!{_NO_SECRET})[^\s,'\"]+",
+    rf"(\b{_NAME}=)(?!{_NO_SECRET})[^\s,&]+",
+    rf"((?:^[+~]*|\w\.|--)token=)(?!{_NO_SECRET})[^\s,'\"]+",
+    # In braces, as headers are typed, and what a server gives out by its beginning.
+    rf"([{{,]\s*['\"]*(?:{_NAME}|token)['\"]*:\s*['\"]*(?:(?:Bearer|Basic)\s+)?+)"
+    rf"(?!{_NO_SECRET})[^\s,'\"{{}}]+",
+    rf"(\b(?:Bearer|Basic)\s+)(?!{_NO_SECRET})[\w.~+/=-]{{12,}}",
+    r"(\b(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-))[\w-]{16,}",
 ]
-_SECRET_KEY = re.compile(
-    r"(?:.*\.)?(?:\w+[_-])?(?:api[_-]?key|password|secret|authorization|"
-    r"(?<![_-])token|(?<=access.)token|(?<=auth.)token|(?<=hf.)token)",
-    re.IGNORECASE,
-)
+_SECRET_KEY = re.compile(rf"(?:.*\.)?(?:{_NAME}|(?i:token))")
 _SHOWN = re.compile(
     r"(\w+://)(?:[^@/?]*@)?((?:\[[^]@]*\]|[^:@/?]*)(?::\d*)?(?:/[^@?]*)?)(?:\?[^@]*)?"
 )
@@ -78,7 +86,9 @@ def masked(value: Any) -> Any:
 
 
 def _is_secret(key: Any, value: Any) -> bool:
+    """Whether a value is to be hidden; a number may be the id of a token, but a password, too."""
     hides = isinstance(value, str) and value != "" and not re.fullmatch(_NO_SECRET, value)
+    hides |= type(value) is int and not str(key).lower().endswith("token")
     return hides and isinstance(key, str) and _SECRET_KEY.fullmatch(key) is not None
 
 

@@ -249,7 +249,7 @@ def load_data(config: SFTConfig, tokenizer: Any) -> Data:
         held_out = data.load_held_out()
         if cut := held_out is None:
             rows, held_out = hold_out(rows, wanted, where="data.source")
-    names = {key: getattr(data, key) for key in DemonstrationColumns._fields}
+    names = {key: getattr(data, key) for key in ("prompt", "completion", "messages", "tools")}
     columns = DemonstrationColumns.find(rows[0], **names)
     check_named(rows[0], answer=data.answer)
     make = partial(
@@ -261,11 +261,12 @@ def load_data(config: SFTConfig, tokenizer: Any) -> Data:
         first = len(rows) + 1 if cut else 1
         held_out = make(_first(held_out, wanted), name=_name(where), first_row=first, held_out=True)
         found = found._replace(held_out=held_out)
-        asked = (_asked(part.rows, columns) for part in found)
-        tell_overlap(next(asked), list(next(asked)), "data.source" if cut else "data.eval_source")
     for part in found:
         if part is not None:
             part.check(_READ_FIRST)
+    if held_out is not None:
+        asked = (_asked(part.rows, columns) for part in found)
+        tell_overlap(next(asked), list(next(asked)), "data.source" if cut else "data.eval_source")
     return found
 
 
@@ -273,7 +274,7 @@ def _asked(rows: Sequence[Row], columns: DemonstrationColumns) -> Iterator[Any]:
     """What stands in front of the last message of each row."""
     for row in rows:
         talk = row.get(columns.messages)
-        asked = joined_prompt(row, columns.prompt) if columns.prompt else talk
+        asked = joined_prompt(row, columns.prompt, columns.before) if columns.prompt else talk
         yield asked[:-1] if isinstance(talk, list) else asked
 
 

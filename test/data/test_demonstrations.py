@@ -17,6 +17,7 @@ from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs.datasets.rows_env import RowsEnv
 from torchrl_llm.errors import ConfigError, DataError, TemplateError
 from torchrl_llm.modules import load_tokenizer
+from torchrl_llm.rewards import ExactReward
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +53,7 @@ COLUMNS = [
 
 @pytest.mark.parametrize(("row", "named", "found"), COLUMNS)
 def test_columns_are_found_by_usual_names_unless_they_are_named(row, named, found):
-    assert tuple(DemonstrationColumns.find(row, **named)) == found
+    assert tuple(DemonstrationColumns.find(row, **named))[:4] == found
 
 
 @pytest.mark.parametrize(
@@ -93,6 +94,77 @@ def test_an_input_beside_an_instruction_is_a_part_of_the_prompt(formatter):
     found = made(rows, formatter)
     assert found.messages(0)[0]["content"] == "Add.\n\n2+2"
     assert found.messages(1)[0]["content"] == "Hi"
+
+
+BEFORE = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1?"},
+    {"role": "assistant", "content": "2"},
+]
+ASKED = {"role": "user", "content": "2+2?"}
+CELLS = {"instruction": "2+2?", "input": "", "output": "4", "system": "Be brief."}
+
+
+@pytest.mark.parametrize(
+    ("row", "before"),
+    [
+        (CELLS | {"history": [["1+1?", "2"]]}, BEFORE),
+        (CELLS | {"history": '[["1+1?", "2"]]'}, BEFORE),  # as a CSV file has it
+        (CELLS | {"history": BEFORE[1:]}, BEFORE),
+        (CELLS | {"history": None}, BEFORE[:1]),
+        (CELLS | {"system": "", "history": "[]"}, []),
+        ({"prompt": [*BEFORE[1:], ASKED], "output": "4", "system": "Be brief."}, BEFORE),
+        ({"prompt": [*BEFORE, ASKED], "output": "4", "system": "Be brief."}, BEFORE),
+    ],
+)
+def test_the_system_message_and_the_history_of_a_row_stand_before_its_prompt(row, before):
+    """In what is learned and in what is answered; the last rows hold messages as the prompt."""
+    asked = [*before, ASKED]
+    learned = [*asked, {"role": "assistant", "content": "4"}]
+    assert DemonstrationColumns.find(row).read(row) == learned
+    query = RowsEnv(dataset=[row], reward=len).reset()["history"].prompt
+    assert [dict(message) for message in query.chats[0].messages] == asked
+
+
+def test_the_system_message_of_a_row_stands_before_its_whole_conversation():
+    row = {"conversations": [{"from": "human", "value": "1+1?"}, {"from": "gpt", "value": "2"}]}
+    row |= {"system": "Be brief.", "history": "of a column that means something else"}
+    assert DemonstrationColumns.find(row).read(row) == BEFORE
+    asked = RowsEnv(dataset=[row], reward=ExactReward()).reset()
+    assert (asked["history"].prompt.content, asked["answer"][0]) == ([["Be brief.", "1+1?"]], "2")
+
+
+def test_columns_that_are_named_stand_before_nothing():
+    row = {"question": "Which?", "system": "Linux", "history": []}
+    assert DemonstrationColumns.find(row, completion="system").read(row) == [
+        {"role": "user", "content": "Which?"},
+        {"role": "assistant", "content": "Linux"},
+    ]
+    env = RowsEnv(dataset=[row], answer="system", reward=ExactReward())
+    assert env.reset()["history"].prompt.content == [["Which?"]]
+
+
+@pytest.mark.parametrize(
+    ("cells", "message"),
+    [
+        ({"history": "long"}, "the column 'history' must hold pairs of question and answer, got"),
+        ({"history": [["1+1?"]]}, "the column 'history' must hold pairs"),
+        ({"system": 3}, "the column 'system' must hold the system message, got 3; if it is"),
+        ({"prompt": BEFORE[:2], "system": "Be long."}, "the conversation has another"),
+    ],
+)
+def test_a_system_message_or_a_history_that_is_none_is_refused(cells, message):
+    row = {"prompt": "2+2?", "answer": "4", **cells}
+    with pytest.raises(DataError, match=message):
+        DemonstrationColumns.find(row).read(row)
+    with pytest.raises(DataError, match=f"row 1: .*{message}"):
+        RowsEnv(dataset=[row], reward=ExactReward())
+
+
+def test_a_system_message_of_a_row_besides_that_of_the_environment_is_refused():
+    env = RowsEnv(dataset=[CELLS], reward=ExactReward(), system_prompt="Think.")
+    with pytest.raises(DataError, match="a system message of its own, and system_prompt is"):
+        env.reset()
 
 
 def test_every_turn_of_the_assistant_is_learned_and_no_system_prompt(formatter):

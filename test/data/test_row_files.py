@@ -8,6 +8,7 @@ import sys
 import tracemalloc
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -303,6 +304,22 @@ def test_missing_cells_are_none_and_leave_whole_numbers_whole(tmp_path, kind):
     assert [repr(row["n"]) for row in rows] == ["30", "None", "4"]
     assert [row["x"] for row in rows] == [1.5, None, 2.0]  # meant as it is
     assert [repr(row["y"]) for row in rows] == ["1.0", "2.0", "3.0"]  # nothing is missing
+
+
+@pytest.mark.parametrize("kind", ["list", "tensors", "dataset", "parquet"])
+def test_floats_of_half_the_width_are_those_that_were_written(tmp_path, kind):
+    rows = [{"price": np.float32(0.1)}, {"price": np.float32(3.14)}, {"price": None}]
+    if kind == "tensors":
+        rows = [{"price": torch.tensor(0.1)}, {"price": torch.tensor(3.14)}, {"price": None}]
+    elif kind != "list":
+        datasets = pytest.importorskip("datasets")
+        features = datasets.Features(price=datasets.Value("float32"))
+        table = datasets.Dataset.from_list(rows, features=features)
+        rows = table if kind == "dataset" else tmp_path / "rows.parquet"
+        if kind == "parquet":
+            table.to_parquet(rows)
+    # As doubles they are 0.10000000149011612 and 3.140000104904175.
+    assert [row["price"] for row in plain_rows(load_rows(rows))] == [0.1, 3.14, None]
 
 
 def test_a_row_of_a_file_still_knows_its_place_when_a_cell_has_changed(tmp_path):

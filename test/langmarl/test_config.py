@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from langmarl.world import settings
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.langmarl import environment
+from torchrl_llm.langmarl import environment, make_trainer
 from torchrl_llm.langmarl.config import (
     BaseConfig,
     LanguageTaskConfig,
@@ -135,6 +136,20 @@ def test_a_judge_who_has_nothing_to_judge_is_refused(given, told):
     fits = {"qa": {"use_verified_reward": True}, "writing": {}}
     for kind, more in fits.items():
         assert LanguageTaskConfig(task_type=kind, judge_llm="gpt-4o", **more).judge_llm is not None
+
+
+def test_settings_that_nothing_reads_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="code_timeout has no effect on task_type=qa"):
+        LanguageTaskConfig(code_timeout=3.0)
+    local = {"model_string": "local:", "base_url": "http://localhost:1/v1"}
+    with pytest.raises(ConfigError, match="base_url has no effect on 'local:'"):
+        make_trainer(load_config(written(tmp_path, **settings(tmp_path, actor_llm=local))))
+    warm = {"model_string": "local:", "extra_params": {"temperature": "warm"}}
+    with pytest.raises(ConfigError, match=r'extra_params=\{"temperature": "warm"\}: could not'):
+        make_trainer(load_config(written(tmp_path, **settings(tmp_path, actor_llm=warm))))
+    (tmp_path / "notes.txt").write_text("Be kind.")
+    with pytest.raises(ConfigError, match=r"prompts_dir=.* it holds none of aggregate.txt, "):
+        make_trainer(load_config(written(tmp_path, **settings(tmp_path, prompts_dir="."))))
 
 
 def test_the_judge_is_the_critic_before_it_is_the_model_of_all_and_never_the_actor():
@@ -379,7 +394,12 @@ def test_a_limit_of_money_needs_both_prices_and_zero_is_a_price():
 
 def test_whole_numbers_stand_for_fractions_and_bounds_are_allowed():
     config = LanguageTaskConfig(
-        max_cost_usd=0, code_timeout=2, mini_batch_size=10, max_calls=0, num_agents=1
+        task_type="coding",
+        max_cost_usd=0,
+        code_timeout=2,
+        mini_batch_size=10,
+        max_calls=0,
+        num_agents=1,
     )
     assert (config.max_cost_usd, config.code_timeout) == (0.0, 2.0)
     assert type(config.code_timeout) is float

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 
 import pytest
 from langmarl.world import scripted, written
 
-from torchrl_llm.errors import DamagedCheckpointError
+from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
 from torchrl_llm.langmarl import load_config, make_trainer
 from torchrl_llm.langmarl.calls import CallLog, spent_in
 from torchrl_llm.langmarl.store import LocalStore, PolicyCheckpoint
@@ -136,6 +137,16 @@ def test_calls_that_are_cut_from_the_journal_stay_paid(kept, tmp_path, capfd):
     assert again.log.total().calls == 8
     usd = trained(tmp_path, 3, **priced, max_cost_usd=paid.cost_usd)
     assert "max_cost_usd" in usd.ended_by
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+@pytest.mark.parametrize("name", ["calls.jsonl", "spent.json", "checkpoints/iter_2/agent_1.txt"])
+def test_a_folder_or_a_pipe_in_the_place_of_a_file_is_refused_by_name(make, name, folder):
+    place = run_of(folder) / name
+    place.unlink()
+    make(place)
+    with pytest.raises(CheckpointError, match=f"{re.escape(name)} cannot be read: it is no plain"):
+        trained(folder, 3)
 
 
 def test_an_altered_answer_or_price_in_the_journal_is_refused_by_its_line(folder):

@@ -8,13 +8,15 @@ import pytest
 import torch
 from objectives.rows_helper import TableActor, double, make_row, make_rows
 
-from torchrl_llm.envs.transforms import RetrieveTeacherLogProb
+from torchrl_llm.envs.transforms import RetrieveLogProb, RetrieveTeacherLogProb
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
     DistillationLoss,
     DistillationLossOutput,
+    GRPOLoss,
+    OnPolicyDistillationLoss,
     check_invariance,
     k3_kl_token_estimate,
 )
@@ -115,6 +117,25 @@ def test_a_teacher_of_the_assistants_tokens_does_not_teach_all(
             loss(rows)  # e^5 - 1 - 5 a prompt token, where the student is its teacher
         return
     assert loss(rows).loss_distill.item() == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("scored_all", [True, False])
+def test_a_reference_of_the_assistants_tokens_holds_no_others(make_tiny_model, scored_all):
+    model = make_tiny_model()
+    rows = everything([make_row([5, 1, 2, 7, 4], 3), make_row([5, 6, 3], 2)])
+    actor, asked = CausalScorer(model), {"assistant_only": not scored_all}
+    rows = RetrieveTeacherLogProb(actor, **asked)(rows)
+    rows = RetrieveLogProb(actor, log_probs_full_key=("ref_log_probs", "full"), **asked)(rows)
+    everywhere = {"masking_strategy": "generic"}
+    for loss, name in (
+        (GRPOLoss(actor, kl_to_ref_coeff=1.0, **everywhere), "kl_to_ref"),
+        (OnPolicyDistillationLoss(actor, **everywhere), "kl_to_teacher"),
+    ):
+        if scored_all:
+            assert getattr(loss(rows), name).item() == pytest.approx(0.0, abs=1e-6)
+            continue
+        with pytest.raises(DataError, match=r"0\.0.*assistant_only=False"):
+            loss(rows)  # a divergence of e^5 - 1 - 5 nats a prompt token
 
 
 def test_a_student_that_is_its_teacher_has_nothing_to_learn():

@@ -7,6 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data import History
+from torchrl_llm.data.failures import Failure
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards import (
@@ -139,6 +140,12 @@ REFUSED = [
     (lambda response, answer, third: 0.0, r"must take \(response, answer\)"),
     (lambda answer, response: 0.0, "would get the response first"),
     (lambda: 0.0, "cannot be called"),
+    (lambda response, *, scale: 0.0, "cannot be called"),
+    (lambda response, *, row: 0.0, "never get 'row'"),
+    (lambda response, answer, row=None: 0.0, "never get 'row'"),
+    (lambda response, finish_reason=None: 0.0, "never get 'finish_reason'"),
+    (lambda response, finish_reason: 0.0, "never get 'finish_reason'"),
+    (lambda response, row, finish_reason=None: 0.0, "never get 'finish_reason'"),
     (later, "is a coroutine"),
     (3, "a reward is a function of"),
     ("exact", "a reward is a function of"),
@@ -169,3 +176,10 @@ def test_a_class_that_fails_while_it_is_made_is_told_with_its_line(error):
     ) as told:
         as_reward(Lookup)
     assert f"{__file__}:" in str(told.value)
+
+
+def test_what_is_kept_of_an_exception_holds_no_password():
+    error = OSError("https://user:secret@host/x?api_key=secret of Bearer 0123456789abcdef")
+    for failure in (Failure.of(error), Failure.told("OSError", str(error))):
+        told = "https://user:***@host/x?api_key=*** of Bearer ***"
+        assert (failure.message, failure.traceback) == (told, f"OSError: {told}")

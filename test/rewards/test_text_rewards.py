@@ -36,10 +36,16 @@ def test_a_number_is_contained_as_a_number_of_its_own(response, answer, reward):
 @pytest.mark.parametrize(
     ("response", "answer"),
     [("46", 46), ("46", 46.0), ("46.0", 46.0), ("0.10", Decimal("0.10")), ("true", True)]
-    + [("2024-05-07", dt.date(2024, 5, 7)), (str(2**70), 2**70)],
+    + [("2024-05-07", dt.date(2024, 5, 7)), (str(2**70), 2**70), ("1.5", Decimal("1.50"))]
+    + [("30", Decimal("30.00")), ("2024-05-07", dt.datetime(2024, 5, 7))]
+    + [("2024-05-07 00:00:00", dt.datetime(2024, 5, 7)), ("100", Decimal("1E+2"))],
 )
 def test_answers_that_are_no_texts_are_compared_as_they_are_written(response, answer):
     assert ExactReward().score(response, answer) == ContainsReward().score(response, answer) == 1.0
+
+
+def test_an_hour_of_a_day_is_not_the_day():
+    assert ExactReward().score("2024-05-07", dt.datetime(2024, 5, 7, 8)) == 0.0
 
 
 @pytest.mark.parametrize("reward", [ExactReward(), ContainsReward()])

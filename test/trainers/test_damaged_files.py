@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 import zlib
@@ -73,6 +74,45 @@ def test_a_flipped_bit_anywhere_in_a_checkpoint_is_noticed_and_costs_no_more_tha
         assert run.step == (6 if str(name) == "metrics.csv" else 4), (name, bit)
         assert rows(folder) == good[: run.step]
         assert (folder / "checkpoints/damaged_step_000006").exists() == (run.step == 4)
+
+
+def as_folder(path):
+    path.unlink()
+    path.mkdir()
+    (path / "left").write_text("by somebody")
+
+
+def as_link_to_nowhere(path):
+    path.unlink()
+    path.symlink_to("/nowhere")
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", "config.yaml", COPY, f"{STATE}/state.json"])
+@pytest.mark.parametrize("harm", [as_folder, as_link_to_nowhere])
+def test_a_folder_or_a_link_in_the_place_of_a_file_is_set_aside(tmp_path, name, harm, capsys):
+    Toy(tmp_path, interval=2, keep_last=3, config={"a": 1}).train()
+    before = rows(tmp_path)
+    harm(tmp_path / name)
+    run = Toy(tmp_path, interval=2, keep_last=3, resume="auto", config={"a": 1}).run
+    assert run.step == (4 if name.endswith("state.json") else 6)
+    assert rows(tmp_path) == before[: run.step]
+    assert (tmp_path / "config.yaml").read_text() == "a: 1\n"
+    run.finish()
+    if harm is as_folder and "/" not in name:
+        assert (tmp_path / f"damaged_{name}" / "left").read_text() == "by somebody"
+        aside = f"{tmp_path}/{name} was a folder; it is now {tmp_path}/damaged_{name}"
+        assert aside in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["metrics.csv", COPY, f"{STATE}/manifest.json"])
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path, name):
+    Toy(tmp_path, interval=2, keep_last=3).train()
+    before = rows(tmp_path)
+    (tmp_path / name).unlink()
+    os.mkfifo(tmp_path / name)
+    run = Toy(tmp_path, interval=2, keep_last=3, resume="auto").run
+    assert rows(tmp_path) == before[: run.step]
+    assert run.step == (4 if name.endswith("manifest.json") else 6)
 
 
 def value(plain, key):

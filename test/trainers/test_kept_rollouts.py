@@ -3,6 +3,7 @@ from __future__ import annotations
 import random
 import resource
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torchrl_llm.collectors import StoredCollector
 from torchrl_llm.data import MaskReason, RolloutStore, Source
 from torchrl_llm.data.overlong import LengthRule
 from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.errors import DataError
 from torchrl_llm.trainers.kept_rollouts import KeptRollouts, RowOutcomes
 
 
@@ -289,6 +291,22 @@ def test_damaged_rollouts_are_put_aside_when_a_run_resumes(tmp_path, capfd):
     assert f"is now in {tmp_path}/damaged_rollouts_2, and 0 whole steps" in capfd.readouterr().err
     assert (tmp_path / "damaged_rollouts_2" / segment.name).read_bytes() == data
     assert RolloutStore(tmp_path).steps() == [3]
+
+
+def test_a_folder_or_a_link_in_the_place_of_rollouts_is_put_aside_or_told_of(tmp_path, capfd):
+    rows = lazy_rows(numbered([row(0), row(1)]))
+    Toy(tmp_path, max_steps=2).train(collected=[rows] * 2)
+    (segment,) = (tmp_path / "rollouts").iterdir()
+    for number, harm in enumerate((Path.mkdir, lambda path: path.symlink_to("/nowhere"))):
+        segment.unlink()
+        harm(segment)
+        with pytest.raises(DataError, match=f"{segment.name} cannot be read"):
+            RolloutStore(tmp_path)
+        steps = 3 + number
+        Toy(tmp_path, max_steps=steps, resume="auto").train(collected=[rows] * steps)
+        assert f"{segment} cannot be read: " in capfd.readouterr().err
+        (segment,) = (tmp_path / "rollouts").iterdir()
+        assert RolloutStore(tmp_path).steps() == [steps]
 
 
 @pytest.fixture

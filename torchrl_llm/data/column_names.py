@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+from torchrl_llm.data.table_cells import plain_value
 from torchrl_llm.errors import DataError
 
 PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
@@ -17,6 +19,8 @@ PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
 
 MESSAGES = ("messages", "conversations")
 """Columns that hold whole conversations, likewise."""
+
+_BEFORE = ("system", "history")
 
 # Roles of the conversations of ShareGPT, whose messages have ``from`` and ``value``.
 _SHAREGPT = {"human": "user", "observation": "tool"}
@@ -52,15 +56,71 @@ def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[st
     return () if found is None else (found,)
 
 
-def joined_prompt(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
+def columns_before(row: Mapping[str, Any], *used: str | None) -> tuple[str, ...]:
+    """The columns with what stands before the user's message, as Alpaca's rows may have them.
+
+    Args:
+        row: of the table.
+        used: columns that are something else.
+
+    Returns:
+        Of ``system`` (a text) and ``history`` (the turns before) those that are there.
+    """
+    return tuple(name for name in _BEFORE if name in row and name not in used)
+
+
+def joined_prompt(
+    row: Mapping[str, Any], columns: Sequence[str], before: Sequence[str] = ()
+) -> Any:
     """What a row asks: the cells of its prompt, joined by an empty line where there are several.
 
     Args:
         row: of the table.
         columns: of :func:`prompt_columns`.
+        before: of :func:`columns_before`; where one of them holds something, messages are returned.
+
+    Raises:
+        DataError: what stands before is no text and no turns, or the prompt has another system
+            message.
     """
     parts = [row.get(name) for name in columns]
-    return "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+    asked = "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+    earlier = [message for name in before for message in _earlier(name, row.get(name))]
+    if not earlier or not asked:
+        return asked
+    messages = chat_in(asked) or as_messages(asked, "user")
+    are_two = {earlier[0]["role"], messages[0].get("role")} == {"system"}
+    if are_two and earlier.pop(0) != messages[0]:
+        raise DataError(
+            "the column 'system' holds a system message, and the conversation has another; leave "
+            "one of the two out"
+        )
+    return [*earlier, *messages]
+
+
+def _earlier(name: str, value: Any) -> list[dict[str, Any]]:
+    """The messages of a cell of ``system``, or of ``history``."""
+    if isinstance(value, str) and name == "system":
+        return [{"role": name, "content": value}] if value.strip() else []
+    value = _loaded(value) if isinstance(value, str) and value.strip() else value
+    value = plain_value(value) or []
+    if name == "history" and isinstance(value, list):
+        if all(isinstance(pair, (list, tuple)) and len(pair) == 2 for pair in value):
+            roles = ("user", "assistant")
+            return [_text(*said) for pair in value for said in zip(roles, pair, strict=True)]
+        if all(isinstance(message, Mapping) for message in value):
+            return as_messages(value)
+    elif not value:
+        return []
+    expected = "pairs of question and answer" if name == "history" else "the system message"
+    raise DataError(
+        f"the column {name!r} must hold {expected}, got {value!r:.200}; if it is something else, "
+        "rename it"
+    )
+
+
+def _text(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": str(content)}
 
 
 def check_named(row: Mapping[str, Any], **named: str | None) -> None:
@@ -101,6 +161,20 @@ def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
         return [{"role": role, "content": str(value)}]
     expected = "a list of messages" if role is None else "a text or a list of messages"
     return [_message(message) for message in as_mappings(value, expected)]
+
+
+def chat_in(value: Any) -> list[dict[str, Any]] | None:
+    """The messages that a cell holds, as they are or as JSON; ``None`` where it holds others.
+
+    Args:
+        value: of a table.
+    """
+    if isinstance(value, str) and not value.lstrip().startswith("[{"):
+        return None
+    with suppress(DataError):
+        found = as_messages(value)
+        return found if found and all("role" in message for message in found) else None
+    return None
 
 
 def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:

@@ -24,6 +24,7 @@ from torchrl_llm.data.column_names import (
     as_messages,
     as_tools,
     check_named,
+    columns_before,
     first_column,
     joined_prompt,
     prompt_columns,
@@ -65,12 +66,14 @@ class DemonstrationColumns(NamedTuple):
         completion: with the answer, or the messages of it.
         messages: with whole conversations, instead of the two.
         tools: with the tools of a conversation, in the rows that have some.
+        before: with what stands before the prompt, or before the whole conversation.
     """
 
     prompt: tuple[str, ...] = ()
     completion: str | None = None
     messages: str | None = None
     tools: str = "tools"
+    before: tuple[str, ...] = ()
 
     @classmethod
     def find(
@@ -85,7 +88,8 @@ class DemonstrationColumns(NamedTuple):
         """The named columns, or those with usual names.
 
         Without a name ``messages`` and ``conversations`` are looked for, then a prompt and a
-        completion. ``input`` or ``context`` next to ``instruction`` is a part of the prompt.
+        completion. ``input`` or ``context`` next to ``instruction`` is a part of the prompt, and
+        ``system`` and ``history`` stand before it; ``system`` before a whole conversation, too.
 
         Args:
             row: the first of the table.
@@ -112,7 +116,8 @@ class DemonstrationColumns(NamedTuple):
                 f"data.completion name; leave out {pair}"
             )
         if pair is None and (messages := messages or first_column(row, MESSAGES)):
-            return cls(messages=messages, tools=tools)
+            before = columns_before(row, messages, tools, "history")
+            return cls(messages=messages, tools=tools, before=before)
         asked = prompt_columns(row, prompt)
         said = completion or first_column(row, [n for n in COMPLETIONS if n not in asked])
         if not asked or said is None:
@@ -121,7 +126,8 @@ class DemonstrationColumns(NamedTuple):
                 "its name; name data.prompt and data.completion, or data.messages for whole "
                 "conversations"
             )
-        return cls(asked, said, tools=tools)
+        before = columns_before(row, *asked, said, tools)
+        return cls(asked, said, tools=tools, before=before)
 
     def read(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         """The messages of a row.
@@ -137,8 +143,8 @@ class DemonstrationColumns(NamedTuple):
             if name not in row:
                 raise DataError(f"there is no column {name!r}; there are {sorted(row)}")
         if self.messages is not None:
-            return as_messages(row[self.messages])
-        prompt = joined_prompt(row, self.prompt)
+            return as_messages(joined_prompt(row, (self.messages,), self.before))
+        prompt = joined_prompt(row, self.prompt, self.before)
         found = []
         for name, value, role in (
             (self.prompt[0], prompt, "user"),

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from tensordict import TensorDictBase
 from torchrl._utils import logger
 
+from torchrl_llm._redis import masked
 from torchrl_llm.data.row_text import row_text
 from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import TorchRLLLMError
@@ -201,8 +202,8 @@ def _last(text: str) -> str:
 
 
 def _storable(text: str) -> str:
-    """A text without lone surrogates, which nothing could store."""
-    return text.encode("utf-8", "replace").decode()
+    """A text without passwords, and without lone surrogates, which nothing could store."""
+    return "\n".join(map(masked, text.encode("utf-8", "replace").decode().split("\n")))
 
 
 def failures_of(row: TensorDictBase) -> list[Failure]:

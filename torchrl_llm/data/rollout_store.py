@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from torchrl_llm._files import replacing
+from torchrl_llm._files import plain_file, replacing
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
 from torchrl_llm.data.rollout_block import Block, is_sound, read_head, write_block
@@ -96,7 +96,11 @@ class RolloutStore:
         self._blocks: OrderedDict[int, Block] = OrderedDict()
 
     def _add(self, path: Path) -> None:
-        with path.open("rb") as file:
+        try:
+            opened = plain_file(path).open("rb")
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}") from error
+        with opened as file:
             if not os.fstat(file.fileno()).st_size:
                 return
             # A private copy: whoever changes a row changes neither the file nor what others read.
@@ -307,8 +311,11 @@ class RolloutWriter:
         gone = (self.folder / name for name in sizes if not (self.folder / name).exists())
         self.damaged = [f"{path} is gone, and with it its rollouts" for path in gone]
         for path in _segments(self.folder):
-            data = path.read_bytes()
-            blocks, harm = _sound_blocks(path, data, step)
+            try:
+                data = plain_file(path).read_bytes()
+                blocks, harm = _sound_blocks(path, data, step)
+            except OSError as error:
+                data, blocks, harm = b"", {}, f"{path} cannot be read: {error.strerror}"
             if harm is None and sum(map(len, blocks.values())) < sizes.get(path.name, 0):
                 harm = f"{path} is shorter than it was"
             if harm is not None:

@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from torchrl_llm._imports import require
@@ -118,12 +119,15 @@ def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
         whole = whole_columns(rows, columns)
         return [plain_row(row, whole, columns) for row in rows]
     table = rows.rows if isinstance(rows, MappedRows) else rows
-    whole = []
+    whole, narrow = [], {}
     for name, feature in (getattr(table, "features", None) or {}).items():
-        if str(getattr(feature, "dtype", "")).startswith("float"):
+        dtype = str(getattr(feature, "dtype", ""))
+        if dtype.startswith("float"):
             cells = table.data.column(name).to_pylist()
             whole += whole_columns([{name: cell} for cell in cells], [name])
-    return MappedRows(rows, partial(plain_row, whole=whole))
+        if dtype in ("float16", "float32"):
+            narrow[name] = getattr(np, dtype)
+    return MappedRows(rows, partial(plain_row, whole=whole, narrow=narrow))
 
 
 def _check_not_columns(source: Any) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from copy import copy
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Any
 
 _PLAIN = (str, int, bool, dict, list)
@@ -34,15 +35,33 @@ def plain_cell(value: Any) -> Any:
     """
     if type(value) in _PLAIN:
         return value
+    if str(getattr(value, "dtype", "")) in ("torch.float16", "torch.float32"):
+        value = value.detach().cpu().numpy()
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind in ("M", "m"):  # nanoseconds would become whole numbers
         value = value.astype({"M": "datetime64[us]", "m": "timedelta64[us]"}[kind])
+    elif kind == "f" and not value.shape:
+        value = narrow_float(value)
     elif kind == "O":  # of pandas, which makes them of Arrow's lists
         return [_without_missing(each) for each in value.tolist()]
     for plain in ("tolist", "to_pydatetime", "to_pytimedelta"):
         value = getattr(value, plain)() if hasattr(value, plain) else value
     is_nan = isinstance(value, float) and math.isnan(value)
     return None if is_nan or type(value).__name__ in _MISSING else value
+
+
+def narrow_float(value: Any) -> float:
+    """A float of NumPy as its writer wrote it, whatever its width.
+
+    Args:
+        value: one number.
+
+    Example:
+        >>> import numpy
+        >>> numpy.float32(0.1).item(), narrow_float(numpy.float32(0.1))
+        (0.10000000149011612, 0.1)
+    """
+    return float(value.astype(str))
 
 
 def _without_missing(value: Any) -> Any:
@@ -72,7 +91,10 @@ def plain_value(value: Any) -> Any:
 
 
 def plain_row(
-    row: Mapping[str, Any], whole: Collection[str] = (), columns: Collection[str] | None = None
+    row: Mapping[str, Any],
+    whole: Collection[str] = (),
+    columns: Collection[str] | None = None,
+    narrow: Mapping[str, Any] = MappingProxyType({}),
 ) -> Mapping[str, Any]:
     """A copy of a row, with plain cells.
 
@@ -80,6 +102,7 @@ def plain_row(
         row: of a table.
         whole: of :func:`whole_columns`.
         columns: those that are looked at; all if not given.
+        narrow: type of NumPy of each column of floats that are stored with fewer digits.
 
     Example:
         >>> plain_row({"query": "a", "answer": 30.0}, ["answer"])
@@ -89,7 +112,11 @@ def plain_row(
     for name in row if columns is None else columns:
         if name in row:
             cell = plain_cell(row[name])
-            made[name] = int(cell) if name in whole and isinstance(cell, float) else cell
+            if isinstance(cell, float) and name in whole:
+                cell = int(cell)
+            elif isinstance(cell, float) and name in narrow:
+                cell = narrow_float(narrow[name](cell))
+            made[name] = cell
     return made
 
 

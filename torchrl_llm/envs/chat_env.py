@@ -239,7 +239,8 @@ class ChatEnv(EnvBase):
             query: what reset reads: a string, message dicts, or a conversation.
 
         Raises:
-            DataError: it is something else, or empty.
+            DataError: it is something else, empty, or has a system message besides the
+                environment's.
         """
         if isinstance(query, str):
             chat = Chat([{"role": self.user_role, "content": query}])
@@ -256,7 +257,14 @@ class ChatEnv(EnvBase):
             )
         if not chat.messages:
             raise DataError(f"{self.data_key!r} holds an empty conversation")
-        return chat if self._preamble is None else self._preamble + chat
+        if self._preamble is None:
+            return chat
+        if chat.messages[0].get("role") == self.system_role:
+            raise DataError(
+                f"{self.data_key!r} holds a conversation with a system message of its own, and "
+                "system_prompt is the first message of every conversation; leave one of the two out"
+            )
+        return self._preamble + chat
 
     # Step
 

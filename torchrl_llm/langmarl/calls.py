@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from torchrl_llm._files import replacing
+from torchrl_llm._files import plain_file, replacing
 from torchrl_llm._log import tell_once
 from torchrl_llm.errors import (
     CheckpointError,
@@ -461,7 +461,14 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
     """
     if not path.exists():
         return
-    with path.open("rb") as file:
+    try:
+        opened = plain_file(path).open("rb")
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"{path} cannot be read: {error.strerror}; remove it, what was spent is in "
+            f"{_sums_path(path).name}"
+        ) from None
+    with opened as file:
         for number, line in enumerate(file, 1):
             try:
                 record = parsed(line.decode(), f"line {number}")

@@ -285,6 +285,8 @@ class LanguageTaskConfig(BaseConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         kind, asked = self.task_type, self.use_verified_reward
+        unused = kind != "coding" and self.code_timeout != LanguageTaskConfig.code_timeout
+        ensure(not unused, f"code_timeout has no effect on task_type={kind}, which runs no program")
         ensure(
             not asked or kind in ("qa", "math"),
             f"use_verified_reward has no effect: task_type={kind} is "

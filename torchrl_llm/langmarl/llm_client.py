@@ -56,6 +56,10 @@ def make_text_model(config: LLMConfig) -> TextModel:
             import_named(rest), name=config.name, concurrency=config.concurrency
         )
     if separator and kind == "local":
+        if config.base_url is not None:
+            raise ConfigError(
+                f"base_url has no effect on {config.model_string!r}, which no server answers"
+            )
         wrapper = _wrapper(rest, config.max_tokens, json.dumps(config.extra_params, sort_keys=True))
         return WrapperTextModel(wrapper, batch_size=config.concurrency, name=config.name)
     return _endpoint(config)
@@ -89,14 +93,17 @@ def _loaded(folder: str) -> tuple[Any, Any]:
 def _wrapper(folder: str, max_tokens: int, options: str) -> TransformersWrapper:
     """A wrapper of a folder; roles that name the same folder share its weights."""
     model, tokenizer = _loaded(folder)
-    return TransformersWrapper(
-        model,
-        tokenizer=tokenizer,
-        input_mode="history",
-        generate=True,
-        on_overlong="drop",
-        generate_kwargs={"max_new_tokens": max_tokens, **json.loads(options)},
-    )
+    try:
+        return TransformersWrapper(
+            model,
+            tokenizer=tokenizer,
+            input_mode="history",
+            generate=True,
+            on_overlong="drop",
+            generate_kwargs={"max_new_tokens": max_tokens, **json.loads(options)},
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"extra_params={options}: {error}") from error
 
 
 class LLMClient:

@@ -27,7 +27,7 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from torchrl_llm._files import remove_drafts, replacing
+from torchrl_llm._files import plain_file, remove_drafts, replacing
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 
 SCHEMA_VERSION = 1
@@ -171,7 +171,7 @@ class LocalStore(BaseStore):
 def read_file(place: Path) -> str:
     """Read a text, as :meth:`BaseStore.read_text` does."""
     try:
-        return place.read_bytes().decode("utf-8", "surrogatepass")
+        return plain_file(place).read_bytes().decode("utf-8", "surrogatepass")
     except FileNotFoundError:
         raise MissingCheckpointError(f"{place} is missing") from None
     except OSError as error:

@@ -28,6 +28,7 @@ from torchrl_llm.langmarl.environment import (
 )
 from torchrl_llm.langmarl.optimizer import PolicyGradientOptimizer
 from torchrl_llm.langmarl.phases import RunFiles, TrainingState
+from torchrl_llm.langmarl.prompts import PROMPTS
 from torchrl_llm.langmarl.run_logger import RunLogger
 from torchrl_llm.langmarl.store import (
     BaseStore,
@@ -310,6 +311,12 @@ def make_trainer(
     """
     env = make_env(config.env, config)
     prompts = None if config.prompts_dir is None else Path(config.prompts_dir)
+    ours = {file.name for file in PROMPTS.glob("*.txt")}
+    if prompts is not None and prompts.is_dir() and ours.isdisjoint(os.listdir(prompts)):
+        raise ConfigError(
+            f"prompts_dir={str(prompts)!r} has no effect: it holds none of "
+            f"{', '.join(sorted(ours))}"
+        )
     critic = CentralizedCritic(config, prompts)
     optimizer = PolicyGradientOptimizer(config.get_optimizer_llm(), prompts_dir=prompts)
     return MonteCarloTrainer(config, env, critic, optimizer, reward_fn, store, callbacks)

@@ -30,7 +30,7 @@ from torchrl_llm.data.scoring import (
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k2, k3, ppo_clip, truncated_weights
 from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
-from torchrl_llm.objectives.flat_columns import optional_column, sent
+from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.policy_loss import (
     Aggregation,
@@ -174,17 +174,10 @@ class DistillationLoss(SFTLoss):
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
         """See :meth:`TokenLoss.check`; a teacher of the assistant's tokens teaches no others."""
-        teacher = self.column(tensordict, rows, "teacher_log_prob")
-        mask = self.tensor_keys.assistant_mask
-        if self.assistant_only or optional_column(tensordict, mask) is None:
-            return
-        others = teacher[~rows.flat(tensordict, mask).bool()[torch.cat(rows.select)]]
-        if others.numel() and not bool(others.any()):
-            raise DataError(
-                f"assistant_only=False trains all tokens, and {self.tensor_keys.teacher_log_prob} "
-                "is 0.0 at each that is not the assistant's: they were not scored. Retrieve the "
-                "teacher's log-probs with assistant_only=False, or give the loss True"
-            )
+        self.column(tensordict, rows, "teacher_log_prob")
+        if not self.assistant_only:
+            keys = self.tensor_keys
+            rows.refuse_unscored(tensordict, keys.teacher_log_prob, keys.assistant_mask)
 
     def from_scores(
         self,
@@ -353,6 +346,7 @@ class OnPolicyDistillationLoss(PolicyGradientLoss):
         super().check(tensordict, rows)
         if self.estimator != "full_vocabulary":
             self.column(tensordict, rows, "teacher_log_prob")
+            self.refuse_unscored(tensordict, rows, "teacher_log_prob")
         elif not self._one_teacher:
             self._names(tensordict)
 

@@ -210,6 +210,25 @@ class TokenRows:
                 'generate_kwargs={"record_support": True}, or with top_p=1, top_k=0, min_p=0'
             )
 
+    def refuse_unscored(self, td: Any, key: NestedKey, mask_key: NestedKey) -> None:
+        """Raise when tokens of others count, and log-probs are those of the assistant alone.
+
+        Args:
+            td: the rows.
+            key: log-probs.
+            mask_key: the assistant's mask, which rows may lack.
+        """
+        if optional_column(td, mask_key) is None:
+            return
+        counts = torch.cat(self.select)
+        others = ~self.flat(td, mask_key)[counts].bool()
+        if bool(others.any()) and not bool(self.flat(td, key)[counts][others].any()):
+            raise DataError(
+                f"tokens that are not the assistant's are trained too, and {key} is 0.0 at each of "
+                "them: they were not scored. Retrieve log-probs with assistant_only=False, or "
+                "train the assistant's alone (masking_strategy='rlhf', or assistant_only=True)"
+            )
+
     def scatter(self, values_N: Tensor) -> Tensor:
         """Values of tokens that count at their places in a rectangle of the stored rows.
 

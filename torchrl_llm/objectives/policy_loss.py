@@ -388,8 +388,22 @@ class PolicyGradientLoss(TokenLoss):
         """
         rows.refuse_truncated_support(tensordict, self.tensor_keys.truncated_support)
         self._columns(tensordict, rows)
+        if self.kl_to_ref_coeff:
+            self.refuse_unscored(tensordict, rows, "ref_log_probs")
         if self.aggregation == "prompt_mean":
             rows.groups(tensordict, self.tensor_keys.group_id)
+
+    def refuse_unscored(self, tensordict: Any, rows: TokenRows, name: str) -> None:
+        """See ``TokenRows.refuse_unscored``, of the column that a key names.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens.
+            name: of the key.
+        """
+        if self.masking_strategy == "generic":
+            keys = self.tensor_keys
+            rows.refuse_unscored(tensordict, getattr(keys, name), keys.assistant_mask)
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
         """See :meth:`TokenLoss.count`."""

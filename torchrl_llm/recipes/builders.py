@@ -302,10 +302,13 @@ def check_problems(config: RecipeConfig) -> None:
     train, held_out = (each.get("dataset") for each in _data(config, task))
     if config.env.dataset == ROWS:
         reward = as_reward(_settings(config)["reward"])
-        columns, _ = check_rows(train, reward, **config.data.columns)
+        columns = check_rows(train, reward, **config.data.columns)
         if held_out and config.eval.num_prompts != 0:
-            asked = [[joined_prompt(row, columns) for row in held_out]]
-            tell_overlap((joined_prompt(row, columns) for row in train), *asked, "data.source")
+            asked = [
+                (joined_prompt(row, columns.prompt, columns.before) for row in rows)
+                for rows in (train, held_out)
+            ]
+            tell_overlap(asked[0], list(asked[1]), "data.source")
 
 
 def make_policy(config: RecipeConfig, *, with_values: bool = False) -> modules.TransformersWrapper:

@@ -152,7 +152,14 @@ def _taken(function: Callable[..., Any]) -> Literal["sample", "response", "answe
             f"the reward {name}{inspect.signature(function)} would get the response first: write "
             "(response, answer) or (response, row)"
         )
-    if needed > 2 or not (names or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+    told = {p.name for p in parameters} & {"row", "finish_reason"}
+    if never := sorted(told - {"row"} if names[1:2] == ["row"] else told):
+        raise ConfigError(
+            f"the reward {name}{inspect.signature(function)} would never get {never[0]!r}: write "
+            '(response, row), where row["answer"] and row["finish_reason"] are to be read'
+        )
+    by_name = any(p.kind is p.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
+    if needed > 2 or by_name or not (names or any(p.kind is p.VAR_POSITIONAL for p in parameters)):
         raise ConfigError(
             f"the reward {name}{inspect.signature(function)} cannot be called: it must take "
             "(response, answer), (response, row), (response) or (sample)"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from datetime import datetime, time
+from decimal import Decimal
 from typing import Any
 
 from torchrl_llm._registry import register
@@ -28,8 +30,7 @@ class ExactReward(RewardParser):
         Raises:
             RewardError: the answer is no text, number or date.
         """
-        wanted = _wanted(answer), _plain(answer)
-        return float(answer is not None and _plain(response) in wanted)
+        return float(answer is not None and _plain(response) in _spellings(answer))
 
 
 @register("rewards", "contains")
@@ -52,17 +53,21 @@ class ContainsReward(RewardParser):
         Raises:
             RewardError: the answer is no text, number or date.
         """
-        text, wanted = _plain(response), _wanted(answer)
-        start = text.find(wanted) if wanted else -1
-        while start >= 0:
-            end = start + len(wanted)
-            around = text[max(0, start - 1) : start] + text[end : end + 1]
-            is_word = not any(sign.isalnum() for sign in around)
-            begins = wanted[0].isdigit() and _NUMBER_BEFORE.search(text[max(0, start - 2) : start])
-            if is_word and not begins and not _NUMBER_BEHIND.match(wanted[-1] + text[end:]):
-                return 1.0
-            start = text.find(wanted, start + 1)
-        return 0.0
+        text = _plain(response)
+        return float(any(_stands_in(text, wanted) for wanted in _spellings(answer)))
+
+
+def _stands_in(text: str, wanted: str) -> bool:
+    start = text.find(wanted) if wanted else -1
+    while start >= 0:
+        end = start + len(wanted)
+        around = text[max(0, start - 1) : start] + text[end : end + 1]
+        is_word = not any(sign.isalnum() for sign in around)
+        begins = wanted[0].isdigit() and _NUMBER_BEFORE.search(text[max(0, start - 2) : start])
+        if is_word and not begins and not _NUMBER_BEHIND.match(wanted[-1] + text[end:]):
+            return True
+        start = text.find(wanted, start + 1)
+    return False
 
 
 # What makes a number part of another: 3[.5], 1[,500] and [-]5; not [x-]5, nor 46[.0].
@@ -74,12 +79,18 @@ def _plain(text: Any) -> str:
     return str(text).strip().casefold()
 
 
-def _wanted(answer: Any) -> str:
+def _spellings(answer: Any) -> set[str]:
+    """What a table's cell may have been written as: 46.0 as 46, 1.50 as 1.5, midnight as a day."""
     if isinstance(answer, (list, tuple, set, dict, bytes)):
         raise RewardError(
             f"the answer of the row must be a text, a number or a date, got {answer!r:.200}; a "
             "reward of (response, answer) may read others"
         )
-    answer = "" if answer is None else answer
-    # 46 is a float in a column that has others, 0.5 for example.
-    return _plain(int(answer) if isinstance(answer, float) and answer.is_integer() else answer)
+    short = answer = "" if answer is None else answer
+    if isinstance(answer, float) and answer.is_integer():
+        short = int(answer)  # in a column that has others, 0.5 for example
+    elif isinstance(answer, Decimal):
+        short = f"{answer.normalize():f}"
+    elif isinstance(answer, datetime) and answer.time() == time.min:
+        short = answer.date()
+    return {_plain(answer), _plain(short)}

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from torchrl_llm._files import plain_file
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.data.safe_state import PlainState, state_from_plain, state_to_plain
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
@@ -456,7 +457,7 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / _STATE / _MANIFEST).read_text(encoding="utf-8"))
+    return json.loads(plain_file(folder / _STATE / _MANIFEST).read_text(encoding="utf-8"))
 
 
 def _check_files(folder: Path, checksums: bool, spare: Collection[str]) -> int:
@@ -480,7 +481,7 @@ def _check_files(folder: Path, checksums: bool, spare: Collection[str]) -> int:
 
 def _checksum(path: Path) -> int:
     checksum = 0
-    with path.open("rb") as file:
+    with plain_file(path).open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             checksum = zlib.crc32(chunk, checksum)
     return checksum

@@ -26,6 +26,7 @@ import yaml
 from tensordict import LazyStackedTensorDict
 from torch import nn
 
+from torchrl_llm._files import replacing
 from torchrl_llm._progress import ProgressBar, clock
 from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, say, show
@@ -55,7 +56,12 @@ from torchrl_llm.trainers.rank_state import rank_state
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.results import share_text, text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
-from torchrl_llm.trainers.run_folder import METRICS_FILE, nested
+from torchrl_llm.trainers.run_folder import (
+    CONFIG_FILE,
+    METRICS_FILE,
+    nested,
+    set_folders_aside,
+)
 from torchrl_llm.trainers.run_models import (
     RunModels,
     load_part_states,
@@ -312,8 +318,10 @@ class TrainingRun:
             # The terminal and torchrun both tell a rank of the first Ctrl-C.
             presses=2 if ranks.world == 1 else 3,
         )
+        moved: list[str] = []
         if ranks.is_main:
             self._lock = lock_folder(self.folder)
+            moved = set_folders_aside(self.folder)
             self._store.sweep()
         saved = ranks.from_main(self._store.steps())
         if saved and self._checkpoint.resume == "never":
@@ -336,10 +344,11 @@ class TrainingRun:
                 ),
                 columns=(self._shown.metric, *self._shown.held_out),
             )
-            repairs = self._resume() if saved else self._rollouts.resume(0)
+            repairs = moved + (self._resume() if saved else self._rollouts.resume(0))
             if self._config and ranks.is_main:
                 text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
-                (self.folder / "config.yaml").write_text(text, encoding="utf-8")
+                with replacing(self.folder / CONFIG_FILE) as draft:
+                    draft.write_text(text, encoding="utf-8")
                 self._table.log_config(self._config)
             for repair in repairs:
                 self.say(repair)

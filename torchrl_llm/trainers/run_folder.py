@@ -7,13 +7,16 @@ there, and when, is said by :mod:`torchrl_llm.trainers.run`.
 from __future__ import annotations
 
 import csv
+import os
 import re
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from torchrl_llm._files import plain_file
 from torchrl_llm.errors import ConfigError, DataError
 
 CONFIG_FILE = "config.yaml"
@@ -139,7 +142,7 @@ def read_yaml(file: Path) -> Any:
         OSError: it is not there.
     """
     try:
-        found = yaml.safe_load(file.read_text(encoding="utf-8"))
+        found = yaml.safe_load(plain_file(file).read_text(encoding="utf-8"))
         number = _num_values(found, {})
     # ValueError: no UTF-8, or a number or date that there is not.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -209,6 +212,25 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (str, bool, int, float, type(None))) else str(value)
 
 
+def set_folders_aside(run: Path) -> list[str]:
+    """Rename folders in the places of a run's files, which could not be written.
+
+    Args:
+        run: its folder.
+
+    Returns:
+        A line for each.
+    """
+    told = []
+    for name in (CONFIG_FILE, METRICS_FILE):
+        if (run / name).is_dir():
+            aside = run / f"damaged_{name}"
+            shutil.rmtree(aside, ignore_errors=True)
+            os.replace(run / name, aside)
+            told.append(f"{run / name} was a folder; it is now {aside}")
+    return told
+
+
 def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
     """Columns and rows of a ``metrics.csv``, as texts, without what is empty.
 
@@ -221,7 +243,7 @@ def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
         OSError: it cannot be read.
         ValueError: it is no such table.
     """
-    text = file.read_text(encoding="utf-8")
+    text = plain_file(file).read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
     try:
         reader = csv.DictReader(lines)

@@ -81,7 +81,7 @@ COLUMNS = [
 @pytest.mark.parametrize(("row", "named", "chosen"), COLUMNS)
 def test_columns_are_found_by_usual_names_unless_they_are_named(row, named, chosen):
     wanted = {"prompt": None, "answer": None, "messages": None} | named
-    assert choose_columns(row, **wanted) == chosen
+    assert choose_columns(row, **wanted)[:2] == chosen
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import torch
 from envs.fake_policy import AnsweringPolicy
 from tensordict import TensorDict
 
-from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.transforms import OverlongPenalty
@@ -43,6 +43,12 @@ def test_credit_that_was_appended_before_sees_the_punished_reward():
     assert [r["advantage"].item() for r in buffer[:].unbind(0)] == [0.375, -0.375]
     assert [r["next", "overlong_penalty"].shape for r in buffer[:].unbind(0)] == [(1, 1)] * 2
     assert given[1]["next", "reward"].item() == 1.0
+
+
+def test_rewards_that_are_whole_numbers_are_punished_like_others():
+    whole = row(9)
+    whole["next", "reward"] = torch.ones(1, 1, dtype=torch.int64)
+    assert rewards(OverlongPenalty(max_length=10, cache=4)(lazy_rows([whole]))) == [[0.25]]
 
 
 def test_reading_from_the_buffer_punishes_nothing_again():

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.column_names import (
     MESSAGES,
-    as_messages,
+    chat_in,
     check_named,
+    columns_before,
     first_column,
     joined_prompt,
     prompt_columns,
@@ -29,6 +29,20 @@ ANSWERS = ("answer", "solution", "target", "label", "output", "response", "compl
 """Columns that hold the answer where none is named, the first that is there."""
 
 
+class RowColumns(NamedTuple):
+    """Columns of a table that count.
+
+    Attributes:
+        prompt: those with what is asked.
+        answer: with what the reward compares; ``None`` where the data has none.
+        before: with what stands before the prompt.
+    """
+
+    prompt: tuple[str, ...]
+    answer: str | None
+    before: tuple[str, ...]
+
+
 @register("tasks", "rows")
 class RowsEnv(TaskEnv):
     """Rows of your own (``data=FILE``), scored by a function of your own (``reward=``).
@@ -43,7 +57,8 @@ class RowsEnv(TaskEnv):
         dataset: what :func:`~torchrl_llm.data.row_files.load_rows` takes.
         prompt: column with the user's message; if not given, the first of
             :data:`~torchrl_llm.data.column_names.PROMPTS` (``instruction`` together with
-            ``input``), or else of those with conversations.
+            ``input``), or else of those with conversations. ``system`` (a text) and ``history``
+            (pairs of question and answer) stand before it.
         answer: column with what the reward compares; the first of :data:`ANSWERS` if not given, and
             none where there is none of them.
         messages: column with the messages of a conversation, instead of ``prompt``; an answer of
@@ -105,7 +120,7 @@ class RowsEnv(TaskEnv):
 
 def check_rows(
     rows: Sequence[Mapping[str, Any]], reward: RewardParser | None, **named: str | None
-) -> tuple[tuple[str, ...], str | None]:
+) -> RowColumns:
     """Look at rows before anything is made of them; those in memory are all looked at.
 
     Args:
@@ -121,8 +136,8 @@ def check_rows(
     """
     columns = choose_columns(rows[0], **named)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
-        _query(row, columns[0], place_of(row, f"row {number}"))
-    needed = reward is not None and reward.needs_answer and columns[1] is None
+        _query(row, columns, place_of(row, f"row {number}"))
+    needed = reward is not None and reward.needs_answer and columns.answer is None
     if needed and query_and_answer(rows[0], columns)[1] is None:
         raise DataError(
             f"the reward compares with an answer, and none of the columns {sorted(rows[0])} is one "
@@ -133,7 +148,7 @@ def check_rows(
 
 
 def query_and_answer(
-    row: Mapping[str, Any], columns: tuple[tuple[str, ...], str | None]
+    row: Mapping[str, Any], columns: RowColumns
 ) -> tuple[str | list[dict[str, Any]], Any]:
     """What a row asks, and what the reward compares with.
 
@@ -141,25 +156,15 @@ def query_and_answer(
         row: of the data.
         columns: of :func:`choose_columns`.
     """
-    query, last = _query(row, columns[0], "a row"), None
+    query, last = _query(row, columns, "a row"), None
     if isinstance(query, list) and query[-1].get("role") == "assistant":
         last = _said(query.pop())
-    if columns[1] is None:
+    if columns.answer is None:
         return query, last
-    answer = row.get(columns[1])
-    if (messages := _messages(answer)) and messages[-1].get("role") == "assistant":
+    answer = row.get(columns.answer)
+    if (messages := chat_in(answer)) and messages[-1].get("role") == "assistant":
         answer = _said(messages[-1])
     return query, answer
-
-
-def _messages(value: Any) -> list[dict[str, Any]] | None:
-    """The messages that a cell holds, as they are or as JSON; ``None`` where it holds others."""
-    if isinstance(value, str) and not value.lstrip().startswith("[{"):
-        return None
-    with suppress(DataError):
-        found = as_messages(value)
-        return found if found and all("role" in message for message in found) else None
-    return None
 
 
 def _said(message: Mapping[str, Any]) -> Any:
@@ -168,37 +173,35 @@ def _said(message: Mapping[str, Any]) -> Any:
     return message_text({"content": content}) if isinstance(content, (list, tuple)) else content
 
 
-def _query(
-    row: Mapping[str, Any], columns: tuple[str, ...], where: str
-) -> str | list[dict[str, Any]]:
+def _query(row: Mapping[str, Any], columns: RowColumns, where: str) -> str | list[dict[str, Any]]:
     """What is asked: a text, or messages with one of the user's."""
-    query, fine = joined_prompt(row, columns), False
-    if (messages := _messages(query)) is not None:
+    try:
+        query, fine = joined_prompt(row, columns.prompt, columns.before), False
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from error
+    if (messages := chat_in(query)) is not None:
         query, roles = messages, {message["role"] for message in messages}
         fine = "user" in roles and roles.issubset(ROLES)
     elif isinstance(query, str):
         fine = bool(query.strip())
     if not fine:
         raise DataError(
-            f"{where}: the column {columns[0]!r} must hold a text or a list of messages of the "
-            f"roles {', '.join(ROLES)} with one of the user's, got {query!r}"
+            f"{where}: the column {columns.prompt[0]!r} must hold a text or a list of messages of "
+            f"the roles {', '.join(ROLES)} with one of the user's, got {query!r}"
         )
     return query
 
 
 def choose_columns(
     row: Mapping[str, Any], *, prompt: str | None, answer: str | None, messages: str | None
-) -> tuple[tuple[str, ...], str | None]:
-    """The columns with the prompt (or the messages) and with the answer.
+) -> RowColumns:
+    """The columns with the prompt (or the messages), with the answer, and with what is before.
 
     Args:
         row: the first of the data.
         prompt: as named by the user, ``None`` to look for one.
         answer: likewise.
         messages: likewise.
-
-    Returns:
-        Names of the prompt's, and of the answer's; ``None`` for one that the data does not have.
 
     Raises:
         ConfigError: both ``prompt`` and ``messages``.
@@ -209,12 +212,14 @@ def choose_columns(
             f"data.prompt={prompt} and data.messages={messages} both say what is asked; name one"
         )
     check_named(row, prompt=prompt, messages=messages, answer=answer)
+    talk = messages or first_column(row, MESSAGES)
     asked = (messages,) if messages else prompt_columns(row, prompt)
-    asked = asked or tuple(filter(None, [first_column(row, MESSAGES)]))
+    asked = asked or tuple(filter(None, [talk]))
     if not asked:
         raise DataError(
             f"none of the columns {sorted(row)} is a prompt by its name; name one: data.prompt=... "
             "or data.messages=... for whole conversations"
         )
-    others = [name for name in ANSWERS if name not in asked]
-    return asked, answer or first_column(row, others)
+    answer = answer or first_column(row, [name for name in ANSWERS if name not in asked])
+    whole = "history" if asked == (talk,) else None
+    return RowColumns(asked, answer, columns_before(row, *asked, answer, whole))

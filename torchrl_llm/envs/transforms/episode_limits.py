@@ -306,7 +306,7 @@ class OverlongPenalty(RowTransform):
         penalties = list(penalties.to(rewards[0].device).view(-1, 1, 1).unbind(0))
         changed = []
         for reward, penalty in zip(rewards, penalties, strict=True):
-            reward = reward.clone()
+            reward = reward.clone() if reward.is_floating_point() else reward.float()
             reward[-1:] += penalty.to(reward.dtype)
             changed.append(reward)
         return {self.reward_key: changed, self.penalty_key: penalties}

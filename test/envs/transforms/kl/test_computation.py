@@ -44,6 +44,13 @@ def test_rewards_by_hand(reduction, expected):
         assert got == pytest.approx(want, abs=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool])
+def test_rewards_that_are_whole_numbers_are_penalised_like_others(dtype):
+    row = make_row([0.0, -1.0, -2.0], [0.0, -1.5, -1.0])
+    row["next", "reward"] = torch.ones(1, 1, dtype=dtype)
+    assert rewards(KLComputation(coeff=0.1)(lazy_rows([row]))) == [[pytest.approx(1.05)]]
+
+
 def test_rewards_per_token_stay_so_whatever_the_reduction():
     per_token = make_row([0.0, -1.0, -2.0], [0.0, -1.5, -1.0], reward=[1.0, 2.0])
     rows = lazy_rows([per_token])

@@ -196,6 +196,7 @@ class KLTransform(RowTransform):
         return kl.masked_fill(~mask, 0.0)
 
     def _penalised(self, reward: Tensor, kl: Tensor, length: int, count: int) -> Tensor:
+        reward = reward if reward.is_floating_point() else reward.float()
         kl = kl[kl.shape[0] - length :].unsqueeze(-1).to(reward)
         if self.reduction == "mean":
             kl = kl / max(count, 1)
