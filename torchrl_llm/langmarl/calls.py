@@ -12,6 +12,7 @@ that a budget holds where lines of the journal are lost.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -19,11 +20,11 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from torchrl_llm._files import plain_file, replacing
+from torchrl_llm._files import plain_file
 from torchrl_llm._log import tell_once
 from torchrl_llm.errors import (
     CheckpointError,
@@ -213,6 +214,8 @@ class CallLog:
         self._written: dict[tuple[str, str], Spent] = {}
         self._known: dict[str, dict[str, Any]] = {}
         self._file: IO[bytes] | None = None
+        self._sums: IO[bytes] | None = None
+        self._sums_size = 0
         if self.path is not None:
             self._read()
 
@@ -247,18 +250,30 @@ class CallLog:
                 data = data[os.write(self._file.fileno(), data) :]
             for record in records:
                 _of(self._written, record).add(_spent(record))
-            sums = [[*key, asdict(spent)] for key, spent in self._written.items()]
-            with replacing(_sums_path(self.path)) as draft:
-                draft.write_text(json.dumps(sealed({"spent": sums})) + "\n", encoding="utf-8")
+            self._write_sums()
         except OSError as error:
             self.close()
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
 
+    def _write_sums(self) -> None:
+        """Write ``spent.json`` in its place, in one operation; spaces stand for what was longer."""
+        if self._sums is None:
+            place = plain_file(_sums_path(self.path))
+            handle = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
+            self._sums = os.fdopen(handle, "r+b", buffering=0)
+            self._sums_size = os.fstat(handle).st_size
+        sums = [[*key, vars(spent)] for key, spent in self._written.items()]
+        data = json.dumps(sealed({"spent": sums})).encode().ljust(self._sums_size - 1) + b"\n"
+        self._sums_size = len(data)
+        if os.pwrite(self._sums.fileno(), data, 0) < len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        """Close the files."""
+        for file in (self._file, self._sums):
+            if file is not None:
+                file.close()
+        self._file = self._sums = None
 
     # -- what it knows ----------------------------------------------------------------------------
 

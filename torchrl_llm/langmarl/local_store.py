@@ -32,6 +32,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 
 SCHEMA_VERSION = 1
 _SECRETS = {"api-key", "apikey", "authorization", "x-api-key", "access-token"}
+_PLAIN = {str, int, bool, type(None)}
 _MOST_BYTES = 200
 _SEAL = "blake2b"
 _appending = threading.Lock()
@@ -306,6 +307,8 @@ def redacted(value: Any) -> Any:
         >>> redacted({"llm": {"name": "m", "api_key": "sk-1"}, "rewards": [torch.tensor(0.5)]})
         {'llm': {'name': 'm', 'api_key': None}, 'rewards': [0.5]}
     """
+    if type(value) in _PLAIN:
+        return value
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = {each.name: getattr(value, each.name) for each in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -391,8 +394,8 @@ def parsed(text: str, place: str) -> Any:
     try:
         value = json.loads(text)
         if isinstance(value, dict) and _SEAL in value:
-            seal = value.pop(_SEAL)
-            if sealed(value)[_SEAL] != seal:
+            seal = value.pop(_SEAL)  # of what was kept, which hides secrets already
+            if digest_of(json.dumps(value, sort_keys=True)) != seal:
                 raise ValueError("it is not what was written")
         return value
     except (ValueError, RecursionError) as error:
