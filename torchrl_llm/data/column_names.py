@@ -60,7 +60,10 @@ def joined_prompt(row: Mapping[str, Any], columns: Sequence[str]) -> Any:
         columns: of :func:`prompt_columns`.
     """
     parts = [row.get(name) for name in columns]
-    return "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+    if len(parts) == 1:
+        return parts[0]
+    texts = [str(part) for part in parts if part or part == 0]
+    return "\n\n".join(text for text in texts if text.strip())
 
 
 def check_named(row: Mapping[str, Any], **named: str | None) -> None:
