@@ -22,7 +22,7 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.modules.backends.fake import Answer
 from torchrl_llm.objectives.credit import MonteCarloReturn
-from torchrl_llm.rewards import Component, CompositeReward, WrittenReward
+from torchrl_llm.rewards import Component, CompositeReward, FunctionReward, WrittenReward
 from torchrl_llm.tools import ToolTransform
 
 MODES = ("history", "text", "tokens")
@@ -326,6 +326,21 @@ def test_every_kind_of_reward_sees_how_an_answer_ended_and_a_column_of_that_name
     env = RowsEnv(dataset=logged, reward=of_row, **options)
     with pytest.raises(DataError, match=r"column 'finish_reason'.*rename"):
         play(Agent(), env, [cut("2")], tokenizer)
+
+
+def test_a_row_that_was_cut_is_scored_alone_as_in_a_batch(tokenizer):
+    def of_row(response, row):
+        return float(row["finish_reason"] == "length")
+
+    env = RowsEnv(dataset=[{"query": "1+1?", "answer": "2"}], reward=of_row, num_envs=1)
+    [row] = play(Agent(), env, [cut("2")], tokenizer)
+    bare = row.exclude("next")
+    for kind, scored_by in ((FunctionReward, of_row), (CompositeReward, {"a": of_row})):
+        reward = kind(scored_by, input_mode="history", tokenizer=tokenizer)
+        buffer = ReplayBuffer(transform=reward)
+        buffer.extend([bare])
+        assert buffer[0]["next", "reward"].tolist() == [[1.0]]
+        assert buffer[:]["next", "reward"].tolist() == [[[1.0]]]
 
 
 def test_a_task_in_which_no_cut_answer_is_refused_says_that_accepting_has_no_effect():

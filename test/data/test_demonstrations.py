@@ -90,10 +90,11 @@ def test_forms_of_a_conversation_are_the_same_tokens(formatter):
 
 def test_an_input_beside_an_instruction_is_a_part_of_the_prompt(formatter):
     rows = [{"instruction": "Add.", "input": "2+2", "output": "4"}]
-    rows.append({"instruction": "Hi", "input": "", "output": "Hello"})
+    rows += [{"instruction": "Hi", "input": none, "output": "Hello"} for none in ("", " ", None)]
+    rows.append({"instruction": "Even?", "input": 0, "output": "yes"})
     found = made(rows, formatter)
-    assert found.messages(0)[0]["content"] == "Add.\n\n2+2"
-    assert found.messages(1)[0]["content"] == "Hi"
+    asked = [found.messages(row)[0]["content"] for row in range(len(rows))]
+    assert asked == ["Add.\n\n2+2", "Hi", "Hi", "Hi", "Even?\n\n0"]
 
 
 BEFORE = [

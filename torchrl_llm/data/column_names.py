@@ -84,7 +84,8 @@ def joined_prompt(
             message.
     """
     parts = [row.get(name) for name in columns]
-    asked = "\n\n".join(str(p) for p in parts if p) if len(parts) > 1 else parts[0]
+    texts = [str(part) for part in parts if part or part == 0]
+    asked = parts[0] if len(parts) == 1 else "\n\n".join(t for t in texts if t.strip())
     earlier = [message for name in before for message in _earlier(name, row.get(name))]
     if not earlier or not asked:
         return asked

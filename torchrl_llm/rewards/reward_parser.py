@@ -25,6 +25,7 @@ from torchrl.envs import Transform
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.failures import ERROR_KEYS, Failure, tell_failures
 from torchrl_llm.data.input_modes import InputMode, response_reader
+from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.data.table_cells import plain_cell
 from torchrl_llm.errors import ConfigError, DataError, RewardError
@@ -376,11 +377,13 @@ class RewardParser(Transform):
         """Score rows outside an environment, in a replay buffer for example.
 
         Args:
-            tensordict: rows ``[B]`` with a response and an answer, or a rollout ``[B, T]``.
+            tensordict: a row, or rows ``[B]``, with response and answer, or a rollout ``[B, T]``.
 
         Returns:
             The same rows, with the reward's keys under ``"next"``.
         """
+        if not tensordict.batch_dims:
+            return self.forward(lazy_rows([tensordict]))[0]
         if tensordict.batch_dims > 1:
             flat = self.forward(tensordict.reshape(-1))["next"]
             for key in (*self._names.values(), *_ROW_KEYS):
