@@ -196,6 +196,21 @@ def test_a_chat_opens_no_data_that_a_configuration_names(foreign, tmp_path, capf
     assert "calculator" in capfd.readouterr().err  # its tool is there as ever
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.chat_template_name", {"_target_": "a:b"}),
+        ("env.tools", 3),
+        ("env.system_prompt", ["Be kind."]),
+        ("inference_model.max_tokens", "many"),
+    ],
+)
+def test_a_value_of_a_wrong_type_is_named_by_its_key(key, value, foreign, capfd):
+    group, name = key.split(".")
+    assert status_of("chat", foreign({group: {name: value}})) == 1
+    assert f"{key} of the run's configuration must be " in said(capfd)
+
+
 @pytest.mark.parametrize("place", ["/dev/null", "pipe.jsonl"])
 def test_the_doctor_reads_no_device_or_pipe_that_a_file_names(place, foreign, tmp_path, capfd):
     os.mkfifo(tmp_path / "pipe.jsonl")

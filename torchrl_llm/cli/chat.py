@@ -80,7 +80,7 @@ def _conversation(given: argparse.Namespace) -> Any:
     from torchrl_llm import modules
     from torchrl_llm._registry import importing_only
     from torchrl_llm.recipes.builders import present_device, spare_threads
-    from torchrl_llm.recipes.chat_settings import group_of, make_conversation
+    from torchrl_llm.recipes.chat_settings import check_types, group_of, make_conversation
     from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
     name, config = given.model, {}
@@ -90,6 +90,7 @@ def _conversation(given: argparse.Namespace) -> Any:
         config = {} if run is None else read_config(run)
     elif name is not None:
         config = {"model": {"name": name}}
+    check_types(config)
     env = group_of(config, "env")
     config = {**config, "env": {**env, "tools": [*(env.get("tools") or ()), *given.tool]}}
     spare_threads(name)

@@ -18,6 +18,19 @@ from torchrl_llm.tools import ToolTransform
 from torchrl_llm.tools.call_parsers import MessageCallParser
 
 _MAX_TOKENS = 256
+# What a chat reads; a configuration of somebody else may hold anything there.
+_TYPES = {
+    "env": {
+        "dataset": str,
+        "system_prompt": str,
+        "options": dict,
+        "tools": list,
+        "max_tool_turns": int,
+    },
+    "data": {"system_prompt": str},
+    "model": {"name": str, "show_tools": bool, "chat_template_name": str, "template_kwargs": dict},
+    "inference_model": {"max_tokens": int},
+}
 
 
 class ChatSettings(NamedTuple):
@@ -51,12 +64,13 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         config: nested configuration of a run of any recipe; empty for none.
 
     Raises:
-        ConfigError: tools that there are not.
+        ConfigError: tools that there are not, or a value of a wrong type.
 
     Example:
         >>> chat_settings({"env": {"dataset": "calculator"}}).system_prompt
         'Use the calculator.'
     """
+    check_types(config)
     env, model = group_of(config, "env"), group_of(config, "model")
     task_prompt, tools = _of_task(env)
     # Fine-tuning has no task: what stands in front of each conversation is a key of its data.
@@ -77,6 +91,25 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         model.get("template_kwargs") or None,
         group_of(config, "inference_model").get("max_tokens"),
     )
+
+
+def check_types(config: Mapping[str, Any]) -> None:
+    """Look at the types of what :func:`chat_settings` reads.
+
+    Args:
+        config: as there.
+
+    Raises:
+        ConfigError: one is wrong.
+    """
+    for name, keys in _TYPES.items():
+        for key, kind in keys.items():
+            value = group_of(config, name).get(key)
+            if value is not None and type(value) is not kind:
+                raise ConfigError(
+                    f"{name}.{key} of the run's configuration must be {kind.__name__}, got "
+                    f"{value!r:.100}"
+                )
 
 
 def group_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
