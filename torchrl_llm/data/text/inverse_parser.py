@@ -25,7 +25,7 @@ Hook = Callable[[list[Message]], list[Message]]
 
 # Read where no tokenizer says which end-of-sequence or beginning-of-sequence token is meant.
 _KNOWN_EOS = ("<|endoftext|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "</s>", "<|eot_id|>", "<eos>")
-# What models of any family end a turn with.
+# What models of any family end a turn with; each begins with <.
 _ENDS = (*_KNOWN_EOS, "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|end|>")
 KNOWN_BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>", "<|endoftext|>")
 
@@ -99,8 +99,7 @@ class InverseParser:
         """
         eos = self._eos(text, eos_token)
         text = self._without_bos(text, bos_token)
-        ends = () if strict else (eos, *_ENDS)
-        turns = list(self._turns(text, eos, tuple(end for end in ends if end in text)))
+        turns = list(self._turns(text, eos, strict))
         if turns and turns[-1][1:] == ("", False):
             turns.pop()  # a generation prompt
         messages = []
@@ -132,35 +131,45 @@ class InverseParser:
                 return text[len(bos) :]
         return text
 
-    def _turns(
-        self, text: str, eos: str, other_ends: tuple[str, ...] = ()
-    ) -> Iterator[tuple[str, str, bool]]:
+    def _turns(self, text: str, eos: str, strict: bool = False) -> Iterator[tuple[str, str, bool]]:
         """Yield (role, content, closed); a turn ends at the first mark that a header follows.
 
-        A turn of the assistant may also end with one of ``other_ends``, which its model wrote, in
-        front of another header.
+        A turn of the assistant may also end with another end, which its model wrote, in front of a
+        header.
         """
         head = re.compile(self.header).match(text)
         place = head.end() if head else 0
         role = head["role"] if head else self.headless
+        escaped = re.escape(eos)
         while True:
             mark, gap = self.ends.get(role, self.ends.get(None, ("", "")))
-            mark = mark.replace("EOS", re.escape(eos))
+            mark = mark.replace("EOS", escaped)
             found = re.compile(f"{mark}(?:\\Z|{gap}(?:\\Z|{self.header}))").search(text, place)
             if head is None and place == 0 and (found is None or self.headless is None):
                 raise TemplateError(f"not a text of {self.family}: no turn begins at {text[:60]!r}")
             end = found and (found.start(), found.end(), found["role"])
-            if self.roles.get(role, role) == "assistant":
-                limit = end[0] if end else len(text)
-                either, behind = _ends_and_header(mark, other_ends, self.header)
-                for other in either.finditer(text, place, limit) if either else ():
-                    if header := behind.match(text, other.end()):
-                        end = other.start(), header.end(), header["role"]
-                        break
-            yield role, text[place : end[0] if end else len(text)], end is not None
+            content = text[place : end[0] if end else len(text)]
+            if not strict and self.roles.get(role, role) == "assistant":
+                other = self._other_end(text, place, content, mark, eos)
+                if other is not None:
+                    end, content = other, text[place : other[0]]
+            yield role, content, end is not None
             _, place, role = end or (0, 0, None)
             if role is None:
                 return
+
+    def _other_end(
+        self, text: str, place: int, content: str, mark: str, eos: str
+    ) -> tuple[int, int, str | None] | None:
+        """Another end in a content that a header follows: where both stand, the role."""
+        if "<" not in content and eos not in content:
+            return None
+        found = tuple(end for end in (eos, *_ENDS) if end in content)
+        either, behind = _ends_and_header(mark, found, self.header)
+        for other in either.finditer(text, place, place + len(content)) if either else ():
+            if header := behind.match(text, other.end()):
+                return other.start(), header.end(), header["role"]
+        return None
 
     def _refuse_doubts(self, messages: list[Message], eos: str) -> None:
         doubts = {
@@ -194,9 +203,7 @@ def _ends_and_header(
 class AlternatingParser(InverseParser):
     """A family whose text names no roles: user and assistant in turn, each closed by eos."""
 
-    def _turns(
-        self, text: str, eos: str, other_ends: tuple[str, ...] = ()
-    ) -> Iterator[tuple[str, str, bool]]:
+    def _turns(self, text: str, eos: str, strict: bool = False) -> Iterator[tuple[str, str, bool]]:
         *closed, rest = text.split(eos)
         for index, content in enumerate([*closed, rest] if rest else closed):
             yield ("assistant" if index % 2 else "user"), content, index < len(closed)
