@@ -393,7 +393,7 @@ def test_rows_that_were_refused_are_granted_anew(channel):
 
 def test_a_silent_worker_is_given_up_its_claims_go_to_others_and_its_tokens_are_lost(channel):
     collector = ChannelCollector(
-        channel, batch_rows=2, pacer=pacer(0, 2), worker_timeout_s=0.3, timeout_s=WAIT_S
+        channel, batch_rows=2, pacer=pacer(0, 2), worker_timeout_s=1.0, timeout_s=WAIT_S
     )
     dead, alive = Worker(channel, "dead"), Worker(channel, "alive")
     assert dead.claim(2)

@@ -159,15 +159,15 @@ def test_collectors_that_do_not_wait_have_their_old_rows_dropped(learner):
 
 
 def test_a_worker_that_falls_silent_is_given_up_and_its_tokens_are_lost(learner):
-    run = learner([0.0, 0.0], age=1, worker_timeout_s=0.5)
+    run = learner([0.0, 0.0], age=1, worker_timeout_s=3)
     run.step()
     silent = run.workers[1].worker
     # It samples, says so, and is never heard of again.
     hung = threading.Event()
-    silent.collector.env.transform[-1]._step = lambda _, stepped: (hung.wait(30), stepped)[1]
+    silent.collector.env.transform[-1]._step = lambda _, stepped: (hung.wait(90), stepped)[1]
     try:
         totals = [run.step()[0] for _ in range(4)]
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not sum(one["lost"] for one in totals):
             assert time.monotonic() < deadline
             totals.append(run.step()[0])
