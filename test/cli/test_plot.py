@@ -64,7 +64,7 @@ def test_runs_are_called_by_what_differs_and_not_by_what_follows_from_it(plot, t
     assert f"picture {tmp_path / 'two.png'}" not in out
 
 
-@pytest.mark.filterwarnings("error::UserWarning")  # of matplotlib, about what it cannot draw
+@pytest.mark.filterwarnings("error:Glyph:UserWarning")  # matplotlib cannot draw one
 def test_names_of_somebody_else_reach_neither_terminal_nor_picture_raw(
     plot, tmp_path, capsys, monkeypatch
 ):
