@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+from fork_server import run_program
 
 # Type variables, optional packages' classes, and what no program of TorchRL's users needs.
 PROGRAM = """
@@ -54,7 +53,5 @@ print("walked")
 
 
 def test_every_name_of_every_module_is_there():
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
-    )
+    run = run_program(PROGRAM)
     assert run.stdout.splitlines() == ["walked"], run.stdout + run.stderr[-2000:]
