@@ -20,7 +20,7 @@ sys.path[:0] = [str(Path(__file__).parent)]
 
 from harness import compare, report
 
-from torchrl_llm.rewards.ifeval import language, published_instructions, verify
+from torchrl_llm.rewards.ifeval import paper_instructions, published_instructions, verify
 
 SENTENCES = (
     "The boats came home before the rain.",
@@ -51,7 +51,7 @@ def main(path: str) -> None:
     texts = ["\n\n".join(" ".join(draw.choices(SENTENCES, k=5)) for _ in range(4)) for _ in rows]
 
     def ours(checker: str) -> list:
-        language._detect.cache_clear()
+        paper_instructions._detect.cache_clear()
         return [
             verify(text, row["instruction_id_list"], row["kwargs"], checker=checker)
             for row, text in zip(rows, texts, strict=True)

@@ -6,13 +6,12 @@ from torchrl_llm._imports import lazy
 
 _LAZY = {
     "torchrl_llm.compat.buffer_dataset": "TorchRLBufferDataset",
-    "torchrl_llm.compat.prompt_data": "PromptData PromptTensorDictTokenizer",
-    "torchrl_llm.compat.reward_data": "PairwiseDataset RewardData",
-    "torchrl_llm.compat.rollout_from_model": "RolloutFromModel",
-    "torchrl_llm.compat.tokenized_dataset": (
-        "create_infinite_iterator get_dataloader TensorDictTokenizer TokenizedDatasetLoader"
-    ),
     "torchrl_llm.compat.topk_selector": "TopKRewardSelector",
+    "torchrl_llm.compat.torchrl_classes": (
+        "create_infinite_iterator get_dataloader PairwiseDataset PromptData "
+        "PromptTensorDictTokenizer RewardData RolloutFromModel TensorDictTokenizer "
+        "TokenizedDatasetLoader"
+    ),
     "torchrl_llm.data.column": "Chat Column",
     "torchrl_llm.data.containers": "ChatHistory LogProbs Masks Text Tokens TokenSupport TokenTrace",
     "torchrl_llm.data.enums": "FinishReason MaskReason Source TruncationReason",

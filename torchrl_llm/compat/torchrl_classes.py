@@ -1,0 +1,26 @@
+"""TorchRL's older data classes under paths of this package: tokenized datasets, roll-outs.
+
+The classes are those of the installed TorchRL, imported when they are asked for; nothing of this
+package uses them. Prompts, pairs and answers of a model that is trained here are rows of an
+environment (:class:`~torchrl_llm.envs.DatasetChatEnv`) or
+:class:`~torchrl_llm.data.demonstrations.Demonstrations`.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm._imports import lazy
+
+_LAZY = {
+    "torchrl.data.llm.dataset": (
+        "create_infinite_iterator get_dataloader TensorDictTokenizer TokenizedDatasetLoader"
+    ),
+    "torchrl.data.llm.prompt": "PromptData PromptTensorDictTokenizer",
+    "torchrl.data.llm.reward": "PairwiseDataset pre_tokenization_hook RewardData",
+    "torchrl.data.llm.utils": "RolloutFromModel",
+}
+__getattr__ = lazy(__name__, _LAZY)
+
+PROMPT_DATASET = "CarperAI/openai_summarize_tldr"
+"""``DEFAULT_DATASET`` of TorchRL's ``prompt``."""
+PAIR_DATASET = "CarperAI/openai_summarize_comparisons"
+"""``DEFAULT_DATASET`` of TorchRL's ``reward``."""
