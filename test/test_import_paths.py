@@ -51,10 +51,10 @@ def test_a_path_that_worked_still_works():
 
 
 def test_an_old_path_gives_the_same_module_and_not_a_second_one():
-    old = importlib.import_module("torchrl_llm.envs.reward.ifeval.content")
-    new = importlib.import_module("torchrl_llm.rewards.ifeval.paper_instructions")
+    old = importlib.import_module("torchrl_llm.envs.reward.ifeval.verdict")
+    new = importlib.import_module("torchrl_llm.rewards.ifeval.instructions")
     assert old is new
-    assert new.__spec__.name == new.__name__ == "torchrl_llm.rewards.ifeval.paper_instructions"
+    assert new.__spec__.name == new.__name__ == "torchrl_llm.rewards.ifeval.instructions"
 
 
 @pytest.mark.parametrize("room", ["modules"])
