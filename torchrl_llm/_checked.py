@@ -163,7 +163,7 @@ def rules_of(target: Callable[..., Any]) -> list[tuple[str, int | None, Any]]:
     """What the annotations of a function ask for.
 
     Returns:
-        For each checked argument its name, its position (``None``: by name only) and its annotation.
+        Name, position (``None``: by name only) and annotation of each checked argument.
 
     Args:
         target: the function.
