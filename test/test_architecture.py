@@ -37,6 +37,7 @@ FLOORS = {
 ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
 ROOT_HELPERS |= {
     "__version__",
+    "_checked",
     "_chat_server",
     "_files",
     "_parent",
