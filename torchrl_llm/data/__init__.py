@@ -12,8 +12,9 @@ _LAZY = {
         "PromptTensorDictTokenizer RewardData RolloutFromModel TensorDictTokenizer "
         "TokenizedDatasetLoader"
     ),
-    "torchrl_llm.data.column": "Chat Column",
-    "torchrl_llm.data.containers": "ChatHistory LogProbs Masks Text Tokens TokenSupport TokenTrace",
+    "torchrl_llm.data.chat": "Chat",
+    "torchrl_llm.data.column": "Column",
+    "torchrl_llm.data.views": "ChatHistory LogProbs Masks Text Tokens TokenSupport TokenTrace",
     "torchrl_llm.data.enums": "FinishReason MaskReason Source TruncationReason",
     "torchrl_llm.data.history": "add_chat_template ContentBase History remove_chat_template",
     "torchrl_llm.data.kl_controllers": "AdaptiveKLController ConstantKLController KLController",

@@ -6,7 +6,7 @@ from torchrl_llm._imports import lazy
 
 _LAZY = {
     "torchrl_llm.compat.buffer_dataset": "TorchRLBufferDataset",
-    "torchrl_llm.data.containers": "ChatHistory LogProbs Masks Text Tokens",
+    "torchrl_llm.data.views": "ChatHistory LogProbs Masks Text Tokens",
     "torchrl_llm.modules.backends": (
         "Answer Backend Completion FakeBackend OpenAIBackend sampling_mode SamplingParams "
         "TransformersBackend VLLMServer"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
+from torchrl_llm.compat.mixins.policy_distributions import LogProbDistribution, TokenDistribution
+from torchrl_llm.data.views import ChatHistory, LogProbs, Masks, Text, Tokens
 from torchrl_llm.modules.policies.chat_server import ChatServerPolicy
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.modules.policies.model_wrappers import (
@@ -13,7 +14,6 @@ from torchrl_llm.modules.policies.model_wrappers import (
 )
 from torchrl_llm.modules.policies.policy_arguments import PolicyOptions
 from torchrl_llm.modules.policies.policy_router import PolicyRouter
-from torchrl_llm.modules.policies.scored_rows import LogProbDistribution, TokenDistribution
 
 __all__ = [
     "ChatHistory",
