@@ -23,7 +23,7 @@ from torch import Tensor
 from torchrl_llm.data.containers import TokenSupport
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import read_rows, spread_rows
-from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.record import TokenRecord, respond_records
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import added_facts, node_dtypes
@@ -259,7 +259,7 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         messages = self.reader.parse(prompts, completions)
         if messages is not None:
             completions = outputs.with_tool_calls(completions, messages)
-        records = outputs.respond(prompts.records, completions, self.policy_version)
+        records = respond_records(prompts.records, completions, self.policy_version)
         flat = outputs.answered_columns(
             prompts.records,
             completions,
