@@ -354,7 +354,7 @@ def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
 
 
 def _was_cut(row: TensorDict) -> bool:
-    return was_cut(row) or int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
+    return was_cut(row) or FinishReason(int(row.get(("tokens", "finish_reason")))).cut
 
 
 def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
@@ -420,7 +420,7 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         "train/reward": mean,
         "train/reward_std": episodes.mean((episodes.returns - mean).square()) ** 0.5,
         "train/invalid": invalid.float().mean().item(),
-        "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
+        "train/truncated": FinishReason.cut_rows(finish).float().mean().item(),
         "train/response_length": sum(lengths) / len(lengths),
     }
     success = row_values(rows, ("next", "success"), torch.any, None)
