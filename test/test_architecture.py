@@ -35,15 +35,8 @@ FLOORS = {
     "compat": 4,
 }
 ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
-ROOT_HELPERS |= {
-    "__version__",
-    "_chat_server",
-    "_files",
-    "_parent",
-    "_progress",
-    "_run_log",
-    "assets",
-}
+ROOT_HELPERS |= {"__version__", "_chat_server", "_files", "_parent", "_progress", "_run_log"}
+ROOT_HELPERS |= {"_threads", "assets"}
 # What a room may take from its own floor.
 SAME_FLOOR = {
     "tools": {"sandbox"},

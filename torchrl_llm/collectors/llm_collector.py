@@ -17,7 +17,8 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs import AsyncEnvPool, EnvBase
 
-from torchrl_llm.collectors.collecting_thread import BackgroundLoop, BesideTraining, PauseGate
+from torchrl_llm._threads import BackgroundLoop, PauseGate
+from torchrl_llm.collectors.collecting_thread import BesideTraining
 from torchrl_llm.collectors.policy_versions import VersionedCollector, VersionedPolicy, Weights
 from torchrl_llm.collectors.rollout import (
     AsyncTrajectoryRollout,

@@ -29,8 +29,8 @@ from torch import Tensor
 from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
+from torchrl_llm._threads import PauseGate
 from torchrl_llm.collectors.assembly import Assembly
-from torchrl_llm.collectors.collecting_thread import PauseGate
 from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.rollouts import (
@@ -47,20 +47,23 @@ from torchrl_llm.errors import CheckpointError, ConfigError
 Stamp = Callable[[TensorDictBase], TensorDictBase]
 
 
-def env_state(env: EnvBase) -> list[dict[str, Any]]:
-    """States of an environment and of its transforms, outermost first.
+def _layers(env: EnvBase) -> list[Any]:
+    """The transforms of an environment, outermost first, and what is below them.
 
     A ``TransformedEnv`` has its transforms in ``state_dict()`` and not the environment below.
+    """
+    if not isinstance(env, TransformedEnv):
+        return [env]
+    return [env.transform, *_layers(env.base_env)]
+
+
+def env_state(env: EnvBase) -> list[dict[str, Any]]:
+    """States of an environment and of its transforms, outermost first.
 
     Args:
         env: the environment.
     """
-    states = []
-    while isinstance(env, TransformedEnv):
-        states.append(env.transform.state_dict())
-        env = env.base_env
-    states.append(env.state_dict())
-    return states
+    return [layer.state_dict() for layer in _layers(env)]
 
 
 def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
@@ -73,11 +76,7 @@ def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
     Raises:
         CheckpointError: the environment has another number of layers.
     """
-    layers: list[Any] = []
-    while isinstance(env, TransformedEnv):
-        layers.append(env.transform)
-        env = env.base_env
-    layers.append(env)
+    layers = _layers(env)
     if len(layers) != len(states):
         raise CheckpointError(
             f"the environment has {len(layers)} layers and the saved one had {len(states)}; build "
