@@ -35,6 +35,7 @@ from torchrl_llm.data.rollouts import (
     unpadded,
 )
 from torchrl_llm.data.row_transform import RowTransform
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.kept_rollouts import RowOutcomes
@@ -46,7 +47,7 @@ _REWARD = ("next", "reward")
 _MAX_STALE_BATCHES = 100
 
 
-class BatchSource:
+class BatchSource(SavedState):
     """Fills a replay buffer with the rows of one step.
 
     A step takes one batch of the collector. With a ``staleness`` rule, whose collectors run during
@@ -82,6 +83,8 @@ class BatchSource:
         ConfigError: the storage cannot hold exactly the rows of a step, or the collector counts no
             versions and ``staleness`` is given.
     """
+
+    saved = ("ledger", "_dropped")
 
     def __init__(
         self,
@@ -310,15 +313,6 @@ class BatchSource:
                 "Filters, bounds on returns and equal rewards leave nothing (said once)"
             )
         return kept
-
-    def state_dict(self) -> dict[str, Any]:
-        """The ledger's carry; collector and buffer have states of their own."""
-        return {"ledger": self.ledger.state_dict(), "dropped": dict(self._dropped)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self.ledger.load_state_dict(state["ledger"])
-        self._dropped = dict(state["dropped"])
 
 
 def _with_reward(row: TensorDict, rewarded: TensorDict) -> TensorDict:

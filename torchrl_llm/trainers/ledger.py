@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.errors import DataError
 
 _FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")
 
 
 @dataclass(kw_only=True)
-class TokenLedger:
+class TokenLedger(SavedState):
     """Sampled tokens of one step by what became of them.
 
     Attributes:
@@ -35,6 +36,8 @@ class TokenLedger:
         >>> ledger.metrics()["train/tokens_trained"]
         7
     """
+
+    saved = ("carried",)
 
     carried: int = 0
     generated: int = 0
@@ -88,11 +91,3 @@ class TokenLedger:
     def metrics(self) -> dict[str, int]:
         """The columns of the last closed step, named ``train/tokens_<column>``."""
         return {f"train/tokens_{name}": number for name, number in self.totals.items()}
-
-    def state_dict(self) -> dict[str, int]:
-        """What the next step starts from."""
-        return {"carried": self.carried}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self.carried = state["carried"]

@@ -18,10 +18,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.wire import PackedRows
 from torchrl_llm.errors import ConfigError, WorkerError
 
@@ -348,7 +349,7 @@ class LocalChannel(RowChannel):
 
 
 @dataclass
-class TokenAccounts:
+class TokenAccounts(SavedState):
     """Tokens received and lost.
 
     A learner that goes on from a checkpoint counts as lost what was delivered to the one before it
@@ -370,6 +371,8 @@ class TokenAccounts:
         >>> accounts.received, accounts.lost
         (8, 7)
     """
+
+    saved = ("received", "lost", "settled", "gone", "taken")
 
     received: int = 0
     lost: int = 0
@@ -410,12 +413,3 @@ class TokenAccounts:
         """Tokens lost since the last call, for the ledger of a step."""
         new, self.taken = self.lost - self.taken, self.lost
         return new
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self.received, self.lost, self.taken = state["received"], state["lost"], state["taken"]
-        self.settled, self.gone = dict(state["settled"]), list(state["gone"])
