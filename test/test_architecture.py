@@ -43,6 +43,7 @@ ROOT_HELPERS |= {
     "_parent",
     "_progress",
     "_run_log",
+    "_threads",
     "assets",
 }
 # What a room may take from its own floor.
