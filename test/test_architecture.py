@@ -38,11 +38,13 @@ FLOORS = {
 ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
 ROOT_HELPERS |= {
     "__version__",
+    "_checked",
     "_chat_server",
     "_files",
     "_parent",
     "_progress",
     "_run_log",
+    "_threads",
     "assets",
 }
 # What a room may take from its own floor.
@@ -58,6 +60,10 @@ SAME_FLOOR = {
     "cli": {"recipes"},
     "compat": {"recipes"},
 }
+# TorchRL's surface of public classes: it imports nothing of ours, and these files take it.
+MIXINS = "torchrl_llm.compat.mixins"
+TAKE_MIXINS = {"data/history.py", "data/views.py"}
+TAKE_MIXINS |= {f"modules/policies/{name}.py" for name in ("__init__", "llm_wrapper")}
 EXCEPT = {"objectives": {"data", "functional"}}
 # The four base packages, and what torch (jinja2) and transformers (numpy) always install.
 ALWAYS_INSTALLED = {"xxhash", "torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
@@ -107,6 +113,8 @@ def _upward(path: Path):
     for line, module, names in _imports(_tree(path)):
         if not (module or "").startswith("torchrl_llm"):
             continue
+        if module.startswith(MIXINS) and path.relative_to(PACKAGE).as_posix() in TAKE_MIXINS:
+            continue
         parts = module.split(".")
         for target in [parts[1]] if len(parts) > 1 else names:
             if target == room or target in ROOT_HELPERS:
@@ -147,6 +155,12 @@ def test_root_helpers_import_nothing_of_ours_but_errors():
         assert ours <= {"torchrl_llm.errors", "torchrl_llm._imports"}, ours
 
 
+def test_mixins_of_torchrls_surface_import_nothing_of_ours_but_errors():
+    for path in (PACKAGE / "compat" / "mixins").glob("*.py"):
+        ours = {m for _, m, _ in _imports(_tree(path)) if m.startswith("torchrl_llm")}
+        assert all(m == "torchrl_llm.errors" or m.startswith(MIXINS) for m in ours), ours
+
+
 def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
     """``GenerationConfig`` has no class of its own to load, and reads JSON alone."""
     calls = [
@@ -164,6 +178,10 @@ def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
 
 
 def test_torchrl_llm_parts_are_never_imported():
+    """But for its older data classes, which one stub names and which come when they are asked for."""
+    theirs = re.compile(r"^from torchrl\..*\bllm\b", re.MULTILINE)
+    named = [path for path in PACKAGE.rglob("*.pyi") if theirs.search(path.read_text())]
+    assert named == [PACKAGE / "compat" / "torchrl_classes.pyi"]
     for path in FILES:
         for line, module, names in _imports(_tree(path)):
             root = (module or "").split(".")
