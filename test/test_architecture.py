@@ -42,6 +42,7 @@ ROOT_HELPERS |= {
     "_parent",
     "_progress",
     "_run_log",
+    "_settings",
     "assets",
 }
 # What a room may take from its own floor.

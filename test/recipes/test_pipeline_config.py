@@ -9,10 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from recipes.pipeline_helper import FOLDER
 
+from torchrl_llm._settings import dotted
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import launch
-from torchrl_llm.recipes.strict_config import dotted
 
 
 @pytest.fixture(scope="module")

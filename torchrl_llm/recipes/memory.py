@@ -25,6 +25,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import logits_bytes
 from torchrl_llm.recipes import builders, grpo_config
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
+from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers import make_optimizer
 from torchrl_llm.trainers.ranks import blocks_of
 
@@ -266,7 +267,7 @@ class _Counts:
         return min(tokens, train.micro_token_budget or tokens)
 
 
-def num_processes(config: builders.TrainedConfig) -> int:
+def num_processes(config: TrainedConfig) -> int:
     """Processes that train together: those that were started, else one for each GPU that is here.
 
     Args:

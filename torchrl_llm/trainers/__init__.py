@@ -25,6 +25,8 @@ _LAZY = {
     "torchrl_llm.trainers.progress": "StopRequest",
     "torchrl_llm.trainers.ranks": "Ranks begin_ranks global_normalizer sum_over_ranks",
     "torchrl_llm.trainers.reward_watch": "FailureTally RewardWatch",
-    "torchrl_llm.trainers.run": "CheckpointConfig EvalConfig LoggingConfig Shown TrainingRun",
+    "torchrl_llm.trainers.run": "TrainingRun",
+    "torchrl_llm.trainers.run_config": "CheckpointConfig EvalConfig LoggingConfig",
+    "torchrl_llm.trainers.run_results": "EvalResult Shown",
 }
 __getattr__ = lazy(__name__, _LAZY)

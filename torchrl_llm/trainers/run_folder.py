@@ -164,26 +164,6 @@ def _num_values(value: Any, known: dict[int, int], depth: int = 0) -> int:
     return known[id(value)]
 
 
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level, each key with the names of its groups before it.
-
-    Args:
-        values: mappings within mappings.
-        prefix: what every key begins with.
-
-    Example:
-        >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
-        {'seed': 0, 'optimizer.lr': 0.1}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= dotted(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
-
-
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
     """A flat configuration by groups, in plain values, as ``config.yaml`` holds it.
 

@@ -1,0 +1,101 @@
+"""Files of keys: they are what the dataclasses say, and a key is declared in one place."""
+
+import importlib.util
+from typing import Annotated, Literal
+
+import pytest
+
+from torchrl_llm._settings import Count, Ge, Group, Gt, Within, own, several
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import GRPOConfig, OptimizerConfig, launch
+from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping
+
+
+@pytest.fixture(scope="module")
+def writer():
+    path = launch.PAGES / "write_config.py"
+    spec = importlib.util.spec_from_file_location("write_config", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_files_are_those_that_the_classes_say(writer):
+    files = writer.files()
+    old = [str(path) for path, text in files.items() if path.read_text() != text]
+    assert not old, "run sota-implementations/write_config.py"
+    written = {path for folder in ("loss", "advantage", "agent") for path in _options(folder)}
+    assert written <= set(files), "a file of a class that there is not"
+
+
+def _options(folder):
+    return (launch.PAGES / "grpo" / "config" / folder).glob("*.yaml")
+
+
+class Decay(OptimizerConfig):
+    """An optimizer with a key more.
+
+    Attributes:
+        half_life: steps after which the learning rate is halved. ``None`` would be for ever.
+        shape: of the curve.
+        bounds: of the rate.
+    """
+
+    half_life: Annotated[float, Gt(0)] | None = 1e-6
+    shape: Literal["step", "line"] = "line"
+    bounds: list[float] = several(0.0, 1.0)
+
+
+class Recipe(GRPOConfig):
+    optimizer: Decay = own(lr=1e-4, shape="step")
+
+
+def test_a_key_that_is_declared_is_written_read_checked_and_suggested(writer):
+    new = {"optimizer.half_life", "optimizer.shape", "optimizer.bounds"}
+    keys = [key for key in writer.keys_of(Recipe) if key.path in new]
+    assert list(writer._lines(keys)) == [
+        "  half_life: 1.0e-6         # steps after which the learning rate is halved",
+        "  shape: step               # step | line: of the curve",
+        "  bounds: [0.0, 1.0]        # of the rate",
+    ]
+    config = from_mapping(Recipe, {"optimizer": {"half_life": "2e1"}})
+    assert (config.optimizer.half_life, config.optimizer.lr) == (20.0, 1e-4)
+    assert config.flat()["optimizer.shape"] == "step"
+    assert Recipe().optimizer.bounds is not Recipe().optimizer.bounds
+    for given, problem in {
+        "optimizer.half_live=1": "did you mean 'optimizer.half_life'",
+        "optimizer.half_life.a=1": "unknown key",
+    }.items():
+        with pytest.raises(ConfigError, match=problem):
+            check_override_keys([given], Recipe)
+    with pytest.raises(ConfigError, match=r"optimizer\.half_life must be above 0 or null, got 0"):
+        from_mapping(Recipe, {"optimizer": {"half_life": 0}})
+
+
+class Bounded(Group, key="some"):
+    count: Count = 1
+    share: Annotated[float, Within(0, 1)] = 0.5
+    part: Annotated[float, Within(0, 1, is_open=True)] | None = None
+    cost: Annotated[float, Ge(0)] = 0.0
+    rest: Annotated[int, Ge(2)] | None = None
+
+
+@pytest.mark.parametrize(
+    ("values", "problem"),
+    [
+        ({"count": 0}, "some.count must be at least 1, got 0"),
+        ({"share": 1.5}, "some.share must be between 0 and 1, got 1.5"),
+        ({"part": 0}, "some.part must be in (0, 1] or null, got 0"),
+        ({"cost": -1.0}, "some.cost must not be negative, got -1.0"),
+        ({"cost": float("nan")}, "some.cost must not be negative, got nan"),
+        ({"rest": 1}, "some.rest must be at least 2 or null, got 1"),
+    ],
+)
+def test_a_value_out_of_bounds_is_named_with_its_key_and_its_bounds(values, problem):
+    with pytest.raises(ConfigError) as caught:
+        Bounded(**values)
+    assert str(caught.value) == problem
+
+
+def test_values_at_their_bounds_are_taken():
+    assert Bounded(count=1, share=1, part=1, cost=0, rest=None) == Bounded(share=1, part=1)
