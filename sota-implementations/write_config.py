@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 
 import yaml
 
+from torchrl_llm._settings import sentences
 from torchrl_llm.recipes import AdvantageConfig, AgentConfig, LossConfig, launch
 from torchrl_llm.recipes.strict_config import Component
 
@@ -136,17 +137,6 @@ class Key(NamedTuple):
     about: str
 
 
-def _said(cls: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each key."""
-    found: dict[str, str] = {}
-    for base in reversed(inspect.getmro(cls)):
-        text = inspect.cleandoc(vars(base).get("__doc__") or "") + "\n\n"
-        for block in re.findall(r"^(?:Attributes|Args):\n(.*?)\n(?=\S|\Z)", text, re.M | re.S):
-            entries = re.findall(r"^    \*{0,2}(\w+): (.*?)(?=\n    \S|\Z)", block, re.M | re.S)
-            found |= {name: " ".join(about.split()) for name, about in entries}
-    return found
-
-
 def _first(text: str) -> str:
     """The first sentence in words of YAML."""
     text = re.split(r"(?<!\bDr)\.(?=\s+[A-Z`0-9]|\s*$)", text)[0]
@@ -177,7 +167,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
         schema: the dataclass.
         prefix: of its keys.
     """
-    hints, said = get_type_hints(schema), _said(schema)
+    hints, said = get_type_hints(schema), sentences(schema)
     place = {name: number for number, name in enumerate(_ORDER if not prefix else ())}
     for entry in sorted(fields(schema), key=lambda each: place.get(each.name, len(place))):
         hint, path = hints[entry.name], f"{prefix}{entry.name}"
@@ -311,7 +301,7 @@ def _option_files(group: str, kind: type[Component]) -> Iterator[tuple[Path, str
 
 
 def _option_keys(variant: type[Component]) -> Iterator[tuple[str, Key]]:
-    said, hints = _said(variant.target), get_type_hints(variant)
+    said, hints = sentences(variant.target), get_type_hints(variant)
     for entry in fields(variant):
         value = entry.default if entry.default is not MISSING else entry.default_factory()
         about = "" if entry.name == "type" else _about(hints[entry.name], said.get(entry.name, ""))
@@ -336,7 +326,9 @@ def main() -> None:
     """Write what differs, or with ``--check`` end with a list of it."""
     changed = {path: text for path, text in files().items() if _text(path) != text}
     if "--check" in sys.argv[1:]:
-        raise SystemExit("\n".join(map(str, changed)) and f"out of date: {[*map(str, changed)]}")
+        if changed:
+            raise SystemExit(f"out of date: {', '.join(map(str, changed))}")
+        return
     for path, text in changed.items():
         path.write_text(text, encoding="utf-8")
         sys.stdout.write(f"{path}\n")

@@ -8,12 +8,13 @@ comes from: a file, a command line, or Python.
 from __future__ import annotations
 
 import copy
+import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from functools import cache, partial
-from inspect import get_annotations
+from inspect import cleandoc, get_annotations, getmro
 from typing import (
     Annotated,
     Any,
@@ -186,6 +187,25 @@ def several(*values: Any) -> Any:
         *values: its entries.
     """
     return list(values)
+
+
+def sentences(declared: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each field or argument.
+
+    Args:
+        declared: the class.
+
+    Example:
+        >>> sentences(Ge)
+        {'least': 'the smallest that is allowed.'}
+    """
+    found: dict[str, str] = {}
+    for base in reversed(getmro(declared)):
+        text = cleandoc(vars(base).get("__doc__") or "") + "\n\n"
+        for block in re.findall(r"^(?:Attributes|Args):\n(.*?)\n(?=\S|\Z)", text, re.M | re.S):
+            entries = re.findall(r"^    \*{0,2}(\w+): (.*?)(?=\n    \S|\Z)", block, re.M | re.S)
+            found |= {name: " ".join(about.split()) for name, about in entries}
+    return found
 
 
 @cache
