@@ -27,7 +27,7 @@ def test_the_files_are_those_that_the_classes_say(writer, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["write_config.py", "--check"])
     writer.main()
     monkeypatch.setattr(writer, "files", lambda: {writer.launch.PAGES / "sft": "else"})
-    with pytest.raises(SystemExit, match="out of date: .*sft"):
+    with pytest.raises(SystemExit, match=r"out of date: .*sft"):
         writer.main()
     written = {path for folder in ("loss", "advantage", "agent") for path in _options(folder)}
     assert written <= set(files), "a file of a class that there is not"
