@@ -26,72 +26,12 @@ from typing import (
     get_type_hints,
 )
 
+from torchrl_llm._checked import Ge, Gt, In
 from torchrl_llm._redis import masked
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 
-
-@dataclass(frozen=True)
-class Ge:
-    """A number that is not below another.
-
-    Attributes:
-        least: the smallest that is allowed.
-    """
-
-    least: float
-
-    def __str__(self) -> str:
-        return f"be at least {self.least}" if self.least else "not be negative"
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is within."""
-        return value >= self.least
-
-
-@dataclass(frozen=True)
-class Gt:
-    """A number above another.
-
-    Attributes:
-        low: the largest that is not allowed.
-    """
-
-    low: float
-
-    def __str__(self) -> str:
-        return f"be above {self.low}"
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is within."""
-        return value > self.low
-
-
-@dataclass(frozen=True)
-class Within:
-    """A number between two, of which the second is allowed.
-
-    Attributes:
-        low: the smallest.
-        high: the largest.
-        is_open: ``low`` itself is not allowed.
-    """
-
-    low: float
-    high: float
-    is_open: bool = False
-
-    def __str__(self) -> str:
-        if self.is_open:
-            return f"be in ({self.low}, {self.high}]"
-        return f"be between {self.low} and {self.high}"
-
-    def holds(self, value: Any) -> bool:
-        """Whether a value is within."""
-        return self.low <= value <= self.high and not (self.is_open and value == self.low)
-
-
-Bound = Ge | Gt | Within
+Bound = In | Ge | Gt
 
 Count = Annotated[int, Ge(1)]
 """A number of things, at least one."""
@@ -113,7 +53,7 @@ class Group:
         >>> Optimizer(lr=-1)
         Traceback (most recent call last):
         ...
-        torchrl_llm.errors.ConfigError: optimizer.lr must not be negative, got -1
+        torchrl_llm.errors.ConfigError: optimizer.lr must be at least 0, got -1
     """
 
     _key = ""  # without a type, so that it is no field
@@ -144,7 +84,7 @@ class Group:
             value, path = getattr(self, name), f"{self._key}.{name}".lstrip(".")
             none = " or null" if type(None) in get_args(hints[name]) else ""
             for bound in bounds if value is not None else ():
-                ensure(bound.holds(value), f"{path} must {bound}{none}, got {value}")
+                ensure(bound.holds(value), f"{path} must be {bound}{none}, got {value}")
 
     def flat(self) -> dict[str, Any]:
         """Dotted key to value, for the record of a run."""

@@ -14,7 +14,8 @@ from typing import Annotated, Any, Literal
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm._settings import Count, Ge, Group, Gt, ensure, naming, own
+from torchrl_llm._checked import Ge, Gt
+from torchrl_llm._settings import Count, Group, ensure, naming, own
 from torchrl_llm.algorithms import Algorithm, make_mopd, make_opd
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.replay_buffers import ReplayBuffer

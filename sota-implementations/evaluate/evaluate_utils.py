@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal
 import torch
 from server_policy import check_chat, server_policy
 
-from torchrl_llm._settings import Count, Group, Gt, ensure, naming, own, several
+from torchrl_llm._checked import Gt
+from torchrl_llm._settings import Count, Group, ensure, naming, own, several
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import WorkerError
@@ -179,7 +180,7 @@ class EvaluateConfig(Group):
     data_files: dict[str, str | None] = own(gsm8k=None, ifeval=None, humaneval=None)
     options: dict[str, dict[str, Any]] = own(
         gsm8k=own(answer_format="tags"),
-        ifeval=own(scored_part="response", checker="published"),
+        ifeval=own(scored_part="response"),
     )
     data: DataConfig
     reward: RewardComponentsConfig

@@ -18,7 +18,8 @@ from typing import Annotated, Any, Literal
 
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
-from torchrl_llm._settings import Count, Ge, Group
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, Group
 from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import MappedRows, RowLoader

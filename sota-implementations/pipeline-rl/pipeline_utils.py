@@ -21,8 +21,9 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from redis_arguments import NO_PASSWORD, check_scheme
 
+from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._redis import masked
-from torchrl_llm._settings import Count, Ge, Group, Gt, dotted, ensure
+from torchrl_llm._settings import Count, Group, dotted, ensure
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Literal, NamedTuple
 import torch
 from tensordict import LazyStackedTensorDict
 
-from torchrl_llm._settings import Count, Ge, Group, ensure, own
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, Group, ensure, own
 from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.collectors import AgentShares
 from torchrl_llm.data.replay_buffers import ReplayBuffer

@@ -12,7 +12,8 @@ import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from torchrl_llm._settings import Count, Ge, Group, Gt, Within, ensure, own
+from torchrl_llm._checked import Ge, Gt, In
+from torchrl_llm._settings import Count, Group, ensure, own
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.text.families import BUILTIN_TEMPLATES
 from torchrl_llm.envs import ArithmeticEnv
@@ -97,7 +98,7 @@ class DataConfig(Group, key="data"):
         adding: after it, the share of products whose pupil has the calculator add.
     """
 
-    lessons: Annotated[float, Within(0, 1)] = 0.6
+    lessons: Annotated[float, In("[0, 1]")] = 0.6
     forgetful: float = 0.40
     rough: float = 0.45
     calls: Annotated[int, Ge(0)] = 32

@@ -8,7 +8,8 @@ from typing import Annotated, Any
 
 from sft_utils import AnswerEvalConfig, NumbersConfig, SFTGroups, TrainConfig
 
-from torchrl_llm._settings import Group, Within, ensure, own
+from torchrl_llm._checked import In
+from torchrl_llm._settings import Group, ensure, own
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.games import Game, GameEnv, Player, expert, random_player
 from torchrl_llm.recipes import OptimizerConfig, SFTLossConfig
@@ -47,7 +48,7 @@ class PlayerConfig(Group, key="player"):
             one of the best things.
     """
 
-    careless: Annotated[float, Within(0, 1)] = 0.7
+    careless: Annotated[float, In("[0, 1]")] = 0.7
 
 
 class ImitateConfig(SFTGroups):

@@ -14,7 +14,8 @@ from typing import Annotated, Any, NamedTuple
 from tensordict import LazyStackedTensorDict
 from torchrl._utils import logger
 
-from torchrl_llm._settings import Count, Ge, ensure, own
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, ensure, own
 from torchrl_llm.data.column_names import check_named, joined_prompt
 from torchrl_llm.data.demonstrations import (
     Demonstration,

@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from torchrl_llm._settings import Count, Ge, Group, Gt, Within, own, several
+from torchrl_llm._checked import Ge, Gt, In
+from torchrl_llm._settings import Count, Group, own, several
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import GRPOConfig, OptimizerConfig, launch
 from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping
@@ -79,8 +80,8 @@ def test_a_key_that_is_declared_is_written_read_checked_and_suggested(writer):
 
 class Bounded(Group, key="some"):
     count: Count = 1
-    share: Annotated[float, Within(0, 1)] = 0.5
-    part: Annotated[float, Within(0, 1, is_open=True)] | None = None
+    share: Annotated[float, In("[0, 1]")] = 0.5
+    part: Annotated[float, In("(0, 1]")] | None = None
     cost: Annotated[float, Ge(0)] = 0.0
     rest: Annotated[int, Ge(2)] | None = None
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+from torchrl_llm._checked import Ge
 from torchrl_llm._redis import masked
-from torchrl_llm._settings import Count, Ge, Group, check_types, ensure
+from torchrl_llm._settings import Count, Group, check_types, ensure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class
 from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config, read_object

@@ -13,8 +13,9 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 
+from torchrl_llm._checked import Ge, Gt, In
 from torchrl_llm._registry import find
-from torchrl_llm._settings import Count, Ge, Group, Gt, Within, ensure, naming, own, several
+from torchrl_llm._settings import Count, Group, ensure, naming, own, several
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.data.row_files import Row, load_rows
@@ -478,7 +479,7 @@ class EngineConfig(InferenceModelConfig):
 
     backend: str = "transformers"
     num_devices: Count = 1
-    gpu_memory_utilization: Annotated[float, Within(0, 1, is_open=True)] | None = None
+    gpu_memory_utilization: Annotated[float, In("(0, 1]")] | None = None
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     enable_fp32_lm_head: bool = False

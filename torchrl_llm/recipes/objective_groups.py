@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._registry import absolute_path, find
-from torchrl_llm._settings import Count, Ge, Group, Gt, ensure, naming, own
+from torchrl_llm._settings import Count, Group, ensure, naming, own
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.objectives import Correction, SFTLoss
 from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage

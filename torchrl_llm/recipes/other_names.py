@@ -2,6 +2,10 @@
 
 An unknown key is looked up here before anything is suggested by its spelling. A name is refused,
 never accepted as an alias: no two keys mean the same.
+
+The two tables are text files beside this one, a line each: the name, then our key. In
+``other_names.txt`` two keys are joined by "and"; several lines of one name are those of recipes
+with other keys; "=" shows the value, and any other sentence is said as it is.
 """
 
 from __future__ import annotations
@@ -10,10 +14,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 
-def _read(name: str) -> dict[str, str]:
-    text = Path(__file__).with_name(name).read_text(encoding="utf-8")
-    lines = (line.split(maxsplit=1) for line in text.splitlines() if line[:1] != "#")
-    return dict(filter(None, lines))
+def _read(file: str) -> dict[str, str]:
+    text = Path(__file__).with_name(file).read_text(encoding="utf-8")
+    lines = (line.split(maxsplit=1) for line in text.splitlines())
+    return {name: ours for name, ours in lines if name != "#"}
 
 
 RENAMED: Mapping[str, str] = _read("renamed_keys.txt")

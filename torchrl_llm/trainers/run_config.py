@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from torchrl_llm._settings import Count, Ge, Group, naming, several
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, Group, naming, several
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.weight_files import size_in_bytes
 from torchrl_llm.trainers.hub import check_repository
