@@ -103,7 +103,7 @@ def test_engines_and_weights_that_are_impossible_are_refused():
 
 
 IMPOSSIBLE_ASYNC = [
-    (["train.max_policy_age=-1"], "must not be negative"),
+    (["train.max_policy_age=-1"], "must be at least 0"),
     (["train.on_stale=skip"], "must be one of 'wait', 'drop', 'mask'"),
     (["train.weight_update_frequency=0"], "at least 1"),
     (["ray.num_collectors=0"], "at least 1"),
@@ -244,7 +244,7 @@ IMPOSSIBLE = [
     (["reward.kl_target=6"], "no effect without reward.kl_coeff"),
     (["reward.kl_horizon=5"], "no effect without reward.kl_target"),
     (["reward.kl_reduction=mean"], "no effect without reward.kl_coeff"),
-    (["reward.kl_coeff=-1"], "must not be negative"),
+    (["reward.kl_coeff=-1"], "must be at least 0"),
     (["reward.kl_coeff=0.1", "reward.kl_target=0"], "must be above 0"),
     (["env.repeats=0"], "env.repeats must be at least 1"),
     (["env.repeats=1", "advantage=hybrid"], "at least 2 for advantage=hybrid"),

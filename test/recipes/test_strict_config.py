@@ -110,7 +110,7 @@ IMPOSSIBLE_PAIRS = [
         "the same as sum with advantage=group",
     ),
     ({"inference_model": {"temperature": 0.0}}, "a greedy group has no variance"),
-    ({"optimizer": {"warmup_steps": -1}}, "must not be negative"),
+    ({"optimizer": {"warmup_steps": -1}}, "must be at least 0"),
     (
         {"train_model": {"dtype": "bfloat16"}, "train": {"mixed_precision": "float32"}},
         "cannot train",

@@ -90,10 +90,10 @@ class Bounded(Group, key="some"):
     ("values", "problem"),
     [
         ({"count": 0}, "some.count must be at least 1, got 0"),
-        ({"share": 1.5}, "some.share must be between 0 and 1, got 1.5"),
+        ({"share": 1.5}, "some.share must be in [0, 1], got 1.5"),
         ({"part": 0}, "some.part must be in (0, 1] or null, got 0"),
-        ({"cost": -1.0}, "some.cost must not be negative, got -1.0"),
-        ({"cost": float("nan")}, "some.cost must not be negative, got nan"),
+        ({"cost": -1.0}, "some.cost must be at least 0, got -1.0"),
+        ({"cost": float("nan")}, "some.cost must be at least 0, got nan"),
         ({"rest": 1}, "some.rest must be at least 2 or null, got 1"),
     ],
 )
