@@ -155,7 +155,7 @@ IMPOSSIBLE = [
     ({"data": {"calls": -1}}, "data.calls must be at least 0"),
     ({"data": {"ruogh": 0.1}}, "data.rough"),
     ({"model": {"num_heads": 3}}, "num_heads=3, and that model.hidden_size=128"),
-    ({"model": {"num_heads": 0}}, "model.num_heads must be above 0"),
+    ({"model": {"num_heads": 0}}, "model.num_heads must be at least 1"),
     ({"train": {"batch_size": 0}}, "train.batch_size must be at least 1"),
     ({"eval": {"batch_size": 0}}, "eval.batch_size must be at least 1"),
 ]

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 import pytest
 
 from torchrl_llm._checked import Ge, Gt, In
-from torchrl_llm._settings import Count, Group, own, several
+from torchrl_llm._settings import Count, Group, bounds_of, own, several
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import GRPOConfig, OptimizerConfig, launch
 from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping
@@ -78,6 +78,9 @@ def test_a_key_that_is_declared_is_written_read_checked_and_suggested(writer):
         from_mapping(Recipe, {"optimizer": {"half_life": 0}})
 
 
+NEEDED = {"LLMConfig": {"name": "it", "model_string": "it"}}
+
+
 class Bounded(Group, key="some"):
     count: Count = 1
     share: Annotated[float, In("[0, 1]")] = 0.5
@@ -101,6 +104,24 @@ def test_a_value_out_of_bounds_is_named_with_its_key_and_its_bounds(values, prob
     with pytest.raises(ConfigError) as caught:
         Bounded(**values)
     assert str(caught.value) == problem
+
+
+def _groups(base=Group):
+    for group in base.__subclasses__():
+        yield group
+        yield from _groups(group)
+
+
+def test_every_bound_of_every_recipe_is_held(writer):
+    writer.files()  # imports all recipes
+    tried = 0
+    for group in {*_groups()} - {Bounded}:
+        wrong = {Ge: lambda bound: bound.least - 1, Gt: lambda bound: bound.limit, In: lambda _: 2}
+        for name, (bound, *_) in bounds_of(group).items():
+            with pytest.raises(ConfigError, match=rf"^[\w.]*\b{name} must be "):
+                group(**{**NEEDED.get(group.__name__, {}), name: wrong[type(bound)](bound)})
+            tried += 1
+    assert tried > 80
 
 
 def test_values_at_their_bounds_are_taken():

@@ -232,46 +232,41 @@ def valid_keys(schema: type, prefix: str = "") -> Iterator[str]:
         schema: a dataclass type; of a :class:`Component`, the keys of all its variants, each once.
         prefix: put before each key, with its trailing dot.
     """
-    if _is_component(schema):
-        found = (key for made in schema.variants.values() for key in _own_keys(made, prefix))
-        yield from dict.fromkeys(found)
-    else:
-        yield from _own_keys(schema, prefix)
+    made = schema.variants.values() if _is_component(schema) else [schema]
+    for name, hint in {name: hint for each in made for name, hint in _hints(each)}.items():
+        yield prefix + name
+        if is_dataclass(hint):
+            yield from valid_keys(hint, f"{prefix}{name}.")
 
 
-def _own_keys(schema: type, prefix: str) -> Iterator[str]:
+def _hints(schema: type) -> list[tuple[str, Any]]:
     hints = get_type_hints(schema)
-    for entry in fields(schema):
-        yield prefix + entry.name
-        if is_dataclass(hints[entry.name]):
-            yield from valid_keys(hints[entry.name], f"{prefix}{entry.name}.")
+    return [(entry.name, hints[entry.name]) for entry in fields(schema)]
 
 
-def key_table(schema: type) -> KeyTable:
+def key_table(schema: type, prefix: str = "") -> KeyTable:
     """The keys of a schema, as those of a recipe's files are read.
 
     Args:
         schema: a dataclass type.
+        prefix: put before each key, with its trailing dot.
     """
     table = KeyTable(open_options=True)
-    for entry, hint in get_type_hints(schema).items():
+    for name, hint in _hints(schema):
+        key = f"{prefix}{name}"
         if _is_component(hint):
-            table.defaults[entry] = hint.default
-            table.groups[entry] = {
-                name: list(_own_keys(made, f"{entry}.")) for name, made in hint.variants.items()
-            }
-        else:
-            table.plain.append(entry)
-            _add_keys(table, hint, entry)
+            table.defaults[key] = hint.default
+            options = hint.variants.items()
+            table.groups[key] = {name: list(valid_keys(each, f"{key}.")) for name, each in options}
+            continue
+        table.plain.append(key)
+        if get_origin(hint) is dict:
+            table.open.add(key)
+        elif is_dataclass(hint):
+            inner = key_table(hint, f"{key}.")
+            table.plain += inner.plain
+            table.open |= inner.open
     return table
-
-
-def _add_keys(table: KeyTable, hint: Any, key: str) -> None:
-    if get_origin(hint) is dict:
-        table.open.add(key)
-    for name, inner in get_type_hints(hint).items() if is_dataclass(hint) else ():
-        table.plain.append(f"{key}.{name}")
-        _add_keys(table, inner, f"{key}.{name}")
 
 
 def check_override_keys(arguments: Iterable[str], schema: type) -> list[str]:
