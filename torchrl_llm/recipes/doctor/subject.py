@@ -15,7 +15,7 @@ from torch import nn
 
 from torchrl_llm import modules
 from torchrl_llm._settings import dotted, naming
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.data_config import ROWS
