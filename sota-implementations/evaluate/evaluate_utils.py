@@ -146,7 +146,7 @@ class RunConfig(Group, key="eval"):
         num_prompts: prompts of each task, from the start of its data; ``None`` for all.
         batch_size: responses that are written together.
         split: of the tasks that have data of their own; ``None`` for the held-out one.
-        repeats: samples a prompt.
+        repeats: samples a prompt; several, with a temperature above 0, for pass@k.
         max_steps: steps of an episode; ``None`` for the task's own limit.
         on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
             prompt that is not answered, or one cut from the left.

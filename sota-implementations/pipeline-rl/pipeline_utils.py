@@ -100,7 +100,7 @@ class RedisConfig(Group, key="redis"):
     """The Redis between learner and actors.
 
     Attributes:
-        url: ``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://path``. The password
+        url: ``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://path``; the password
             comes from the environment variable ``TORCHRL_LLM_REDIS_PASSWORD``.
         name: of the run; runs of different names may share a Redis.
         prompts_per_claim: prompts that an actor answers at a time.

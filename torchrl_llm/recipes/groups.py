@@ -387,7 +387,7 @@ class OptimizerConfig(Group, key="optimizer"):
 
     Attributes:
         name: a class of ``torch.optim``.
-        lr: learning rate; 0 runs everything and changes nothing. ``None`` chooses by model: see
+        lr: learning rate; 0 runs everything and changes nothing, ``None`` chooses by model, see
             ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.

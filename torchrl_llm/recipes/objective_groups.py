@@ -116,7 +116,7 @@ class SFTLossConfig(Group, key="loss"):
     Attributes:
         function: ``sft``, or ``minor_sft``, whose pull weakens the further an answer is above the
             reference (arXiv:2408.10642).
-        beta: slope of ``minor_sft``; ``None`` with ``sft``.
+        beta: slope of ``minor_sft``; ``None`` for 0.1, and with ``sft``.
         reduction: ``mean`` over rows, of each the mean of its tokens; or ``token_mean``.
     """
 
