@@ -339,7 +339,7 @@ def mark_truncated(row: TensorDict, *, drop: bool) -> None:
 
 
 def _was_cut(row: TensorDict) -> bool:
-    return was_cut(row) or int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
+    return was_cut(row) or FinishReason(int(row.get(("tokens", "finish_reason")))).cut
 
 
 def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:

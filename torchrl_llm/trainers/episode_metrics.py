@@ -185,7 +185,7 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         "train/reward": mean,
         "train/reward_std": episodes.mean((episodes.returns - mean).square()) ** 0.5,
         "train/invalid": invalid.float().mean().item(),
-        "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
+        "train/truncated": FinishReason.cut_rows(finish).float().mean().item(),
         "train/response_length": sum(lengths) / len(lengths),
     }
     success = row_values(rows, ("next", "success"), torch.any, None)

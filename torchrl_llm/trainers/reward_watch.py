@@ -168,7 +168,7 @@ def _advice(rows: LazyStackedTensorDict, ends: Sequence[TensorDict]) -> str:
         return "All of them are right: the prompts are too easy for this model."
     advice = ["the form that the reward wants: a right answer in another form is worth nothing"]
     finish = read_rows(rows, ("tokens", "finish_reason"), None)
-    cut = [int(reason) == FinishReason.LENGTH for reason in finish or ()]
+    cut = [FinishReason(int(reason)).cut for reason in finish or ()]
     if any(cut):
         share = f"{sum(cut) / len(cut):.0%}"
         advice.append(f"inference_model.max_tokens, which cut {share} of the answers")

@@ -17,7 +17,7 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.wire import leaf, pack_rows, plain_node, unpack_row_list
