@@ -178,7 +178,7 @@ def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
 
 
 def test_torchrl_llm_parts_are_never_imported():
-    """But for its older data classes, which one stub names and which come when they are asked for."""
+    """But for its older data classes, which one stub names and which come when asked for."""
     theirs = re.compile(r"^from torchrl\..*\bllm\b", re.MULTILINE)
     named = [path for path in PACKAGE.rglob("*.pyi") if theirs.search(path.read_text())]
     assert named == [PACKAGE / "compat" / "torchrl_classes.pyi"]
