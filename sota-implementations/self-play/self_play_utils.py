@@ -14,7 +14,7 @@ from tensordict import LazyStackedTensorDict
 from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.collectors import AgentShares
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.envs.games.table_env import TableEnv
+from torchrl_llm.envs.games.game_env import TableEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import LLMWrapperBase, PolicyRouter, TransformersWrapper
 from torchrl_llm.recipes import RENAMED, GRPOConfig, launch
