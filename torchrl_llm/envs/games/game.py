@@ -179,8 +179,8 @@ class Game(Rules[State]):
     forfeit_reward: ClassVar[float] = -0.1
 
     def active(self, state: State) -> tuple[str, ...]:
-        """See :meth:`Rules.active`."""
-        return self.players if self.legal_actions(state) else ()
+        """The player; a game of one says in its outcomes that it is over."""
+        return self.players
 
     def seat(self, player: str) -> Game[State]:
         """See :meth:`Rules.seat`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -204,21 +204,22 @@ class TableSteps(PlayersTransform):
             player: self._read(state, player, turn, waiting)
             for player, turn in episode.turns.items()
         }
-        if self.stop_on_invalid and not all(each.legal for each in acted.values()):
-            ended = Played(observation="", state=text, terminated=True)
-            players = {player: acted.get(player, ended) for player in episode.rows}
+        nothing = {"observation": "", "reward": 0.0}
+        if self.stop_on_invalid and not all(each["legal"] for each in acted.values()):
+            last = {player: {**nothing, **acted.get(player, {})} for player in episode.rows}
             return EpisodeReaction(
-                players={name: replace(each, state=text) for name, each in players.items()}
+                players={name: Played(**each, state=text) for name, each in last.items()}
             )
         after = self._advance(state, waiting, seed)
-        text, moved = self.game.dump(after.state), after.state != state
+        moved = after.state != state
+        text = self.game.dump(after.state) if moved else text
         players = {}
         for player in episode.rows:
-            before = acted.get(player, Played(observation="", state=text))
-            players[player] = replace(
-                before,
-                observation="\n".join(filter(None, (before.observation, after.told[player]))),
-                reward=before.reward + after.rewards[player],
+            done = {**nothing, **acted.get(player, {})}
+            done["observation"] = "\n".join(filter(None, (done["observation"], after.told[player])))
+            done["reward"] += after.rewards[player]
+            players[player] = Played(
+                **done,
                 success=player in after.success,
                 terminated=not after.active and not after.truncated,
                 truncated=after.truncated,
@@ -227,23 +228,26 @@ class TableSteps(PlayersTransform):
             )
         return EpisodeReaction(players=players, active=after.active)
 
-    def _read(self, state: Any, player: str, turn: ModelTurn, waiting: dict[str, str]) -> Played:
-        """What a turn alone comes to; a legal action joins those that wait."""
+    def _read(
+        self, state: Any, player: str, turn: ModelTurn, waiting: dict[str, str]
+    ) -> dict[str, Any]:
+        """Fields of what a turn alone comes to; a legal action joins those that wait."""
         action, for_form = "", 0.0
         try:
             action, for_form = self.parser.read(self.answer(turn))
             action = self.game.normalize(action)
             waiting[player] = self.game.seat(player).check(state, action)
         except (ActionError, IllegalAction) as error:
-            return Played(
-                observation=str(error) if self.stop_on_invalid else f"{error} {self.parser.help}",
-                reward=self.invalid_reward,
-                for_form=error.reward if isinstance(error, ActionError) else for_form,
-                state="",
-                action=action,
-                legal=False,
-            )
-        return Played(observation="", for_form=for_form, state="", action=action)
+            return {
+                "observation": f"{error}"
+                if self.stop_on_invalid
+                else f"{error} {self.parser.help}",
+                "reward": self.invalid_reward,
+                "for_form": error.reward if isinstance(error, ActionError) else for_form,
+                "action": action,
+                "legal": False,
+            }
+        return {"for_form": for_form, "action": action, "legal": True}
 
     # Columns
 
