@@ -1,20 +1,16 @@
 from torchrl_llm.compat.buffer_dataset import TorchRLBufferDataset as TorchRLBufferDataset
-from torchrl_llm.compat.prompt_data import (
+from torchrl_llm.compat.topk_selector import TopKRewardSelector as TopKRewardSelector
+from torchrl_llm.compat.torchrl_classes import (
+    PairwiseDataset as PairwiseDataset,
     PromptData as PromptData,
     PromptTensorDictTokenizer as PromptTensorDictTokenizer,
-)
-from torchrl_llm.compat.reward_data import (
-    PairwiseDataset as PairwiseDataset,
     RewardData as RewardData,
-)
-from torchrl_llm.compat.rollout_from_model import RolloutFromModel as RolloutFromModel
-from torchrl_llm.compat.tokenized_dataset import (
+    RolloutFromModel as RolloutFromModel,
     TensorDictTokenizer as TensorDictTokenizer,
     TokenizedDatasetLoader as TokenizedDatasetLoader,
     create_infinite_iterator as create_infinite_iterator,
     get_dataloader as get_dataloader,
 )
-from torchrl_llm.compat.topk_selector import TopKRewardSelector as TopKRewardSelector
 from torchrl_llm.data.column import Chat as Chat, Column as Column
 from torchrl_llm.data.containers import (
     ChatHistory as ChatHistory,
