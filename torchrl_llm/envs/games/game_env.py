@@ -128,6 +128,7 @@ class TableSteps(PlayersTransform):
             with_reward=with_reward,
             accept_cut=accept_cut,
             worker_id=worker_id,
+            shared=len(game.players) > 1,
         )
         self.game, self.seats = game, seats
         self.invalid_reward, self.stop_on_invalid = invalid_reward, stop_on_invalid
