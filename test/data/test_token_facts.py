@@ -17,7 +17,6 @@ from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import Chat, FinishReason, History, Source, TokenRecord
-from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenTrace
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import split_batch, split_rollout
@@ -30,6 +29,7 @@ from torchrl_llm.data.token_facts import (
     register_fact,
     unregister_fact,
 )
+from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenTrace
 from torchrl_llm.data.wire import own_rows, pack_rows, unpack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError, DataError

@@ -1,10 +1,10 @@
 """The record of a conversation's tokens: ids, and for each id where it came from.
 
 A :class:`TokenRecord` belongs to one conversation and is immutable. It rides inside the
-:class:`~torchrl_llm.data.column.Chat` whose first ``num_messages`` messages it encodes, so whatever
+:class:`~torchrl_llm.data.chat.Chat` whose first ``num_messages`` messages it encodes, so whatever
 carries the chat carries the record. Its columns are the wired facts of
 :data:`~torchrl_llm.data.token_facts.FACTS`. Batches of records become the ``tokens``,
-``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.containers`).
+``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.views`).
 
 Shape legend: ``T`` tokens of the conversation so far, ``R`` tokens of one response.
 """

@@ -7,7 +7,8 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import message_text

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl._utils import logger
 
 from torchrl_llm._log import tell_once
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord, extend_records
 from torchrl_llm.data.text.call_syntax import NAME, VALUE

@@ -16,11 +16,11 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data import token_facts
-from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows, spread_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
+from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.policies.row_readers import KeyNames
 

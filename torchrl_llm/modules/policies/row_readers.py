@@ -18,8 +18,8 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat, Column
-from torchrl_llm.data.containers import ChatHistory, Text
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import pad_rows
@@ -28,6 +28,7 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.text.codec import Codec, Piece
 from torchrl_llm.data.token_facts import RECORD_COLUMNS, TokenFact, added_facts, find_fact
+from torchrl_llm.data.views import ChatHistory, Text
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion
 from torchrl_llm.modules.policies.row_blocks import chat_rows, object_rows, tensor_rows
