@@ -23,9 +23,7 @@ NAMES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND")
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0"])
 def test_untested_versions_are_refused_before_anything_is_imported(monkeypatch, found):
     monkeypatch.setattr(metadata, "version", lambda name: found)
-    monkeypatch.setattr(
-        build, "require", lambda *a, **k: pytest.fail("vLLM was imported")
-    )
+    monkeypatch.setattr(build, "require", lambda *a, **k: pytest.fail("vLLM was imported"))
     with pytest.raises(ConfigError, match=rf"supports vLLM 0.32, and {found} is installed"):
         prepare_vllm("vLLMWrapper")
 
