@@ -42,6 +42,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "loggers": ("torchrl_llm.trainers",),
     "weights": ("torchrl_llm.weights",),
     "backends": ("torchrl_llm.modules.backends",),
+    "environments": ("torchrl_llm.langmarl",),
 }
 """Each kind, and the rooms whose files register it."""
 

@@ -16,7 +16,7 @@ from torchrl_llm._settings import Count, Group, ensure, own
 from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.collectors import AgentShares
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.envs.games.table_env import TableEnv
+from torchrl_llm.envs.games.game_env import TableEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import LLMWrapperBase, PolicyRouter, TransformersWrapper
 from torchrl_llm.recipes import (

@@ -10,8 +10,9 @@ from typing import Any, Literal
 import pytest
 from langmarl.world import settings
 
+from torchrl_llm import _registry
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.langmarl import environment, make_trainer
+from torchrl_llm.langmarl import make_trainer
 from torchrl_llm.langmarl.config import (
     BaseConfig,
     LanguageTaskConfig,
@@ -20,7 +21,7 @@ from torchrl_llm.langmarl.config import (
     load_config,
     parse_overrides,
 )
-from torchrl_llm.langmarl.environment import BaseEnvironment, register_env
+from torchrl_llm.langmarl.environment import BaseEnvironment, list_envs, register_env
 from torchrl_llm.langmarl.llm_config import LLMConfig
 
 SECRET = "sk-very-secret-0123"
@@ -57,7 +58,9 @@ def written(folder, **values):
 @pytest.fixture
 def registered(monkeypatch):
     """A fresh registry, so that a test leaves no environment behind."""
-    monkeypatch.setattr(environment, "_REGISTERED", {})
+    list_envs()  # loads ours
+    own = dict(_registry._entries["environments"])
+    monkeypatch.setitem(_registry._entries, "environments", own)
 
 
 def an_env(name, config_class=None):

@@ -23,6 +23,7 @@ HOW = {
     "loggers": "logging.backend=[NAME,...]",
     "weights": "weight_sync.type=NAME, with inference_model.backend=vllm",
     "backends": "inference_model.backend=NAME",
+    "environments": "env=NAME of langmarl, or MODULE:CLASS of your own",
     RECIPES: "torchrl-llm train NAME",
 }
 """Each kind, and how one of it is chosen."""

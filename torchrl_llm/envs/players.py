@@ -5,7 +5,7 @@ A player is a row. An episode of ``P`` players is ``P`` rows in a row of the env
 conversation each. ``"active"`` says who must act next: collectors and
 :func:`~torchrl_llm.evaluation.evaluate` step those rows only.
 
-Next: :mod:`torchrl_llm.envs.games.table_env` plays games of several players.
+Next: :mod:`torchrl_llm.envs.games.game_env` plays games.
 
 Shape legend: ``B`` rows, ``P`` of each episode.
 """
@@ -84,16 +84,17 @@ class Opening(NamedTuple):
 class PlayersTransform(WorldTransform):
     """A world of several players; subclasses write :meth:`open` and :meth:`react_together`.
 
-    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes:
+    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes, where
+    players share an episode:
 
     - ``"agent"``, the name of the row's player, and ``"episode_id"``, int64 ``[B]``;
     - ``"active"``, bool ``[B, 1]``: the row's player must act next;
     - ``"untold"``, what the player has not been told yet, as text.
 
     What a player is told is kept until the player must act, and becomes one message of the user
-    then. The reward and the end of a step are written in that step for all players: those of a
-    player who did not act stand in a row that is not stepped, and whoever collects brings them to
-    the player's last own row.
+    then; who plays alone is told of the end, too. The reward and the end of a step are written in
+    that step for all players: those of a player who did not act stand in a row that is not stepped,
+    and whoever collects brings them to the player's last own row.
 
     Args:
         players: names of the players with a row, in the order of their rows.
@@ -102,6 +103,9 @@ class PlayersTransform(WorldTransform):
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         accept_cut: see there.
         worker_id: number of this worker for ``"episode_id"``.
+        shared: there are several players, scripted ones without a row among them. Who plays alone
+            is asked in every step and told of everything at once, so that these columns are not
+            needed.
 
     Raises:
         ConfigError: no player, a name twice, or another word for ``rewards``.
@@ -119,6 +123,7 @@ class PlayersTransform(WorldTransform):
         with_reward: bool = True,
         accept_cut: bool = False,
         worker_id: int | None = None,
+        shared: bool = True,
     ) -> None:
         super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
         if not players or len(set(players)) < len(players):
@@ -126,6 +131,8 @@ class PlayersTransform(WorldTransform):
         if rewards not in get_args(Rewards):
             raise ConfigError(f"rewards must be one of {get_args(Rewards)}, got {rewards!r}")
         self.players, self.rewards = tuple(players), rewards
+        self.shared = shared
+        self._texts = (*(("agent", TOLD_KEY) if self.shared else ()), *self.COLUMNS)
         self._episodes = IdCounter("episode", worker_id)
 
     @abstractmethod
@@ -166,9 +173,7 @@ class PlayersTransform(WorldTransform):
         mask = tensordict.get("_reset", None)
         begins = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
         query = chat_env_of(self).data_key
-        texts: dict[str, list[str]] = {
-            name: [""] * size for name in (query, "agent", TOLD_KEY, *self.COLUMNS)
-        }
+        texts: dict[str, list[str]] = {name: [""] * size for name in (query, *self._texts)}
         active = torch.zeros(size, 1, dtype=torch.bool)
         ids = torch.full((size,), -1, dtype=torch.int64)
         for rows in self._episodes_of(size):
@@ -177,7 +182,8 @@ class PlayersTransform(WorldTransform):
                 ids[list(rows)] = self._episodes.next_id()
                 opening = self.open(_data_of(tensordict, rows[0]))
                 for row, player in zip(rows, self.players, strict=True):
-                    texts["agent"][row] = player
+                    if "agent" in texts:
+                        texts["agent"][row] = player
                     texts[query][row] = opening.observations.get(player, "")
                     active[row] = player in opening.observations
                     for name in self.COLUMNS:
@@ -186,13 +192,15 @@ class PlayersTransform(WorldTransform):
                 raise DataError("the rows of an episode begin together: reset all of its players")
         for name, values in texts.items():
             tensordict.set(name, Column.of(values))
-        tensordict.set("active", active.to(tensordict.device) if tensordict.device else active)
-        return tensordict.set("episode_id", ids.to(tensordict.device) if tensordict.device else ids)
+        if self.shared:
+            tensordict.set("active", active.to(tensordict.device) if tensordict.device else active)
+            tensordict.set("episode_id", ids.to(tensordict.device) if tensordict.device else ids)
+        return tensordict
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        for name in ("agent", TOLD_KEY, "active", "episode_id", *self.COLUMNS):
+        for name in (*self._texts, *(("active", "episode_id") if self.shared else ())):
             tensordict_reset.set(name, tensordict.get(name))
         return tensordict_reset
 
@@ -204,8 +212,10 @@ class PlayersTransform(WorldTransform):
         size = next_td.batch_size.numel()
         by_row: list[Reaction | None] = [None] * size
         acted = {turn.row: turn for turn in turns}
-        before = td.get("active").reshape(size).tolist()
-        active, untold = list(before), td.get(TOLD_KEY).tolist()
+        before, untold = [True] * size, [""] * size
+        if self.shared:
+            before, untold = td.get("active").reshape(size).tolist(), td.get(TOLD_KEY).tolist()
+        active = list(before)
         episodes = []
         for rows in self._episodes_of(size):
             if any(row in acted for row in rows):
@@ -260,7 +270,7 @@ class PlayersTransform(WorldTransform):
         added: list[list[dict[str, Any]]] = [[] for _ in untold]
         first = {}
         for row, (text, goes) in enumerate(zip(untold, active, strict=True)):
-            if not (text and goes):
+            if not text or not (goes or not self.shared):
                 continue
             if counts[row]:
                 turn = acted.get(row, ModelTurn(row, None, False, False))
@@ -280,10 +290,11 @@ class PlayersTransform(WorldTransform):
         untold: Sequence[str],
         active: Sequence[bool],
     ) -> None:
-        flags = torch.tensor(active, dtype=torch.bool, device=next_td.device)
-        next_td.set("active", flags.unsqueeze(-1))
-        next_td.set(TOLD_KEY, Column.of(untold))
-        for name in ("agent", "episode_id", *self.COLUMNS):
+        if self.shared:
+            flags = torch.tensor(active, dtype=torch.bool, device=next_td.device)
+            next_td.set("active", flags.unsqueeze(-1))
+            next_td.set(TOLD_KEY, Column.of(untold))
+        for name in (*self._texts, *(("episode_id",) if self.shared else ())):
             if next_td.get(name, None) is None:
                 value = td.get(name)
                 next_td.set(name, value if isinstance(value, torch.Tensor) else value.copy())
@@ -291,10 +302,13 @@ class PlayersTransform(WorldTransform):
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the columns of players."""
         shape, device = observation_spec.shape, observation_spec.device
-        for name in ("agent", TOLD_KEY, *self.COLUMNS):
+        for name in self._texts:
             observation_spec[name] = ColumnSpec((*shape, -1), example_data="")
-        observation_spec["episode_id"] = Unbounded(shape=shape, dtype=torch.int64, device=device)
-        observation_spec["active"] = Unbounded(shape=(*shape, 1), dtype=torch.bool, device=device)
+        if self.shared:
+            ids = Unbounded(shape=shape, dtype=torch.int64, device=device)
+            observation_spec["episode_id"] = ids
+            active = Unbounded(shape=(*shape, 1), dtype=torch.bool, device=device)
+            observation_spec["active"] = active
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
@@ -366,7 +380,8 @@ class MultiAgentChatEnv(WorldEnv):
         num_envs: ``B``, rows: a multiple of the number of players.
         repeats: rows that each drawn row of data starts, a multiple of the number of players: each
             episode has one a player. One episode if not given.
-        kwargs: further arguments of :class:`~torchrl_llm.envs.world.WorldEnv`; history mode only.
+        kwargs: further arguments of :class:`~torchrl_llm.envs.world.WorldEnv`; history mode only
+            where there are several players.
 
     Raises:
         ConfigError: a number of rows that is no multiple, or another mode than history, in which a
@@ -393,13 +408,14 @@ class MultiAgentChatEnv(WorldEnv):
                     f"{name} counts rows, and an episode has {width}, one for each of "
                     f"{list(world.players)}; got {number}, which is no multiple"
                 )
-        if (mode := kwargs.get("input_mode", "history")) != "history":
+        if (mode := kwargs.get("input_mode", "history")) != "history" and world.shared:
             raise ConfigError(
                 f"{type(self).__name__} is for input_mode='history', got {mode!r}: the prompt of a "
                 "player who waits is gone on with later, which needs the conversation"
             )
         super().__init__(world, rows, num_envs=num_envs, repeats=repeats, **kwargs)
-        self.append_transform(EpisodeEnds(width))
+        if world.shared:
+            self.append_transform(EpisodeEnds(width))
 
     @property
     def players(self) -> tuple[str, ...]:

@@ -337,13 +337,6 @@ class PistonballConfig(BaseConfig):
         )
 
 
-_CLASSES: dict[str, type[BaseConfig]] = {
-    "language": LanguageTaskConfig,
-    "overcooked": OvercookedConfig,
-    "pistonball": PistonballConfig,
-}
-
-
 def load_config(
     path: str | os.PathLike[str], overrides: Mapping[str, Any] | None = None
 ) -> BaseConfig:
@@ -358,7 +351,7 @@ def load_config(
     """
     values = {**_of_file(path), **(overrides or {})}
     name = str(values.get("env", "language"))
-    made = _CLASSES.get(name) or env_class(name).CONFIG_CLASS or BaseConfig
+    made = env_class(name).CONFIG_CLASS or BaseConfig
     return made._of(values)
 
 

@@ -15,13 +15,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from torchrl._utils import logger
 
-from torchrl_llm._registry import did_you_mean, import_named
+from torchrl_llm._registry import find, names, register
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.calls import CallLog
@@ -403,12 +402,6 @@ class BaseOptimizer(ABC):
 
 
 _ANSWERS = {"answer", "ground_truth", "solution", "canonical_solution", "test", "tests"}
-_OURS = {
-    "language": "torchrl_llm.langmarl.language_env:LanguageEnvironment",
-    "overcooked": "torchrl_llm.langmarl.overcooked:OvercookedEnvironment",
-    "pistonball": "torchrl_llm.langmarl.pistonball:PistonballEnvironment",
-}
-_REGISTERED: dict[str, type[BaseEnvironment]] = {}
 
 
 def register_env(name: str) -> Callable[[type[BaseEnvironment]], type[BaseEnvironment]]:
@@ -431,14 +424,7 @@ def register_env(name: str) -> Callable[[type[BaseEnvironment]], type[BaseEnviro
     """
 
     def decorate(cls: type[BaseEnvironment]) -> type[BaseEnvironment]:
-        if not (isinstance(cls, type) and issubclass(cls, BaseEnvironment)):
-            raise ConfigError(f"register_env({name!r}) is for a BaseEnvironment, got {cls!r}")
-        known = _REGISTERED.get(name)
-        again = known is not None and known.__qualname__ == cls.__qualname__
-        if not name or name in _OURS or (known is not None and not again):
-            raise ConfigError(f"an environment called {name!r} exists; give yours another name")
-        _REGISTERED[name] = cls
-        return cls
+        return register("environments", name)(_checked_class(f"register_env({name!r})", cls))
 
     return decorate
 
@@ -450,7 +436,7 @@ def list_envs() -> list[str]:
         >>> [name for name in list_envs() if name in ("language", "pistonball")]
         ['language', 'pistonball']
     """
-    return sorted({*_OURS, *_REGISTERED})
+    return names("environments")
 
 
 def env_class(name: str) -> type[BaseEnvironment]:
@@ -462,18 +448,13 @@ def env_class(name: str) -> type[BaseEnvironment]:
     Raises:
         ConfigError: there is none of that name; the nearest is named.
     """
-    if name in _REGISTERED:
-        return _REGISTERED[name]
-    if isinstance(name, str) and ":" in name:
-        found = import_named(name)
-        if not (isinstance(found, type) and issubclass(found, BaseEnvironment)):
-            raise ConfigError(f"{name!r} is no BaseEnvironment, got {found!r}")
-        return found
-    if name not in _OURS:
-        hint = did_you_mean(name, list_envs())
-        raise ConfigError(f"no environment {name!r}; there are {', '.join(list_envs())}{hint}")
-    module, _, attribute = _OURS[name].partition(":")
-    return getattr(import_module(module), attribute)
+    return _checked_class(f"env={name!r}", find("environments", name))
+
+
+def _checked_class(what: str, found: Any) -> type[BaseEnvironment]:
+    if not (isinstance(found, type) and issubclass(found, BaseEnvironment)):
+        raise ConfigError(f"{what} is no BaseEnvironment, got {found!r}")
+    return found
 
 
 def make_env(name: str, config: Any) -> BaseEnvironment:

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any, Self
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.langmarl.environment import BaseEnvironment
+from torchrl_llm.langmarl.config import OvercookedConfig
+from torchrl_llm.langmarl.environment import BaseEnvironment, register_env
 
 
+@register_env("overcooked")
 class OvercookedEnvironment(BaseEnvironment):
     """Two cooks in a kitchen; making it says what is missing, and what can be done.
 
@@ -22,7 +24,7 @@ class OvercookedEnvironment(BaseEnvironment):
         ConfigError: always.
     """
 
-    ENV_NAME = "overcooked"
+    ENV_NAME, CONFIG_CLASS = "overcooked", OvercookedConfig
 
     def __new__(cls, config: Any) -> Self:
         """Refuse, before the abstract methods that are missing are looked for."""

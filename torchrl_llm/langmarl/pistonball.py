@@ -18,7 +18,7 @@ from torchrl_llm.envs.libs.pettingzoo import joint_step, make_pettingzoo
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.config import PistonballConfig
-from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory
+from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory, register_env
 from torchrl_llm.langmarl.llm_client import LLMClient
 
 _WORDS = {"up": "1", "down": "-1", "stay": "0"}
@@ -107,6 +107,7 @@ class _Game:
         return reward
 
 
+@register_env("pistonball")
 class PistonballEnvironment(BaseEnvironment):
     """PettingZoo's Pistonball; the reward is the mean over the pistons, summed over the cycles.
 

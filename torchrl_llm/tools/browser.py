@@ -6,7 +6,9 @@ The tool says what a model can do and makes results of what comes of it; the pag
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchrl_llm._imports import require
@@ -31,32 +33,9 @@ _ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "extract": (("selector",), ("attribute",)),
     "back": ((), ()),
 }
-_PROPERTIES: dict[str, Any] = {
-    "action": {
-        "type": "string",
-        "enum": list(_ACTIONS),
-        "description": "navigate (open url), read (the text from offset on), click (selector), "
-        "type (text into selector; submit presses Enter), scroll (by amount pixels), extract "
-        "(attribute of every element that fits selector), back",
-    },
-    "url": {"type": "string", "description": "an http or https address"},
-    "selector": {"type": "string", "description": "CSS selector, or text=words of a link"},
-    "text": {"type": "string"},
-    "submit": {"type": "boolean"},
-    "offset": {"type": "integer", "minimum": 0, "description": "character to read from"},
-    "amount": {"type": "integer"},
-    "attribute": {"type": "string", "description": '"text" (default), "html", "href", ...'},
-}
-BROWSER_SCHEMA: dict[str, Any] = {
-    "name": "browser",
-    "description": "A web browser. What is open stays open from one call to the next.",
-    "parameters": {
-        "type": "object",
-        "properties": _PROPERTIES,
-        "required": ["action"],
-        "additionalProperties": False,
-    },
-}
+BROWSER_SCHEMA: dict[str, Any] = json.loads(
+    Path(__file__).with_name("browser_schema.json").read_text(encoding="utf-8")
+)
 """What a model is told of the browser."""
 # The whole of a call: waiting for a browser that starts, and for a page that is given up.
 _GRACE_S = 5.0
@@ -144,7 +123,7 @@ class BrowserTool(Restarted, Tool):
             "scroll_amount": {"type": "integer"},
             "extract_type": {"type": "string", "enum": ["text", "html", "attribute"]},
         }
-        return {**self.parameters, "properties": {**_PROPERTIES, **others}}
+        return {**self.parameters, "properties": {**self.parameters["properties"], **others}}
 
     def run(self, call: ToolCall) -> ToolOutput:
         """Carry out an action; its failure is a result."""

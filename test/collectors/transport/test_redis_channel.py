@@ -27,11 +27,11 @@ from redis_server import RedisServer, free_port
 
 from torchrl_llm.collectors.transport.channel import TokenAccounts
 from torchrl_llm.collectors.transport.redis_channel import (
+    KEYS,
     RedisChannel,
     delivery_from_bytes,
     delivery_to_bytes,
 )
-from torchrl_llm.collectors.transport.redis_scripts import KEYS
 from torchrl_llm.data.safe_wire import rows_to_bytes
 from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
 from torchrl_llm.weights.redis_weights import RedisWeightWriter

@@ -143,8 +143,8 @@ def test_nonsense_until_the_turns_run_out_is_worse_than_a_loss():
     assert td["truncated"].item()
     assert turns == 8
     assert total < -1
-    assert TicTacToeEnv(num_envs=1, invalid_reward=-2).steps.invalid_reward == -2
-    assert KeyDoorEnv(num_envs=1).steps.invalid_reward == -0.1
+    assert TicTacToeEnv(num_envs=1, invalid_reward=-2).world.invalid_reward == -2
+    assert KeyDoorEnv(num_envs=1).world.invalid_reward == -0.1
 
 
 @pytest.mark.parametrize("accept", [False, True])
@@ -225,7 +225,7 @@ def test_rows_that_are_not_stepped_stay_as_they_are():
 
 def test_a_turn_that_only_called_tools_to_think_is_left_alone():
     env = TicTacToeEnv(num_envs=2, player="X")
-    steps = env.steps
+    steps = env.world
     td = answered(env.reset(), "<move>5</move>", "let me think")
     following = env.base_env.step(td.clone())["next"]
     following["tools"] = TensorDict({"auxiliary": torch.tensor([[False], [True]])}, [2])

@@ -1,8 +1,8 @@
 """Channel over a Redis, between processes that share nothing else.
 
 What travels is bytes that run no code (:mod:`torchrl_llm.data.safe_wire`), so whoever can reach the
-Redis can at worst send rows that are wrong or none. The scripts that run inside the server are in
-``torchrl_llm.collectors.transport.redis_scripts``.
+Redis can at worst send rows that are wrong or none. The scripts that run inside the server lie
+beside this file; ``redis_begin.lua`` says which keys they keep.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, TypeVar
 
 from torchrl._utils import logger
@@ -25,7 +26,6 @@ from torchrl_llm.collectors.transport.channel import (
     closed_error,
     forgotten_error,
 )
-from torchrl_llm.collectors.transport.redis_scripts import FORGET, KEYS, LEAD, WORK
 from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -36,6 +36,19 @@ _PAUSE_S = (0.005, 0.1)
 _KEPT_S = 3600
 _ABOUT = [entry.name for entry in fields(Delivery) if entry.name != "rows"]
 _T = TypeVar("_T")
+KEYS = (
+    *("state", "queue", "queued", "taken"),
+    *("claimed", "generated", "delivered", "sent", "seen", "forgotten"),
+)
+
+
+def _script(name: str) -> str:
+    """A script of this folder, after the functions that all of them share."""
+    files = (Path(__file__).with_name(f"redis_{each}.lua") for each in ("begin", name))
+    return "".join(file.read_text(encoding="utf-8") for file in files)
+
+
+WORK, LEAD, FORGET = map(_script, ("work", "lead", "forget"))
 
 
 @dataclass

@@ -1,3 +1,4 @@
+-- ARGV: worker. Returns its last counts as JSON.
 local worker = ARGV[1]
 local counts = redis.call('HGET', forgotten, worker)
 if counts and pcall(cjson.decode, counts) then return counts end

@@ -1,3 +1,6 @@
+-- ARGV: run, version, size, whether closed, rows out in all, rows to grant in addition, number of
+-- the delivery that was got last, whether another is wanted. Returns whether the state was lost, rows
+-- granted, a key that held something else, number and bytes of the delivery.
 local run, version, size, closed = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local out, delta, got, wants = tonumber(ARGV[5]), tonumber(ARGV[6]), ARGV[7], ARGV[8]
 local lost = 0

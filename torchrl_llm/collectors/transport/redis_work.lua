@@ -1,3 +1,4 @@
+-- ARGV: worker, rows it holds claims for, and the action with its arguments.
 local worker, claims, action = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 if redis.call('HEXISTS', state, 'closed') == 1 then return 'closed' end
 if redis.call('HEXISTS', forgotten, worker) == 1 then return 'forgotten' end

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import random
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
@@ -48,6 +48,27 @@ class Outcome(NamedTuple):
     success: bool = False
 
 
+class TableOutcome(NamedTuple):
+    """What the actions of a step lead to, at a table of several players or of one.
+
+    Attributes:
+        state: the state after it.
+        observations: what each player is told of the step, those who did not act included; empty
+            for who need not be told.
+        rewards: of each player in this step.
+        terminated: the game has ended by its rules.
+        success: players who have done what the game asks for.
+        truncated: the game was cut, by a limit of moves for instance.
+    """
+
+    state: Any
+    observations: Mapping[str, str]
+    rewards: Mapping[str, float]
+    terminated: bool = False
+    success: tuple[str, ...] = ()
+    truncated: bool = False
+
+
 class Turn(NamedTuple):
     """One turn of a game that was played: what was seen, what was done, what came of it."""
 
@@ -67,6 +88,11 @@ class Rules(ABC, Generic[State]):
         action_help: how an action is written, for the player.
         state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
             and tuples of these.
+        players: names of the players.
+        invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
+            game is given up, it must add up to no more than the worst end: answering nonsense
+            must not pay.
+        forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
     """
 
     name: ClassVar[str]
@@ -74,6 +100,9 @@ class Rules(ABC, Generic[State]):
     action_name: ClassVar[str] = "action"
     action_help: ClassVar[str]
     state_type: ClassVar[type]
+    players: ClassVar[tuple[str, ...]]
+    invalid_reward: ClassVar[float]
+    forfeit_reward: ClassVar[float]
 
     @property
     @abstractmethod
@@ -83,6 +112,30 @@ class Rules(ABC, Generic[State]):
     @abstractmethod
     def reset(self, seed: int) -> State:
         """The first state in which a player acts, a function of the seed."""
+
+    @abstractmethod
+    def active(self, state: State) -> tuple[str, ...]:
+        """The players who must act now, in the order of ``players``; none where it is over."""
+
+    @abstractmethod
+    def seat(self, player: str) -> Any:
+        """The game as one of its players sees it: what it has of a state needs no name.
+
+        Args:
+            player: which.
+
+        Raises:
+            ConfigError: there is no such player.
+        """
+
+    @abstractmethod
+    def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
+        """The outcome of an action of each active player that its seat has checked.
+
+        Args:
+            state: a state in which the game is not over.
+            actions: in the spelling of the rules.
+        """
 
     def normalize(self, action: str) -> str:
         """An action as the player wrote it, in the spelling of ``legal_actions``."""
@@ -118,15 +171,33 @@ class Rules(ABC, Generic[State]):
 class Game(Rules[State]):
     """The rules of a game for one player; opponents are a part of it.
 
-    Attributes:
-        invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
-            game is given up, it must add up to no more than the worst end: answering nonsense
-            must not pay.
-        forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
+    It is a table of one: the game itself is its only seat.
     """
 
+    players = ("player",)
     invalid_reward: ClassVar[float] = -0.1
     forfeit_reward: ClassVar[float] = -0.1
+
+    def active(self, state: State) -> tuple[str, ...]:
+        """The player; a game of one says in its outcomes that it is over."""
+        return self.players
+
+    def seat(self, player: str) -> Game[State]:
+        """See :meth:`Rules.seat`."""
+        return self
+
+    def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
+        """See :meth:`Rules.play_step`."""
+        [(player, action)] = actions.items()
+        outcome = self._apply(state, action)
+        return TableOutcome(
+            outcome.state,
+            {player: outcome.observation},
+            {player: outcome.reward},
+            outcome.terminated,
+            (player,) if outcome.success else (),
+            outcome.truncated,
+        )
 
     @abstractmethod
     def observe(self, state: State) -> str:
@@ -149,6 +220,24 @@ class Game(Rules[State]):
         allowed = ", ".join(self.legal_actions(state))
         return f"{shortened(action)} is not possible now. Possible: {allowed}."
 
+    def check(self, state: State, action: str) -> str:
+        """An action in the spelling of the rules.
+
+        Args:
+            state: a state.
+            action: as the player wrote it.
+
+        Raises:
+            IllegalAction: the rules do not allow it, or the game is over.
+        """
+        legal = self.legal_actions(state)
+        if not legal:
+            raise IllegalAction("the game is over")
+        action = self.normalize(action)
+        if action not in legal:
+            raise IllegalAction(self.explain(state, action))
+        return action
+
     def step(self, state: State, action: str) -> Outcome:
         """Act.
 
@@ -162,13 +251,7 @@ class Game(Rules[State]):
         Raises:
             IllegalAction: the rules do not allow it; nothing has happened.
         """
-        legal = self.legal_actions(state)
-        if not legal:
-            raise IllegalAction("the game is over")
-        action = self.normalize(action)
-        if action not in legal:
-            raise IllegalAction(self.explain(state, action))
-        return self._apply(state, action)
+        return self._apply(state, self.check(state, action))
 
 
 def play(game: Game, player: Player, seed: int, *, max_turns: int = 1000) -> list[Turn]:

@@ -1,18 +1,19 @@
-"""Games as environments of conversations: :class:`GameEnv`, and the transform that plays.
+"""Games as environments of conversations: :class:`TableEnv`, :class:`GameEnv` for one player.
 
-A game is a :class:`~torchrl_llm.envs.games.game.Game`; what an answer of the model does in it is
-the work of :class:`GameSteps`, which keeps nothing itself: the state of every row is in the
-tensordict, as text. A new game is a file with its rules and a subclass of :class:`GameEnv` that
-names them.
+The rules are those of a :class:`~torchrl_llm.envs.games.game.Rules`. A seat is a row that a policy
+answers, or a scripted player, who acts within the environment and has no row; a game for one player
+is a table of one. What an answer does is the work of :class:`TableSteps`, which keeps nothing
+itself: the state of every row is in the tensordict, as text. A new game is a file with its rules
+and a subclass of one of these environments that names them.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -21,17 +22,25 @@ from torchrl.data import Composite, Unbounded
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.data.specs import ColumnSpec
-from torchrl_llm.envs.actions import (
-    ActionError,
-    ActionForm,
-    ActionParser,
-    make_action_parser,
+from torchrl_llm.envs.actions import ActionError, ActionForm, ActionParser, make_action_parser
+from torchrl_llm.envs.games.game import Game, IllegalAction, Player, Rules, play
+from torchrl_llm.envs.players import (
+    Episode,
+    EpisodeReaction,
+    MultiAgentChatEnv,
+    Opening,
+    PlayersTransform,
+    Rewards,
 )
-from torchrl_llm.envs.games.game import Game, IllegalAction, Player, play
-from torchrl_llm.envs.world import ModelTurn, Reaction, WorldEnv, WorldTransform
+from torchrl_llm.envs.transforms.answer_gates import ModelTurn
+from torchrl_llm.envs.world import Reaction
 from torchrl_llm.errors import ConfigError, DataError
 
 STATE_KEY = "game_state"
+SEED_KEY = "game_seed"
+COMMITTED_KEY = "game_committed"
+SCRIPTED = {"random": "legal_actions", "best": "best_actions"}
+"""Scripted players by name, and which actions they choose from; the seed of the game decides."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,83 +60,195 @@ class Played(Reaction):
     committed: str = ""
 
 
-class GameSteps(WorldTransform):
-    """Plays a game with the answers of the model, one game per row.
+class _Progress(NamedTuple):
+    """How far a game has gone by itself: until a player with a row must act, or to its end."""
 
-    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes:
+    state: Any
+    told: dict[str, str]
+    rewards: dict[str, float]
+    success: frozenset[str]
+    active: tuple[str, ...] = ()
+    truncated: bool = False
 
-    - ``"game_state"``, the state after the turn, as text;
-    - ``"game_action"``, the action, empty where there was none, and ``"game_legal"``, bool ``[B]``.
 
-    An answer without an action, with one that the rules forbid, or one that was cut at its limit of
-    tokens does not move the game: it costs ``invalid_reward``, the model is told what is wrong, and
-    the turn counts as any other.
+class TableSteps(PlayersTransform):
+    """Plays a game with the answers of models.
+
+    In addition to what every :class:`~torchrl_llm.envs.players.PlayersTransform` writes:
+
+    - ``"game_state"``, the state after the step, as text, the same in all rows of an episode;
+    - ``"game_action"``, the action of the row's player in this step, empty where there was none,
+      and ``"game_legal"``, bool ``[B]``;
+    - ``"game_committed"``, an action that waits for those of others who act in the same step.
+
+    A turn without a legal action does not move the game: it costs ``invalid_reward``, the player is
+    told what is wrong and must act again; the actions of the others wait. With
+    ``stop_on_invalid`` it ends the game instead.
 
     Args:
         game: the rules.
         parser: reads actions.
+        seats: scripted players, by the names of players without a row: a function, ``"random"`` or
+            ``"best"``.
+        rewards: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
         invalid_reward: reward of a turn without a legal action.
-        stop_on_invalid: let such a turn end the game.
+        stop_on_invalid: let such a turn end the game; the others get nothing for it.
         accept_cut: read answers that were cut at their limit of tokens like others.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
+        worker_id: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
 
     Raises:
-        ConfigError: for an ``invalid_reward`` that is not finite.
+        ConfigError: an unknown seat, nobody left to play, no player in a seat, or an
+            ``invalid_reward`` that is not finite.
     """
+
+    COLUMNS = (STATE_KEY, SEED_KEY, COMMITTED_KEY)
 
     def __init__(
         self,
-        game: Game,
+        game: Rules,
         parser: ActionParser,
         *,
-        invalid_reward: float = -0.1,
+        seats: Mapping[str, Player | str] | None = None,
+        rewards: Rewards = "own",
+        invalid_reward: float = -0.3,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         with_reward: bool = True,
+        worker_id: int | None = None,
     ) -> None:
-        super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
+        seats = dict(seats or {})
+        _check_seats(game, seats)
         if not abs(invalid_reward) < float("inf"):
             raise ConfigError(f"invalid_reward must be finite, got {invalid_reward}")
-        self.game = game
-        self.invalid_reward = invalid_reward
-        self.stop_on_invalid = stop_on_invalid
+        super().__init__(
+            [player for player in game.players if player not in seats],
+            parser,
+            rewards=rewards,
+            with_reward=with_reward,
+            accept_cut=accept_cut,
+            worker_id=worker_id,
+            shared=len(game.players) > 1,
+        )
+        self.game, self.seats = game, seats
+        self.invalid_reward, self.stop_on_invalid = invalid_reward, stop_on_invalid
 
-    def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> list[Played]:
-        """See :meth:`~torchrl_llm.envs.world.WorldTransform.react`."""
-        states = td.get(STATE_KEY, None)
-        if states is None:
-            raise DataError(f"the rows lack {STATE_KEY!r}, which the environment's data give them")
-        texts = states.tolist()
-        return [self._play(texts[turn.row], turn) for turn in turns]
+    def open(self, row: Mapping[str, Any]) -> Opening:
+        """See :meth:`~torchrl_llm.envs.players.PlayersTransform.open`."""
+        seed = row["seed"]
+        begun = self._advance(self.game.reset(seed), {}, str(seed))
+        seen = {
+            player: begun.told[player] or self.game.seat(player).observe(begun.state)
+            for player in begun.active
+        }
+        columns = {STATE_KEY: self.game.dump(begun.state), SEED_KEY: str(seed), COMMITTED_KEY: ""}
+        return Opening(seen, columns)
 
-    def _play(self, text: str, turn: ModelTurn) -> Played:
+    def _advance(self, state: Any, waiting: Mapping[str, str], seed: str) -> _Progress:
+        """Go on while all who must act have an action that waits, or are scripted."""
+        everyone = self.game.players
+        told, rewards = dict.fromkeys(everyone, ""), dict.fromkeys(everyone, 0.0)
+        success: frozenset[str] = frozenset()
+        while active := self.game.active(state):
+            missing = [p for p in active if p not in self.seats and p not in waiting]
+            if missing:
+                return _Progress(state, told, rewards, success, tuple(missing))
+            actions = {
+                p: waiting[p] if p in waiting else self._scripted(p, state, seed) for p in active
+            }
+            outcome, waiting = self.game.play_step(state, actions), {}
+            state, success = outcome.state, success | frozenset(outcome.success)
+            for player in everyone:
+                told[player] = "\n".join(
+                    text for text in (told[player], outcome.observations.get(player, "")) if text
+                )
+                rewards[player] += outcome.rewards.get(player, 0.0)
+            if outcome.terminated or outcome.truncated:
+                return _Progress(state, told, rewards, success, truncated=not outcome.terminated)
+        return _Progress(state, told, rewards, success)
+
+    def _scripted(self, player: str, state: Any, seed: str) -> str:
+        seat, sits = self.game.seat(player), self.seats[player]
+        if not isinstance(sits, str):
+            return sits(seat, state)
+        choices = getattr(seat, SCRIPTED[sits])(state)
+        return random.Random(f"{seed} {player} {self.game.dump(state)}").choice(choices)
+
+    def react_together(
+        self, td: TensorDictBase, episodes: Sequence[Episode]
+    ) -> list[EpisodeReaction]:
+        """See :meth:`~torchrl_llm.envs.players.PlayersTransform.react_together`."""
+        states, seeds = td.get(STATE_KEY).tolist(), td.get(SEED_KEY).tolist()
+        committed = td.get(COMMITTED_KEY).tolist()
+        reactions = []
+        for episode in episodes:
+            first = next(iter(episode.rows.values()))
+            waiting = {
+                player: committed[row] for player, row in episode.rows.items() if committed[row]
+            }
+            try:
+                reactions.append(self._play(states[first], waiting, episode, seeds[first]))
+            except Exception as error:  # a game that fails is data, whatever it raised
+                failed = Played(
+                    observation="The game has failed.", state=states[first], legal=False
+                )
+                reactions.append(
+                    EpisodeReaction(players=dict.fromkeys(episode.turns, failed), error=error)
+                )
+        return reactions
+
+    def _play(
+        self, text: str, waiting: dict[str, str], episode: Episode, seed: str
+    ) -> EpisodeReaction:
+        state = self.game.load(text)
+        acted = {
+            player: self._read(state, player, turn, waiting)
+            for player, turn in episode.turns.items()
+        }
+        nothing = {"observation": "", "reward": 0.0}
+        if self.stop_on_invalid and not all(each["legal"] for each in acted.values()):
+            last = {player: {**nothing, **acted.get(player, {})} for player in episode.rows}
+            return EpisodeReaction(
+                players={name: Played(**each, state=text) for name, each in last.items()}
+            )
+        after = self._advance(state, waiting, seed)
+        moved = after.state != state
+        text = self.game.dump(after.state) if moved else text
+        players = {}
+        for player in episode.rows:
+            done = {**nothing, **acted.get(player, {})}
+            done["observation"] = "\n".join(filter(None, (done["observation"], after.told[player])))
+            done["reward"] += after.rewards[player]
+            players[player] = Played(
+                **done,
+                success=player in after.success,
+                terminated=not after.active and not after.truncated,
+                truncated=after.truncated,
+                state=text,
+                committed="" if moved else waiting.get(player, ""),
+            )
+        return EpisodeReaction(players=players, active=after.active)
+
+    def _read(
+        self, state: Any, player: str, turn: ModelTurn, waiting: dict[str, str]
+    ) -> dict[str, Any]:
+        """Fields of what a turn alone comes to; a legal action joins those that wait."""
         action, for_form = "", 0.0
         try:
-            state = self.game.load(text)
-            try:
-                action, for_form = self.parser.read(self.answer(turn))
-                action = self.game.normalize(action)
-                outcome = self.game.step(state, action)
-            except ActionError as error:
-                return self._invalid(text, action, str(error), error.reward)
-            except IllegalAction as error:
-                return self._invalid(text, action, str(error), for_form)
-            told = {**outcome._asdict(), "state": self.game.dump(outcome.state)}
-            return Played(**told, action=action, for_form=for_form)
-        except Exception as error:  # a game that fails is data, whatever it raised
-            told = "The game has failed."
-            return Played(observation=told, error=error, state=text, action=action, legal=False)
-
-    def _invalid(self, state: str, action: str, why: str, for_form: float) -> Played:
-        return Played(
-            observation=why if self.stop_on_invalid else f"{why} {self.parser.help}",
-            reward=self.invalid_reward,
-            for_form=for_form,
-            terminated=self.stop_on_invalid,
-            state=state,
-            action=action,
-            legal=False,
-        )
+            action, for_form = self.parser.read(self.answer(turn))
+            action = self.game.normalize(action)
+            waiting[player] = self.game.seat(player).check(state, action)
+        except (ActionError, IllegalAction) as error:
+            return {
+                "observation": f"{error}"
+                if self.stop_on_invalid
+                else f"{error} {self.parser.help}",
+                "reward": self.invalid_reward,
+                "for_form": error.reward if isinstance(error, ActionError) else for_form,
+                "action": action,
+                "legal": False,
+            }
+        return {"for_form": for_form, "action": action, "legal": True}
 
     # Columns
 
@@ -138,55 +259,148 @@ class GameSteps(WorldTransform):
         reactions: Sequence[Reaction | None],
     ) -> None:
         """See :meth:`~torchrl_llm.envs.world.WorldTransform.write`."""
-        states = td.get(STATE_KEY).tolist()
+        states, committed = td.get(STATE_KEY).tolist(), td.get(COMMITTED_KEY).tolist()
         actions, legal = [""] * len(states), [True] * len(states)
         for row, played in enumerate(reactions):
             if isinstance(played, Played):
-                states[row], actions[row], legal[row] = played.state, played.action, played.legal
+                states[row], committed[row] = played.state, played.committed
+                actions[row], legal[row] = played.action, played.legal
         next_td.set(STATE_KEY, Column.of(states))
-        write_turn(next_td, actions, legal)
+        next_td.set(COMMITTED_KEY, Column.of(committed))
+        _write_turn(next_td, actions, legal)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
         size = tensordict_reset.batch_size.numel()
-        write_turn(tensordict_reset, [""] * size, [True] * size)
-        return tensordict_reset
+        _write_turn(tensordict_reset, [""] * size, [True] * size)
+        return super()._reset(tensordict, tensordict_reset)
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds ``game_action`` and ``game_legal``."""
-        return add_turn_specs(observation_spec)
+        """Adds the columns of the game."""
+        spec = super().transform_observation_spec(observation_spec)
+        spec["game_action"] = ColumnSpec((*spec.shape, -1), example_data="")
+        spec["game_legal"] = Unbounded(shape=spec.shape, dtype=torch.bool, device=spec.device)
+        return spec
 
 
-def add_turn_specs(spec: Composite) -> Composite:
-    """Add the specs of what :func:`write_turn` writes.
-
-    Args:
-        spec: of the observations of ``B`` rows.
-    """
-    spec["game_action"] = ColumnSpec((*spec.shape, -1), example_data="")
-    spec["game_legal"] = Unbounded(shape=spec.shape, dtype=torch.bool, device=spec.device)
-    return spec
-
-
-def write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool]) -> None:
-    """Write what was done in a step.
-
-    Args:
-        td: ``B`` rows.
-        actions: of each row, empty for none.
-        legal: whether the rules allow it.
-    """
+def _write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool]) -> None:
+    """Write what was done in a step, and whether the rules allow it."""
     td.set("game_action", Column.of(actions))
     td.set("game_legal", torch.tensor(legal, device=td.device))
 
 
-class GameEnv(WorldEnv):
+def _check_seats(game: Rules, seats: Mapping[str, Player | str]) -> None:
+    if unknown := sorted(set(seats) - set(game.players)):
+        raise ConfigError(f"{game.name!r} has the players {list(game.players)}, got {unknown}")
+    if len(seats) == len(game.players):
+        raise ConfigError("all seats are scripted: leave one to a policy")
+    for player, sits in seats.items():
+        if not callable(sits) and sits not in SCRIPTED:
+            raise ConfigError(
+                f"the seat {player!r} needs a function of (game, state) or one of "
+                f"{list(SCRIPTED)}, got {sits!r}"
+            )
+
+
+class TableEnv(MultiAgentChatEnv):
+    """A game of several players that language models play, a row for each of them.
+
+    Each drawn row is a seed: it starts a game, in which every policy's seat has a row of its own,
+    with a system prompt of the rules and the form of an answer. Who must act is told what has
+    happened since; see :class:`~torchrl_llm.envs.players.PlayersTransform` for rewards and ends,
+    and :class:`TableSteps` for what is written. All games of a drawn row are the same game.
+
+    Args:
+        game: the rules.
+        seats: see :class:`TableSteps`.
+        rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
+        actions: as of :class:`~torchrl_llm.envs.games.GameEnv`.
+        invalid_reward: reward of a turn without a legal action; the game's own if not given, which
+            is as bad as the worst end where such a turn ends the game.
+        stop_on_invalid: let such a turn end the game; the others get nothing for it.
+        accept_cut: read answers that were cut at their limit of tokens like others.
+        dataset: rows with a ``seed``, as of :class:`~torchrl_llm.envs.games.GameEnv`.
+        data_files: a JSON-lines file of such rows, or several.
+        split: ``"train"`` or ``"test"``.
+        compute_reward: write the reward.
+        system_prompt: instead of the rules and the form of an answer.
+        worker_id: number of this worker for ids.
+        kwargs: further arguments of :class:`~torchrl_llm.envs.players.MultiAgentChatEnv`.
+
+    Raises:
+        ConfigError: for impossible arguments.
+
+    Example:
+        >>> env = TableEnv(TicTacToeForTwo(), shuffle=False)
+        >>> td = env.reset()
+        >>> list(td["agent"]), td["active"].flatten().tolist()
+        (['X', 'O'], [True, False])
+    """
+
+    MAX_STEPS: ClassVar[int | None] = 64
+    PLAYERS: ClassVar[tuple[str, ...]] = ()
+    """The players of the game, where the class knows them."""
+
+    def __init__(
+        self,
+        game: Rules,
+        *,
+        seats: Mapping[str, Player | str] | None = None,
+        rewards: Rewards = "own",
+        actions: ActionForm | ActionParser = "tag",
+        invalid_reward: float | None = None,
+        stop_on_invalid: bool = False,
+        accept_cut: bool = False,
+        dataset: Any = None,
+        data_files: str | Path | list[str | Path] | None = None,
+        split: str | None = None,
+        compute_reward: bool = True,
+        system_prompt: str | None = None,
+        worker_id: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        parser = make_action_parser(actions, game.action_name, game.action_help)
+        if invalid_reward is None:
+            invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
+        steps = TableSteps(
+            game,
+            parser,
+            seats=seats,
+            rewards=rewards,
+            invalid_reward=invalid_reward,
+            stop_on_invalid=stop_on_invalid,
+            accept_cut=accept_cut,
+            with_reward=compute_reward,
+            worker_id=worker_id,
+        )
+        rows = self.read_rows(dataset, data_files, split, columns=("seed",))
+        if system_prompt is None:
+            system_prompt = f"{game.rules} {parser.help}"
+        rows = MappedRows(rows, _with_query)
+        super().__init__(steps, rows, system_prompt=system_prompt, worker_id=worker_id, **kwargs)
+
+    @classmethod
+    def num_players(cls, options: Mapping[str, Any]) -> int:
+        """See :meth:`~torchrl_llm.envs.TaskEnv.num_players`; a scripted seat has no row."""
+        return max(1, len(cls.PLAYERS) - len(options.get("seats") or {}))
+
+    @property
+    def game(self) -> Rules:
+        """The rules."""
+        return self.world.game
+
+
+def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**row, "seed": seed_of(row), "query": ""}  # each player's own is written at reset
+
+
+class GameEnv(TableEnv):
     """A game that language models play, one game per row.
 
     Each row is a seed: it starts a game, whose first observation is the user's message after a
     system prompt with the rules and the form of an answer. From then on the model answers with an
-    action, and is told what came of it, until the game ends; see :class:`GameSteps` for what is
+    action, and is told what came of it, until the game ends; see :class:`TableSteps` for what is
     written. All repeats of a row play
     the same game, opponents included as long as the model does the same.
 
@@ -196,22 +410,9 @@ class GameEnv(WorldEnv):
 
     Args:
         game: the rules.
-        actions: how an answer says its action: ``"tag"`` (``<move>5</move>``), ``"call"`` (a tool
-            call), ``"bare"`` (the whole answer), ``"boxed"``, or a parser of your own or a
-            :class:`~torchrl_llm.envs.actions.ParserChain`, whose rewards are added to the game's.
-        invalid_reward: reward of a turn without a legal action; the game's own if not given, which
-            is as bad as the worst end where such a turn ends the game.
-        stop_on_invalid: let such a turn end the game.
-        accept_cut: read answers that were cut at their limit of tokens like others.
-        dataset: rows with a ``seed``; 65,536 games to train on, or with ``split="test"`` 1,024
-            others, if neither this nor ``data_files`` is given.
-        data_files: a JSON-lines file of such rows, or several.
-        split: ``"train"`` or ``"test"``.
-        compute_reward: write the reward.
-        system_prompt: instead of the rules and the form of an answer.
-        kwargs: ``max_steps`` and ``template_kwargs`` of :class:`~torchrl_llm.envs.world.WorldEnv`,
-            and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`. With ``actions="call"`` in
-            history mode give ``env.tool_schemas`` to the policy's wrapper as ``tools``.
+        kwargs: arguments of :class:`TableEnv`, whose seats are for games of several players. With
+            ``actions="call"`` in history mode give ``env.tool_schemas`` to the policy's wrapper as
+            ``tools``.
 
     Raises:
         ConfigError: for impossible arguments.
@@ -234,49 +435,11 @@ class GameEnv(WorldEnv):
         You are X. Your move.
     """
 
-    MAX_STEPS: ClassVar[int | None] = 64
+    MAX_STEPS = 64
+    PLAYERS = Game.players
 
-    def __init__(
-        self,
-        game: Game,
-        *,
-        actions: ActionForm | ActionParser = "tag",
-        invalid_reward: float | None = None,
-        stop_on_invalid: bool = False,
-        accept_cut: bool = False,
-        dataset: Any = None,
-        data_files: str | Path | list[str | Path] | None = None,
-        split: str | None = None,
-        compute_reward: bool = True,
-        system_prompt: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        parser = make_action_parser(actions, game.action_name, game.action_help)
-        if invalid_reward is None:
-            invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
-        rows = self.read_rows(dataset, data_files, split, columns=("seed",))
-        if system_prompt is None:
-            system_prompt = f"{game.rules} {parser.help}"
-        steps = GameSteps(
-            game,
-            parser,
-            invalid_reward=invalid_reward,
-            stop_on_invalid=stop_on_invalid,
-            accept_cut=accept_cut,
-            with_reward=compute_reward,
-        )
-        rows = MappedRows(rows, partial(_first_turn, game))
-        super().__init__(steps, rows, system_prompt=system_prompt, **kwargs)
-
-    @property
-    def steps(self) -> GameSteps:
-        """The transform that plays."""
-        return next(t for t in self.transform if isinstance(t, GameSteps))
-
-    @property
-    def game(self) -> Game:
-        """The rules."""
-        return self.steps.game
+    def __init__(self, game: Game, **kwargs: Any) -> None:
+        super().__init__(game, **kwargs)
 
     def demonstrate(self, player: Player, seed: int) -> list[dict[str, Any]]:
         """A game that someone plays, as the conversation of a model that plays it like that.
@@ -298,13 +461,13 @@ class GameEnv(WorldEnv):
             >>> [message["role"] for message in chat[:3]], chat[2]["content"]
             (['system', 'user', 'assistant'], '<move>7</move>')
         """
-        parser, system = self.steps.parser, self.base_env.system_prompt
+        parser, system = self.world.parser, self.base_env.system_prompt
         chat = [] if system is None else [{"role": "system", "content": system}]
         told = {"role": self.base_env.user_role}
         for turn in play(self.game, player, seed):
             answer = parser.message(turn.action)
             chat += [{**told, "content": turn.observation}, answer]
-            reply = self.steps.reply(ModelTurn(0, answer, False, False), "")
+            reply = self.world.reply(ModelTurn(0, answer, False, False), "")
             told = {name: value for name, value in reply.items() if name != "content"}
         return chat
 
@@ -322,9 +485,3 @@ def seed_of(row: Mapping[str, Any]) -> int:
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise DataError(f"a game needs a whole number as 'seed', got {seed!r}")
     return seed
-
-
-def _first_turn(game: Game, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a game begins with: the message of the user, and the state as text."""
-    state = game.reset(seed_of(row))
-    return {**row, "query": game.observe(state), STATE_KEY: game.dump(state)}

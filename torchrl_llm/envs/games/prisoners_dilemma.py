@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torchrl_llm._registry import register
+from torchrl_llm.envs.games.game import Player
+from torchrl_llm.envs.games.game_env import TableEnv
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
 from torchrl_llm.errors import ConfigError
 
@@ -98,3 +101,27 @@ class PrisonersDilemma(TableGame[DilemmaState]):
             for player, other in zip(self.players, reversed(played), strict=True)
         }
         return TableOutcome(after, told, rewards, terminated=over)
+
+
+@register("tasks", "prisoners_dilemma")
+class PrisonersDilemmaEnv(TableEnv):
+    """The iterated prisoner's dilemma as an environment of conversations, a row for each player.
+
+    Args:
+        num_rounds: see :class:`~torchrl_llm.envs.games.PrisonersDilemma`.
+        seats: scripted players, ``{"B": "random"}`` for one.
+        kwargs: arguments of :class:`TableEnv`.
+    """
+
+    MAX_STEPS = 16
+    NEEDS_LARGER_MODEL = True
+    PLAYERS = PrisonersDilemma.players
+
+    def __init__(
+        self,
+        *,
+        num_rounds: int = 5,
+        seats: Mapping[str, Player | str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(PrisonersDilemma(num_rounds=num_rounds), seats=seats, **kwargs)

@@ -14,41 +14,22 @@ from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
-from torchrl_llm.envs.games.game import IllegalAction, Player, Rules, State, shortened
+from torchrl_llm.envs.games.game import (
+    IllegalAction,
+    Player,
+    Rules,
+    State,
+    TableOutcome,
+    shortened,
+)
 from torchrl_llm.errors import ConfigError
 
 
-class TableOutcome(NamedTuple):
-    """What the actions of a step lead to.
-
-    Attributes:
-        state: the state after it.
-        observations: what each player is told of the step, those who did not act included; empty
-            for who need not be told.
-        rewards: of each player in this step.
-        terminated: the game has ended by its rules.
-        success: players who have done what the game asks for.
-    """
-
-    state: Any
-    observations: Mapping[str, str]
-    rewards: Mapping[str, float]
-    terminated: bool = False
-    success: tuple[str, ...] = ()
-
-
 class TableGame(Rules[State]):
-    """The rules of a game for several players.
+    """The rules of a game for several players."""
 
-    Attributes:
-        players: names of the players, at least two.
-    """
-
-    players: ClassVar[tuple[str, ...]]
-
-    @abstractmethod
-    def active(self, state: State) -> tuple[str, ...]:
-        """The players who must act now, in the order of ``players``; none where it is over."""
+    invalid_reward: ClassVar[float] = -0.3
+    forfeit_reward: ClassVar[float] = -1.0
 
     @abstractmethod
     def observe(self, state: State, player: str) -> str:
@@ -116,17 +97,14 @@ class TableGame(Rules[State]):
         return self._apply(state, checked)
 
     def seat(self, player: str) -> Seat:
-        """The game as one of its players sees it, for a scripted player.
-
-        Args:
-            player: which.
-
-        Raises:
-            ConfigError: there is no such player.
-        """
+        """See :meth:`~torchrl_llm.envs.games.game.Rules.seat`."""
         if player not in self.players:
             raise ConfigError(f"{self.name!r} has the players {list(self.players)}, got {player!r}")
         return Seat(self, player)
+
+    def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
+        """See :meth:`~torchrl_llm.envs.games.game.Rules.play_step`."""
+        return self.step(state, actions)
 
 
 class Seat(NamedTuple):
@@ -139,6 +117,14 @@ class Seat(NamedTuple):
 
     game: TableGame
     player: str
+
+    def observe(self, state: Any) -> str:
+        """See :meth:`TableGame.observe`."""
+        return self.game.observe(state, self.player)
+
+    def check(self, state: Any, action: str) -> str:
+        """See :meth:`TableGame.check`."""
+        return self.game.check(state, self.player, action)
 
     def legal_actions(self, state: Any) -> tuple[str, ...]:
         """See :meth:`TableGame.legal_actions`."""

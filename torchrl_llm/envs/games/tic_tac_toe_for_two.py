@@ -5,8 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from torchrl_llm._registry import register
+from torchrl_llm.envs.games.game import Player
+from torchrl_llm.envs.games.game_env import TableEnv
 from torchrl_llm.envs.games.nine_cells import (
     EMPTY,
     best_cells,
@@ -116,3 +119,27 @@ class TicTacToeForTwo(TableGame[BoardState]):
 
 def _mover(board: str) -> str:
     return "X" if board.count("X") == board.count("O") else "O"
+
+
+@register("tasks", "tic_tac_toe_for_two")
+class TicTacToeForTwoEnv(TableEnv):
+    """Tic-tac-toe as an environment of conversations, a row for each of two players.
+
+    Args:
+        seats: scripted players, ``{"O": "random"}`` for one.
+        random_plies: see :class:`~torchrl_llm.envs.games.TicTacToeForTwo`.
+        kwargs: arguments of :class:`TableEnv`.
+    """
+
+    MAX_STEPS = 8
+    NEEDS_LARGER_MODEL = True
+    PLAYERS = TicTacToeForTwo.players
+
+    def __init__(
+        self,
+        *,
+        seats: Mapping[str, Player | str] | None = None,
+        random_plies: int = 0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(TicTacToeForTwo(random_plies=random_plies), seats=seats, **kwargs)
