@@ -61,7 +61,7 @@ from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, 
 from torchrl_llm.rewards.answer_formats import AnswerFormat
 from torchrl_llm.rewards.code import extract_code
 from torchrl_llm.rewards.function_reward import FunctionReward
-from torchrl_llm.rewards.ifeval import INSTRUCTIONS, PUBLISHED, check
+from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
@@ -218,9 +218,6 @@ def readers():
     for name in INSTRUCTIONS:
         arguments = next(row[1] for row in TABLE if row[0] == name)
         found[name] = partial(check, name, arguments=arguments)
-        if name in PUBLISHED:
-            published = partial(check, name, arguments=arguments, checker="published")
-            found[f"{name}:published"] = published
     for name, family in BUILTIN_PARSERS.items():
         found[name] = family.parse
         found[f"{name}:strict"] = partial(family.parse, strict=True)

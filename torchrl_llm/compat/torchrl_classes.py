@@ -10,15 +10,7 @@ from __future__ import annotations
 
 from torchrl_llm._imports import lazy
 
-_LAZY = {
-    "torchrl.data.llm.dataset": (
-        "create_infinite_iterator get_dataloader TensorDictTokenizer TokenizedDatasetLoader"
-    ),
-    "torchrl.data.llm.prompt": "PromptData PromptTensorDictTokenizer",
-    "torchrl.data.llm.reward": "PairwiseDataset pre_tokenization_hook RewardData",
-    "torchrl.data.llm.utils": "RolloutFromModel",
-}
-__getattr__ = lazy(__name__, _LAZY)
+lazy(__name__)
 
 PROMPT_DATASET = "CarperAI/openai_summarize_tldr"
 """``DEFAULT_DATASET`` of TorchRL's ``prompt``."""
