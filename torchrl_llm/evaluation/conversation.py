@@ -100,7 +100,7 @@ class Conversation:
         refused = False
         while True:
             td = self._env.step(self.policy(td, **generate_kwargs))
-            cut = td["tokens", "finish_reason"].item() == FinishReason.LENGTH
+            cut = FinishReason(td["tokens", "finish_reason"].item()).cut
             td = self._env.step_mdp(td)
             if self._chat(td)[-1]["role"] == "assistant" or refused:
                 break

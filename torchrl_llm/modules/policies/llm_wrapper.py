@@ -24,7 +24,7 @@ from torchrl_llm.compat.mixins.policy_attributes import WrapperAttributes
 from torchrl_llm.compat.mixins.policy_distributions import WrapperDistributions
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.record import TokenRecord, respond_records
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import added_facts, node_dtypes
@@ -263,7 +263,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         messages = self.reader.parse(prompts, completions)
         if messages is not None:
             completions = outputs.with_tool_calls(completions, messages)
-        records = outputs.respond(prompts.records, completions, self.policy_version)
+        records = respond_records(prompts.records, completions, self.policy_version)
         flat = outputs.answered_columns(
             prompts.records,
             completions,
