@@ -9,9 +9,10 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_llm.data import Chat, FinishReason, History, Support, TokenRecord
+from torchrl_llm.data.column import cell, new_node
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.rollouts import split_batch
-from torchrl_llm.data.wire import cell, leaf, new_node, own_rows, pack_rows, typed_node, unpack_rows
+from torchrl_llm.data.wire import leaf, own_rows, pack_rows, typed_node, unpack_rows
 
 
 def _chat(length: int, answer: str) -> Chat:

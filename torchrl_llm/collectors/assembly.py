@@ -15,9 +15,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_llm.data.child_rows import ChildRows
+from torchrl_llm.data.column import new_node
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch
 from torchrl_llm.data.saved_state import SavedState
-from torchrl_llm.data.wire import new_node
 
 
 class Assembly(SavedState):

@@ -9,7 +9,7 @@ them for people, :mod:`torchrl_llm.data.record` holds the tokens that a chat car
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 from torchrl_llm.data.messages import canonical_message
@@ -38,6 +38,8 @@ class Chat:
     is_single: ClassVar[bool] = False
     messages: tuple[dict[str, Any], ...]
     record: TokenRecord | None
+    of_messages: ClassVar[Callable[..., Chat]]
+    of_message: ClassVar[Callable[..., Chat]]
 
     def __init__(
         self, messages: Iterable[Mapping[str, Any]] = (), record: TokenRecord | None = None
@@ -52,16 +54,6 @@ class Chat:
         object.__setattr__(self, "messages", messages)
         object.__setattr__(self, "record", record)
         return self
-
-    @staticmethod
-    def of_messages(messages: Iterable[dict[str, Any]]) -> Chat:
-        """A conversation of messages that already belong to a chat, without a record."""
-        return Chat._of(tuple(messages), None)
-
-    @staticmethod
-    def of_message(message: dict[str, Any]) -> Message:
-        """A single message that already belongs to a chat."""
-        return Message._of((message,), None)
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(f"a Chat is immutable; build a new one instead of setting {name!r}")
@@ -127,6 +119,10 @@ class Message(Chat):
 
     def __reduce__(self) -> tuple:
         return rebuild_chat, (Message, self.messages, self.record)
+
+
+# Cells make cells, so that what works on them (compat/mixins) need not know their classes.
+Chat.of_messages, Chat.of_message = Chat._of, Message._of
 
 
 def chat_of(messages: Chat | Sequence[Mapping[str, Any]], where: str) -> Chat:

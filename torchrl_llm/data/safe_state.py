@@ -18,8 +18,9 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm.data.column import new_node
 from torchrl_llm.data.safe_wire import _WRONG, _Reader, _Writer, rows_from_bytes, rows_to_bytes
-from torchrl_llm.data.wire import PackedRows, new_node, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError, DataError
 
 

@@ -27,6 +27,7 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import cell, new_node
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
@@ -211,33 +212,6 @@ def typed_node(cls: type, node: TensorDictBase) -> Any:
     view = cls.__new__(cls)
     view.__dict__.update(_tensordict=node, _non_tensordict={})
     return view
-
-
-def new_node(source: dict[str, Any]) -> TensorDict:
-    """A tensordict without batch dimension over given values, with no check and no conversion.
-
-    Args:
-        source: name to tensor, cell or node; the tensordict keeps this very dict.
-    """
-    # What TensorDict._new_unsafe does without its options, at half its cost.
-    node = TensorDict.__new__(TensorDict)
-    node.__dict__.update(_device=None, _tensordict=source, _batch_size=_ROW, _td_dim_names=None)
-    return node
-
-
-def cell(value: Any) -> NonTensorData:
-    """``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
-
-    Args:
-        value: a string, a chat, any object that nobody changes.
-    """
-    new = NonTensorData.__new__(NonTensorData)
-    new.__dict__.update(
-        _tensordict=new_node({}),
-        _non_tensordict={"data": value, "_is_non_tensor": True, "_metadata": None},
-        _is_initialized=True,
-    )
-    return new
 
 
 def set_copied(row: TensorDict, path: Path, value: Any) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
+from torchrl_llm.data.column import cell
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.data.wire import cell
 
 NAN = float("nan")
 

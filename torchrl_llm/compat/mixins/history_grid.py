@@ -178,7 +178,9 @@ class HistoryGrid:
         chosen = (chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen).tolist()
         if len(chosen) != len(chats):
             raise IndexError(f"{len(chats)} rows and {len(chosen)} messages cannot be paired")
-        picked = [c.of_message(c.messages[at]) for c, at in zip(chats, chosen, strict=True)]
+        picked = [
+            c.of_message((c.messages[at],), None) for c, at in zip(chats, chosen, strict=True)
+        ]
         return self._of_rows((len(picked),), picked)
 
     def _linked(self, row: Any, index: int) -> Any:

@@ -5,9 +5,10 @@ operation of tensors is carried out on a tensor of places, which says for each p
 which message stands there; rows that stay whole keep their cell, and the token record in it.
 
 A node is a tensordict ``[*B]`` with cells under ``"messages"``. A cell is a conversation, or a
-single message where ``cell.is_single``; it has ``messages``, ``cell.of_messages(messages)`` makes a
-conversation and ``cell.of_message(message)`` a single message. Batches of single messages count as
-conversations along their last dimension, as stacked messages do in TorchRL.
+single message where ``cell.is_single``; it has ``messages``. ``cell.of_messages(messages, record)``
+makes a conversation of a tuple, ``cell.of_message`` a single message of a tuple of one. Batches of
+single messages count as conversations along their last dimension, as stacked messages do in
+TorchRL.
 
 Next: :mod:`torchrl_llm.compat.mixins.history_grid` gives these operations to people.
 """
@@ -74,7 +75,7 @@ def rearranged(node: TensorDictBase, change: Callable[[Tensor], Any], name: str)
 def picked(node: TensorDictBase, places: Callable[[Tensor], Tensor], name: str) -> Grid:
     """As :func:`rearranged`, for a result of single messages."""
     batch, chats = rearranged(node, lambda grid: places(grid).unsqueeze(-1), name)
-    return batch, [chat.of_message(chat.messages[0]) for chat in chats]
+    return batch, [chat.of_message((chat.messages[0],), None) for chat in chats]
 
 
 def stacked(nodes: list[TensorDictBase], dim: int) -> Grid:
@@ -220,11 +221,11 @@ def _holds_chats(stored: Any) -> bool:
 def _gathered(chats: list[Any], width: int, places: Tensor, ragged: bool, name: str) -> Grid:
     if not places.ndim:
         chat = chats[int(places) // width]
-        return (), [chat.of_message(chat.messages[int(places) % width])]
+        return (), [chat.of_message((chat.messages[int(places) % width],), None)]
     batch, count = tuple(places.shape[:-1]), places.shape[-1]
     rows = places.reshape(-1, count)
     if not count:
-        return batch, [chats[0].of_messages(()) for _ in range(rows.shape[0])]
+        return batch, [chats[0].of_messages((), None) for _ in range(rows.shape[0])]
     starts = rows[:, :1]
     runs = (rows == starts + torch.arange(count)).all(1) & (starts[:, 0] % width == 0)
     whole = bool(runs.all()) and count <= width
@@ -235,7 +236,9 @@ def _gathered(chats: list[Any], width: int, places: Tensor, ragged: bool, name: 
         kept = [chats[owner] for owner in owners]
         return batch, kept if count == width else [chat[:count] for chat in kept]
     messages = [message for chat in chats for message in chat.messages]
-    return batch, [chats[0].of_messages(messages[i] for i in row) for row in rows.tolist()]
+    return batch, [
+        chats[0].of_messages(tuple(messages[i] for i in row), None) for row in rows.tolist()
+    ]
 
 
 # -- reading cells ---------------------------------------------------------------------------------
@@ -287,7 +290,9 @@ def conversations(node: TensorDictBase) -> tuple[tuple[int, ...], list[Any]]:
         return batch, flat
     count = batch[-1] if batch else 1
     rows = [flat[i : i + count] for i in range(0, len(flat), count)]
-    return batch[:-1], [row[0].of_messages(m for c in row for m in c.messages) for row in rows]
+    return batch[:-1], [
+        row[0].of_messages(tuple(m for c in row for m in c.messages), None) for row in rows
+    ]
 
 
 def single_messages(node: TensorDictBase) -> list[Any] | None:
@@ -297,7 +302,7 @@ def single_messages(node: TensorDictBase) -> list[Any] | None:
     if is_message(cells):
         return flat
     if not dims:
-        return [cells.of_messages([message]) for message in cells.messages]
+        return [cells.of_messages((message,), None) for message in cells.messages]
     return flat if all(len(chat) == 1 for chat in flat) else None
 
 
@@ -320,7 +325,7 @@ def without_placeholders(chat: Any) -> Any:
     """A chat without its messages of role ``"<none>"``, TorchRL's filler of ragged rows."""
     if all(message["role"] != "<none>" for message in chat.messages):
         return chat
-    return chat.of_messages(m for m in chat.messages if m["role"] != "<none>")
+    return chat.of_messages(tuple(m for m in chat.messages if m["role"] != "<none>"), None)
 
 
 def pick_messages(cells: Any, index: Any) -> Any:
@@ -332,5 +337,5 @@ def pick_messages(cells: Any, index: Any) -> Any:
     if isinstance(index, Tensor):
         index = (index.nonzero().flatten() if index.dtype == torch.bool else index).tolist()
     if isinstance(index, (list, range)):
-        return cells.of_messages(cells.messages[i] for i in index)
-    return cells.of_message(cells.messages[index])
+        return cells.of_messages(tuple(cells.messages[i] for i in index), None)
+    return cells.of_message((cells.messages[index],), None)
