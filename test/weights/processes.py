@@ -14,6 +14,7 @@ import traceback
 
 import torch
 import torch.distributed as dist
+from torchrl_llm.weights.process_group import WeightGroup
 
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
@@ -29,7 +30,6 @@ from torchrl_llm.weights import (
     engine_weights,
 )
 from torchrl_llm.weights.fingerprint import weights_digest
-from torchrl_llm.weights.process_group import WeightGroup
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(

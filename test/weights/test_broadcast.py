@@ -9,6 +9,13 @@ import time
 
 import pytest
 import torch
+from torchrl_llm.weights.broadcast_source import BroadcastSource
+from torchrl_llm.weights.process_group import (
+    free_port,
+    open_store,
+    stateless_init_process_group,
+    stateless_init_process_group_async,
+)
 from weights.processes import (
     Child,
     ChildBackend,
@@ -23,13 +30,6 @@ from weights.processes import (
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import TransformersBackend
 from torchrl_llm.weights import BroadcastReceiver, BroadcastSender, BroadcastWeights
-from torchrl_llm.weights.broadcast_source import BroadcastSource
-from torchrl_llm.weights.process_group import (
-    free_port,
-    open_store,
-    stateless_init_process_group,
-    stateless_init_process_group_async,
-)
 
 
 @pytest.fixture

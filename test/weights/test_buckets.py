@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.weights.broadcast_source import (
     flatten,
     metadata_from_json,
@@ -13,6 +11,8 @@ from torchrl_llm.weights.broadcast_source import (
     plan_buckets,
     split,
 )
+
+from torchrl_llm.errors import ConfigError
 
 WEIGHTS = {
     "b": torch.arange(6.0).view(2, 3),

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torchrl_llm.weights.double_buffer import newest_update
 from weights.processes import (
     Child,
     ChildBackend,
@@ -29,7 +30,6 @@ from torchrl_llm.weights import (
     double_buffer,
     engine_weights,
 )
-from torchrl_llm.weights.double_buffer import newest_update
 
 
 @pytest.fixture

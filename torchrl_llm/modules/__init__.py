@@ -6,6 +6,9 @@ from torchrl_llm._imports import lazy
 
 _LAZY = {
     "torchrl_llm.compat.buffer_dataset": "TorchRLBufferDataset",
+    "torchrl_llm.compat.vllm_group": (
+        "stateless_init_process_group stateless_init_process_group_async vLLMWorker"
+    ),
     "torchrl_llm.data.containers": "ChatHistory LogProbs Masks Text Tokens",
     "torchrl_llm.modules.backends": (
         "Answer Backend Completion FakeBackend OpenAIBackend sampling_mode SamplingParams "
@@ -26,9 +29,5 @@ _LAZY = {
     "torchrl_llm.modules.reference": "AdapterDisabled",
     "torchrl_llm.modules.remote": "EnginePool LoadBalancer",
     "torchrl_llm.modules.reward_model": "HFRewardModelWrapper",
-    "torchrl_llm.weights.process_group": (
-        "stateless_init_process_group stateless_init_process_group_async"
-    ),
-    "torchrl_llm.weights.vllm_extension": "vLLMWorker",
 }
 __getattr__ = lazy(__name__, _LAZY)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from modules.backends.vllm.engine_helper import SETTINGS
+from torchrl_llm.weights.process_group import free_port
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, WorkerError
@@ -18,7 +19,6 @@ from torchrl_llm.modules import (
     make_vllm_worker,
     stateless_init_process_group,
 )
-from torchrl_llm.weights.process_group import free_port
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.vllm
