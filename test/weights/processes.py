@@ -34,7 +34,13 @@ from torchrl_llm.weights import (
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torchrl_llm.weights.shared_files", "torchrl_llm.modules", "transformers", __name__]
+    [
+        "torchrl_llm.weights.shared_files",
+        "torchrl_llm.modules",
+        "transformers",
+        "weights.import_vllm",  # where it is installed
+        __name__,
+    ]
 )
 
 VOCABULARY = 64
@@ -47,7 +53,7 @@ def fake(seed: int = 0) -> FakeBackend:
 
 def _serve(connection, make, arguments):
     # A hung test must not leave processes behind.
-    signal.alarm(120)
+    signal.alarm(300)
     target = make(*arguments)
     while True:
         name, args, kwargs = connection.recv()
@@ -77,7 +83,7 @@ class Child:
         """Begin a call; read its result with :meth:`result`."""
         self._connection.send((name, args, kwargs))
 
-    def result(self, timeout_s=60):
+    def result(self, timeout_s=120):
         if not self._connection.poll(timeout_s):
             raise WorkerError(f"the child did not answer within {timeout_s} s")
         try:
@@ -88,7 +94,7 @@ class Child:
             raise value
         return value
 
-    def call(self, name, *args, timeout_s=60, **kwargs):
+    def call(self, name, *args, timeout_s=120, **kwargs):
         self.send(name, *args, **kwargs)
         return self.result(timeout_s)
 

@@ -195,11 +195,13 @@ def test_impossible_settings_are_refused():
 @KINDS
 def test_engines_elsewhere_follow_and_one_that_was_started_again_does_too(children, kind):
     engines = [ChildBackend(children(fake_of_vllm)) for _ in range(2)]
+    assert answer(engines[0]) == answer(engines[1])  # both have started
     updater = push(kind, *engines, timeout_s=60.0)
     updater.push_weights(trained(1))
     assert [answer(engine) for engine in engines] == [answer(fake(1))] * 2
     engines[0].child.kill()
     engines[0].child = children(fake_of_vllm)
+    assert answer(engines[0]) == answer(fake())
     updater.push_weights(trained(2))
     assert [answer(engine) for engine in engines] == [answer(fake(2))] * 2
 
@@ -207,13 +209,13 @@ def test_engines_elsewhere_follow_and_one_that_was_started_again_does_too(childr
 def test_an_engine_that_died_fails_the_push_within_its_limit(children):
     alive, dead = (ChildBackend(children(fake_of_vllm)) for _ in range(2))
     assert answer(alive) == answer(dead)  # both have started
-    updater = push("nccl", alive, dead, timeout_s=8.0)
+    updater = push("nccl", alive, dead, timeout_s=15.0)
     updater.push_weights(trained(1))
     dead.child.kill()
     started = time.monotonic()
     with pytest.raises((TorchRLLLMError, OSError)):
         updater.push_weights(trained(2))
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 60
     # The other one has what it had, and serves; it is in the next push.
     assert answer(alive) == answer(fake(1))
     updater = push("nccl", alive, timeout_s=30.0)

@@ -56,9 +56,7 @@ class _Torch:
 
 def install():
     """Let this process transfer weights."""
-    # An engine has imported them; here the first update would, for seconds.
-    import vllm.distributed.utils
-    import vllm.model_executor.model_loader.mtp_validation  # noqa: F401
+    import weights.import_vllm  # noqa: F401
     from vllm.distributed.weight_transfer import base, ipc_engine, nccl_common, nccl_engine
 
     for module in (base, ipc_engine, nccl_common, nccl_engine):

@@ -321,11 +321,12 @@ class VLLMTransfer:
                 time.sleep(_POLL_S)
             sending.result(0, _what(self.kind))
         except TorchRLLLMError:
-            # Whoever waits for a next step need not wait for long.
-            store.compare_set("init", "", "null")
-            store.compare_set("update", "", "null")
-            if telling.failed:
-                telling.result(0, _what(self.kind))  # why a receiver refused says more
+            # Why a receiver refused says more than that it did not come.
+            refused = telling.failed
+            for step in ("init", "update"):
+                store.compare_set(step, "", "null")  # whoever waits for it need not wait for long
+            if refused:
+                telling.result(0, _what(self.kind))
             raise
         return telling.result(0, _what(self.kind))
 
