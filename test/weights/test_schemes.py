@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from weights.processes import answer, fake, trained_fake
 
-from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules import FakeWrapper
+from torchrl_llm.errors import ConfigError, MissingExtraError
+from torchrl_llm.modules import (
+    FakeWrapper,
+    stateless_init_process_group,
+    stateless_init_process_group_async,
+)
 from torchrl_llm.weights import (
     VLLMDoubleBufferSyncScheme,
+    VLLMTransfer,
     VLLMWeightSyncScheme,
     engine_weights,
     get_model_metadata,
@@ -116,3 +123,18 @@ def test_bad_settings_are_refused_where_they_are_made(tmp_path):
     ):
         with pytest.raises(ConfigError, match=message):
             make()
+
+
+def test_groups_that_cannot_be_are_refused_before_anything_is_imported(monkeypatch):
+    with pytest.raises(ConfigError, match="rank must be in"):
+        stateless_init_process_group(None, 0, 2, 2)
+    with pytest.raises(ConfigError, match="master_port"):
+        stateless_init_process_group(None, None, 0, 2)
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    for begin in (
+        lambda: stateless_init_process_group(None, 1, 0, 2),
+        lambda: asyncio.run(stateless_init_process_group_async(None, 1, 0, 2)),
+        lambda: VLLMTransfer("nccl"),
+    ):
+        with pytest.raises(MissingExtraError, match="vllm"):
+            begin()

@@ -192,6 +192,7 @@ def test_impossible_settings_are_refused():
 # -- other processes ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @KINDS
 def test_engines_elsewhere_follow_and_one_that_was_started_again_does_too(children, kind):
     engines = [ChildBackend(children(fake_of_vllm)) for _ in range(2)]
@@ -206,6 +207,7 @@ def test_engines_elsewhere_follow_and_one_that_was_started_again_does_too(childr
     assert [answer(engine) for engine in engines] == [answer(fake(2))] * 2
 
 
+@pytest.mark.slow
 def test_an_engine_that_died_fails_the_push_within_its_limit(children):
     alive, dead = (ChildBackend(children(fake_of_vllm)) for _ in range(2))
     assert answer(alive) == answer(dead)  # both have started
@@ -224,6 +226,7 @@ def test_an_engine_that_died_fails_the_push_within_its_limit(children):
     assert answer(alive) == answer(fake(3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 def test_a_learner_lost_in_a_transfer_leaves_old_weights_and_a_new_one_is_taken(children, how):
     engine = fake()
