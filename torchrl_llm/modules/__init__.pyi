@@ -4,7 +4,7 @@ from torchrl_llm.compat.vllm_group import (
     stateless_init_process_group_async as stateless_init_process_group_async,
     vLLMWorker as vLLMWorker,
 )
-from torchrl_llm.data.containers import (
+from torchrl_llm.data.views import (
     ChatHistory as ChatHistory,
     LogProbs as LogProbs,
     Masks as Masks,

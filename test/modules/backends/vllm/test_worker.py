@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from modules.backends.vllm.engine_helper import SETTINGS
-from torchrl_llm.weights.process_group import free_port
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError
@@ -19,8 +18,12 @@ from torchrl_llm.modules import (
     make_vllm_worker,
     stateless_init_process_group,
 )
+from torchrl_llm.weights.transfer import free_port
 
 pytest.importorskip("vllm")
+
+from weights.without_gpu import install
+
 pytestmark = pytest.mark.vllm
 
 
