@@ -75,6 +75,7 @@ def test_what_is_written_is_read(tmp_path):
         found_version, source = newest_update(writer.folder)
         found = dict(source.receive())
         assert (found_version, source.digest) == (version, written.digest)
+        assert written.path.stat().st_mode == (writer.folder / "writer.lock").stat().st_mode
         assert set(found) == set(weights)
         for name, value in weights.items():
             assert found[name].dtype == value.dtype

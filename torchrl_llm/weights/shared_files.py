@@ -172,6 +172,8 @@ class FileWriter:
                 save_file(tensors, draft, metadata=about)
             except SafetensorError as error:  # of the disc, too
                 raise ResourceError(f"{path} could not be written: {error}") from None
+            # Safetensors makes files for this user alone; others may run the engines.
+            draft.chmod(os.fstat(self._lock.fileno()).st_mode & 0o777)
             # Other machines must find the bytes when they find the name.
             with draft.open("rb") as file:
                 os.fsync(file)
