@@ -6,7 +6,7 @@
     python sota-implementations/pipeline-rl/learner.py
 
 Needs ``pip install "torchrl_llm[redis]"``. Weights go the other way through the same Redis, or for
-large models over a shared disc (``weight_sync.type=double_buffer``). Nothing that is read from the
+large models over a shared disc (``weight_sync.type=files``). Nothing that is read from the
 Redis can run code here. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on, also after
 a kill, and the actors go on with it. Every key is in config/pipeline-rl.yaml and
 config/common.yaml.

@@ -30,6 +30,7 @@ from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport.redis_channel import RedisChannel
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.recipes import RENAMED, GRPOGroups, TrainConfig
+from torchrl_llm.recipes.groups import AsyncWeightSyncConfig
 from torchrl_llm.recipes.ray_collection import (
     CollectionConfig,
     make_collecting_env,
@@ -39,9 +40,9 @@ from torchrl_llm.recipes.ray_collection import (
 )
 from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import say
-from torchrl_llm.weights import CanaryTarget, DoubleBufferWriter, engine_weights
-from torchrl_llm.weights.double_buffer import newest_update
+from torchrl_llm.weights import CanaryTarget, FileWriter, engine_weights
 from torchrl_llm.weights.redis_weights import RedisWeightReader, RedisWeightWriter
+from torchrl_llm.weights.shared_files import newest_update
 from torchrl_llm.weights.weight_source import WeightSource
 
 _WATCH_S = 1.0
@@ -67,12 +68,12 @@ class PipelineTrainConfig(TrainConfig):
         return StalenessRule(max_policy_age=self.max_lag, on_stale=self.on_stale)
 
 
-class PipelineWeightSyncConfig(Group, key="weight_sync"):
+class PipelineWeightSyncConfig(AsyncWeightSyncConfig, key="weight_sync"):
     """How weights get to the actors.
 
     Attributes:
         type: ``redis`` for models that are small compared to what it and the network carry;
-            ``double_buffer`` through files that learner and actors share.
+            ``files`` through a folder that learner and actors share.
         folder: of those files.
         in_flight: what new weights do with conversations that are being collected: ``wait`` until
             all have their present answer, and go on with the new weights; ``keep`` what is there
@@ -83,17 +84,7 @@ class PipelineWeightSyncConfig(Group, key="weight_sync"):
             ``inference_model.backend=vllm`` to have an effect.
     """
 
-    type: Literal["redis", "double_buffer"] = "redis"
-    folder: str | None = None
-    in_flight: Literal["wait", "keep", "abort"] = "wait"
-    verify: bool = True
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure(
-            (self.type == "double_buffer") == (self.folder is not None),
-            "weight_sync.folder goes with weight_sync.type=double_buffer, and that with a folder",
-        )
+    type: Literal["redis", "files"] = "redis"
 
 
 class RedisConfig(Group, key="redis"):
@@ -196,7 +187,7 @@ def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
         )
         publish, on_return = writer.publish, writer.refresh
     else:
-        writer = DoubleBufferWriter(sync.folder)
+        writer = FileWriter(sync.folder)
         publish = partial(_write, writer, dtype=sent_dtype(config))
     channel = RedisChannel(
         redis.url,
@@ -223,7 +214,7 @@ def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
 
 
 def _write(
-    writer: DoubleBufferWriter,
+    writer: FileWriter,
     weights: Any,
     version: int,
     *,

@@ -167,7 +167,7 @@ def make_samplers(
         config: the recipe's.
         policies: those that are trained.
     """
-    made = {name: make_sampler(config, policy, policy) for name, policy in policies.items()}
+    made = {name: make_sampler(config, policy, policy, name) for name, policy in policies.items()}
     samplers = {name: sampler for name, (sampler, _) in made.items()}
     return samplers, JointWeights(updater for _, updater in made.values())
 

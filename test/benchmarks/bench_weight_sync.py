@@ -31,8 +31,8 @@ from torchrl_llm.modules.backends.vllm import VLLMBackend
 from torchrl_llm.weights import (
     CanaryCheck,
     DeltaWeights,
-    DoubleBufferWeights,
     EngineWeights,
+    FileWeights,
     SharedEngineWeights,
     engine_weights,
 )
@@ -111,8 +111,8 @@ def compare_copies(pairs):
             updaters = {
                 "without fingerprint": EngineWeights(engine, model=model, fingerprint=False),
                 "with fingerprint": EngineWeights(engine, model=model),
-                "through shared memory": DoubleBufferWeights(
-                    folder, engine, model=model, dtype=dtype
+                "through shared memory": FileWeights(
+                    engine, folder=folder, model=model, dtype=dtype
                 ),
             }
             for name, updater in updaters.items():

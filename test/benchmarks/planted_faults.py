@@ -83,8 +83,8 @@ FAULTS = [Fault(i, *line) for i, line in enumerate([
     # modules: remote
     ("the newest weights are refused", "return version >= self.minimum", "return version > self.minimum", "test_replica.py"),
     # weights
-    ("a bucket is full one tensor too late", "(numel + size) * dtype.itemsize > bucket_bytes", "numel * dtype.itemsize > bucket_bytes", "test_buckets.py"),
-    ("both buffers are one", "return self.sequence % 2", "return 0", "test_double_buffer.py"),
+    ("the oldest file is the newest", 'path = max(Path(folder).glob(', 'path = min(Path(folder).glob(', "test_shared_files.py"),
+    ("the last version goes with the one before", "self._path(self._sequence - _KEPT)", "self._path(self._sequence - _KEPT + 1)", "test_shared_files.py"),
     ("the canary looks at the moves that were followed", "torch.where(parts_A < _FOLLOWED,", "torch.where(parts_A > _FOLLOWED,", "test_canary_rule.py"),
     # envs
     ("overlong responses are rewarded", "penalties = self.coeff * overlong_penalty(", "penalties = -self.coeff * overlong_penalty(", "test_overlong.py"),

@@ -319,7 +319,7 @@ def sync_costs(model, replicas=1000, gpus_per_machine=8):
         "object store": SyncCost(
             machines + 2 * replicas, size * rounds, size * machines, rounds * wire + local
         ),
-        "double buffer": SyncCost(
+        "files": SyncCost(
             2 * replicas, size, size * (machines + 1), wire + machines * size / DISC + local
         ),
     }

@@ -63,8 +63,8 @@ def test_a_key_of_the_other_recipe_says_whose_it_is():
         check_arguments(["ray.num_collectors=2"])
     with pytest.raises(ConfigError, match=r"'train.max_policy_age': a key of grpo-async.py"):
         load_config({"train": {"max_policy_age": 1}})
-    with pytest.raises(ConfigError, match=r"'weight_sync.type': a key of grpo-sync.py"):
-        check_arguments(["weight_sync.type=load"], AsyncGRPOConfig)
+    with pytest.raises(ConfigError, match=r"'weight_sync.fingerprint': a key of grpo-sync.py"):
+        check_arguments(["weight_sync.fingerprint=false"], AsyncGRPOConfig)
     with pytest.raises(ConfigError, match=r"renamed to 'ray.num_collectors'"):
         check_arguments(["inference_model.num_replicas=2"], AsyncGRPOConfig)
 
@@ -77,6 +77,8 @@ IMPOSSIBLE_ENGINES = [
     (["inference_model.backend=vllm", "inference_model.gpu_memory_utilization=2"], "in \\(0,"),
     (["inference_model.backend=vllm", "inference_model.max_model_len=32"], "leaves no room"),
     (["inference_model.backend=vllm", "weight_sync.type=adapter"], "needs train_model.lora"),
+    (["inference_model.backend=vllm", "weight_sync.type=files"], "goes with weight_sync.type=fil"),
+    (["inference_model.backend=vllm", "weight_sync.folder=/x"], "goes with weight_sync.type=files"),
     (
         [
             "inference_model.backend=vllm",
@@ -102,6 +104,7 @@ def test_engines_and_weights_that_are_impossible_are_refused():
             loaded(*overrides)
 
 
+ON_GPUS = ["inference_model.backend=vllm", "ray.gpus_per_collector=1"]
 IMPOSSIBLE_ASYNC = [
     (["train.max_policy_age=-1"], "must be at least 0"),
     (["train.on_stale=skip"], "must be one of 'wait', 'drop', 'mask'"),
@@ -123,6 +126,21 @@ IMPOSSIBLE_ASYNC = [
     ),
     (["weight_sync.in_flight=keep"], "needs inference_model.backend=vllm"),
     (["advantage.type=spo"], "grpo-sync.py has it"),
+    (["weight_sync.type=load"], "must be one of 'ray', 'files', 'nccl', 'ipc'"),
+    (["weight_sync.type=files"], "goes with weight_sync.type=files"),
+    (["weight_sync.type=nccl", "inference_model.backend=vllm"], "it needs GPUs"),
+    (["weight_sync.type=ipc", "ray.gpus_per_collector=1"], "and inference_model.backend=vllm"),
+    (["weight_sync.type=ipc", *ON_GPUS], "ipc processes that share its GPU"),
+    (["weight_sync.type=nccl", *ON_GPUS, "train_model.num_devices=0"], "nccl joins the trainer's"),
+    (
+        [
+            "weight_sync.type=ipc",
+            *ON_GPUS,
+            "train_model.num_devices=0",
+            "train.parallel=ddp",
+        ],
+        "collectors share the GPU of one rank",
+    ),
 ]
 
 
@@ -130,6 +148,12 @@ def test_asynchronous_settings_that_are_impossible_are_refused():
     for overrides, message in IMPOSSIBLE_ASYNC:
         with pytest.raises(ConfigError, match=message):
             load_config(OmegaConf.from_dotlist(overrides), AsyncGRPOConfig)
+
+
+@pytest.mark.parametrize(("type_", "own_gpus"), [("nccl", 1), ("ipc", 0)])
+def test_weights_go_from_gpu_to_gpu_where_there_are_gpus(type_, own_gpus):
+    given = [f"weight_sync.type={type_}", *ON_GPUS, f"train_model.num_devices={own_gpus}"]
+    assert load_config(OmegaConf.from_dotlist(given), AsyncGRPOConfig).weight_sync.type == type_
 
 
 def test_collectors_have_neither_the_trainers_gpu_nor_its_adapters():

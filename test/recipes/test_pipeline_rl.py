@@ -119,14 +119,14 @@ def test_actor_redis_and_learner_are_killed_and_the_run_is_finished(tmp_path, se
     assert killed_at == saved[-1] or lost > 0
 
 
-@pytest.mark.parametrize("sync", ["redis", "double_buffer"])
+@pytest.mark.parametrize("sync", ["redis", "files"])
 def test_an_actor_samples_with_the_weights_of_each_update_and_proves_it(
     tmp_path, server, sync, monkeypatch
 ):
     monkeypatch.syspath_prepend(str(FOLDER))
     utils = importlib.import_module("pipeline_utils")
     given = [*SMALL, f"redis.url={server.url}", "train.max_lag=0", f"weight_sync.type={sync}"]
-    if sync == "double_buffer":
+    if sync == "files":
         given.append(f"weight_sync.folder={tmp_path}/weights")
     with initialize_config_dir(str(FOLDER / "config"), version_base="1.3"):
         config = utils.load_config(compose("pipeline-rl", given))

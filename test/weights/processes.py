@@ -6,34 +6,41 @@ milliseconds.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
+import queue
 import signal
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from weights import without_gpu
 
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.modules import FakeBackend, SamplingParams, TransformersBackend
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.model_loading import load_model
 from torchrl_llm.weights import (
-    BroadcastReceiver,
-    BroadcastSender,
-    BroadcastWeights,
-    DoubleBufferReceiver,
-    DoubleBufferWriter,
+    EngineWeights,
+    FileWriter,
     RankZeroWeights,
+    VLLMDoubleBufferSyncScheme,
+    VLLMTransfer,
     engine_weights,
 )
-from torchrl_llm.weights.fingerprint import weights_digest
-from torchrl_llm.weights.process_group import WeightGroup
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torchrl_llm.weights.broadcast_source", "torchrl_llm.modules", "transformers", __name__]
+    [
+        "torchrl_llm.weights.shared_files",
+        "torchrl_llm.modules",
+        "transformers",
+        "weights.import_vllm",  # where it is installed
+        __name__,
+    ]
 )
 
 VOCABULARY = 64
@@ -46,7 +53,7 @@ def fake(seed: int = 0) -> FakeBackend:
 
 def _serve(connection, make, arguments):
     # A hung test must not leave processes behind.
-    signal.alarm(120)
+    signal.alarm(300)
     target = make(*arguments)
     while True:
         name, args, kwargs = connection.recv()
@@ -76,7 +83,7 @@ class Child:
         """Begin a call; read its result with :meth:`result`."""
         self._connection.send((name, args, kwargs))
 
-    def result(self, timeout_s=60):
+    def result(self, timeout_s=120):
         if not self._connection.poll(timeout_s):
             raise WorkerError(f"the child did not answer within {timeout_s} s")
         try:
@@ -87,7 +94,7 @@ class Child:
             raise value
         return value
 
-    def call(self, name, *args, timeout_s=60, **kwargs):
+    def call(self, name, *args, timeout_s=120, **kwargs):
         self.send(name, *args, **kwargs)
         return self.result(timeout_s)
 
@@ -153,75 +160,67 @@ class _WithoutGradients:
             return self._backend.token_scores(*args, **options)
 
 
-class Listener:
-    """A sampler that polls, in a process of its own."""
+def fake_of_vllm():
+    """A sampler in a process that transfers weights without a GPU."""
+    without_gpu.install()
+    return fake()
 
-    def __init__(self, port, timeout_s=10.0, seed=0):
-        self.backend = fake(seed)
-        self.receiver = BroadcastReceiver(self.backend, port=port, timeout_s=timeout_s)
+
+class TransferLearner:
+    """Sends weights by a transfer, in steps: what a proxy would carry goes over the pipe."""
+
+    def __init__(self):
+        without_gpu.install()
+        self._transfer = VLLMTransfer("nccl", timeout_s=6.0, packed=False)
+        self._source, self._receipts = queue.Queue(), queue.Queue()
+
+    def begin(self, seed):
+        """Start a push; the source for its one receiver."""
+        return self._begin(dict(trained_fake(seed).state_dict()))
+
+    def begin_model(self):
+        """The same with the embedded model, doubled."""
+        return self._begin({n: w * 2 for n, w in engine_weights(load_model()).items()})
+
+    def _begin(self, weights):
+        def tell(source):
+            self._source.put(source)
+            return self._receipts.get(timeout=20)
+
+        send = functools.partial(self._transfer.send, weights, tell, num_receivers=1)
+        self._push = ThreadPoolExecutor(1).submit(send)
+        return self._source.get(timeout=20)
+
+    def end(self, receipts):
+        self._receipts.put(receipts)
+        return self._push.result(20)
+
+    strike = staticmethod(without_gpu.strike)
+
+
+class FolderListener:
+    """A sampler that polls a folder, in a process of its own."""
+
+    def __init__(self, folder):
+        self.backend = fake()
+        self.receiver = VLLMDoubleBufferSyncScheme(folder).create_receiver(self.backend)
 
     def poll(self, timeout_s):
         return self.receiver.poll_and_apply(timeout_s), self.receiver.version
 
-    def listen(self):
-        self.receiver.listen()
-
-    def stop(self):
-        self.receiver.shutdown()
-
     def answer(self):
         return answer(self.backend)
-
-    def state(self):
-        return self.receiver.version, str(self.receiver.failure)
-
-
-class Learner:
-    """Publishes weights that are large enough to be caught half-way."""
-
-    def __init__(self, port, timeout_s=30.0):
-        self.sender = BroadcastSender(
-            device="cpu", port=port, timeout_s=timeout_s, bucket_bytes=1 << 14
-        )
-
-    def publish(self, seed, version):
-        weights = dict(trained_fake(seed).state_dict())
-        receipts = self.sender.publish(weights, version=version, num_receivers=1)
-        return [receipt.version for receipt in receipts]
-
-    def publish_half(self, how):
-        """Die, or freeze, after the first of two buffers of an update went out."""
-        real, sent = WeightGroup.start, []
-
-        def start(group, tensor, *args, **kwargs):
-            if sent:
-                os.kill(os.getpid(), how)
-            sent.append(1)
-            return real(group, tensor, *args, **kwargs)
-
-        WeightGroup.start = start
-        # Each buffer holds one of the two tensors.
-        self.sender._bucket_bytes = 1
-        self.publish(5, 99)
-
-
-class FolderListener(Listener):
-    """A sampler that polls a folder."""
-
-    def __init__(self, folder):
-        self.backend = fake()
-        self.receiver = DoubleBufferReceiver(self.backend, folder)
 
 
 class FolderWriter:
     """Writes weights of which all values are one number."""
 
     def __init__(self, folder):
-        self.writer = DoubleBufferWriter(folder)
+        self.writer = FileWriter(folder)
 
     def write(self, value, version):
         weights = {name: torch.full((64, 8), value) for name in ("embedding", "head")}
-        return self.writer.write(weights, version=version).sequence
+        return self.writer.write(weights, version=version).path.name
 
     def write_for(self, seconds, at_least):
         """Write as fast as it goes, weights that take a while to copy."""
@@ -233,28 +232,20 @@ class FolderWriter:
         return count
 
     def write_half(self, value, how):
-        """Die, or freeze, after the first of two tensors was written."""
-        real, copied = torch.Tensor.copy_, []
-
-        def copy_(tensor, *args):
-            if copied:
-                os.kill(os.getpid(), how)
-            copied.append(1)
-            return real(tensor, *args)
-
-        torch.Tensor.copy_ = copy_
+        """Die, or freeze, when all is written and the file has no name yet."""
+        os.fsync = lambda file: os.kill(os.getpid(), how)
         self.write(value, 2)
 
 
 class EngineHost:
-    """A real vLLM engine, with receivers around it."""
+    """A real vLLM engine."""
 
     def __init__(self, seconds):
         signal.alarm(seconds)
+        without_gpu.install()
         from modules.backends.vllm.engine_helper import small_backend
 
         self.backend = small_backend()
-        self.receiver = None
 
     def about(self):
         return self.backend.vocab_size, self.backend.max_length, self.backend.eos_token_ids
@@ -268,58 +259,10 @@ class EngineHost:
     def update_weights(self, source, *, version):
         return self.backend.update_weights(source, version=version)
 
-    def listen(self, scheme):
-        """Receive by a scheme, given the bare ``vllm.LLM``, in a thread."""
-        if self.receiver is not None:
-            self.receiver.shutdown()
-        self.receiver = scheme.create_receiver(self.backend.engine)
-        self.receiver.listen()
-
-    def state(self):
-        return self.receiver.version, str(self.receiver.failure)
-
-    def wait_for(self, version, timeout_s):
-        deadline = time.monotonic() + timeout_s
-        while self.receiver.version != version and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self.receiver.version
-
-
-class SchemeLearner:
-    """The trainer of a scheme; its model is the embedded one, moved."""
-
-    def __init__(self, scheme):
-        self.sender = scheme.create_sender()
-        self.model = load_model(dtype="float32").eval()
-        self.sender.register_model(self.model)
-
-    def move(self, seed):
-        torch.manual_seed(seed)
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.add_(torch.randn_like(parameter) * 0.02)
-
-    def update(self):
-        return [receipt.digest for receipt in self.sender.update_weights()]
-
-    def digest(self):
-        return weights_digest(engine_weights(self.model))
-
-    def weights(self):
-        return {name: value.clone() for name, value in engine_weights(self.model).items()}
-
-    def update_half(self, how):
-        real, sent = WeightGroup.start, []
-
-        def start(group, tensor, *args, **kwargs):
-            if len(sent) == 3:
-                os.kill(os.getpid(), how)
-            sent.append(1)
-            return real(group, tensor, *args, **kwargs)
-
-        WeightGroup.start = start
-        self.sender._broadcast._bucket_bytes = 1 << 14
-        self.update()
+    def receive(self, scheme):
+        """What came by a scheme, given the bare ``vllm.LLM``."""
+        receiver = scheme.create_receiver(self.backend.engine)
+        return receiver.poll_and_apply(30), receiver.version
 
 
 class ShardedRank:
@@ -340,7 +283,7 @@ class ShardedRank:
 
     def _make(self):
         self.made += 1
-        return BroadcastWeights(self.sampler, device="cpu", timeout_s=60)
+        return EngineWeights(self.sampler)
 
     def push(self):
         self.updater.push_weights(self.model)

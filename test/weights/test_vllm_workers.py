@@ -25,11 +25,10 @@ from torchrl_llm.modules.backends.backend_port import SamplingParams
 from torchrl_llm.modules.model_loading import load_model, load_tokenizer
 from torchrl_llm.weights import (
     AdapterWeights,
-    BroadcastWeights,
     CanaryCheck,
     DeltaWeights,
-    DoubleBufferWeights,
     EngineWeights,
+    FileWeights,
     SharedEngineWeights,
     WeightLedger,
     engine_weights,
@@ -66,8 +65,7 @@ MAKERS = {
     "load": lambda engine, folder, **proofs: EngineWeights(engine, **proofs),
     "unhashed": lambda engine, folder, **proofs: EngineWeights(engine, fingerprint=False, **proofs),
     "delta": lambda engine, folder, **proofs: DeltaWeights(engine, **proofs),
-    "broadcast": lambda engine, folder, **proofs: BroadcastWeights(engine, device="cpu", **proofs),
-    "double_buffer": lambda engine, folder, **proofs: DoubleBufferWeights(folder, engine, **proofs),
+    "files": lambda engine, folder, **proofs: FileWeights(engine, folder=folder, **proofs),
 }
 
 

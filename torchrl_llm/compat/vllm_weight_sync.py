@@ -1,12 +1,14 @@
 """TorchRL's names for bringing weights to vLLM engines, over :mod:`torchrl_llm.weights`.
 
-A scheme is only settings, the same in both processes: its sender is for the trainer, its receiver
-for an engine. The receiver's process either polls for updates between its own work, or calls
-``receiver.listen()`` once and gets them in a thread. An updater is called by a collector.
+Engines on a GPU in other processes get them by vLLM's own transfer
+(:mod:`torchrl_llm.weights.transfer`); those on the CPU and of this process by the call that brings
+all weights. A scheme is only settings, the same in both processes: its sender is for the trainer,
+its receiver for an engine. An updater is called by a collector.
 """
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -16,20 +18,61 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
-from torchrl_llm.weights.broadcast import BroadcastSender
-from torchrl_llm.weights.broadcast_source import BroadcastReceiver, Metadata
-from torchrl_llm.weights.double_buffer import DoubleBufferReceiver, DoubleBufferWriter
+from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
+from torchrl_llm.modules.remote import EnginePool
 from torchrl_llm.weights.engine_updaters import EngineWeights
-from torchrl_llm.weights.process_group import free_port
-from torchrl_llm.weights.remote_engines import BroadcastWeights, fitted
+from torchrl_llm.weights.shared_files import FileWriter, newest_update
+from torchrl_llm.weights.transfer import TransferWeights, free_port
 from torchrl_llm.weights.weight_names import engine_weights, get_model_metadata
-from torchrl_llm.weights.weight_receiver import backend_of
 from torchrl_llm.weights.weight_source import WeightReceipt
 
+Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 Strategy = Literal["tensordict", "state_dict"]
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+
+_POLL_S = 0.05
+
+
+def backend_of(engine: Any) -> Backend:
+    """The backend of whatever samples.
+
+    Args:
+        engine: a backend, a policy around one, or a ``vllm.LLM`` of this process that nobody else
+            steps while it is updated.
+
+    Raises:
+        MissingExtraError: vLLM is needed and not installed.
+        ConfigError: for anything else.
+    """
+    if isinstance(engine, Backend):
+        return engine
+    if isinstance(engine, LLMWrapperBase):
+        return engine.backend
+    vllm = require("vllm", extra="vllm", feature=f"an engine given as {type(engine).__name__}")
+    if not isinstance(engine, vllm.LLM):
+        raise ConfigError(
+            f"a {type(engine).__name__} is no engine: give a vllm.LLM, a policy, or a backend"
+        )
+    from torchrl_llm.modules.backends.vllm import VLLMBackend
+
+    return VLLMBackend(engine)
+
+
+def _fitted(weights: dict[str, Tensor], metadata: Metadata | None) -> dict[str, Tensor]:
+    """Weights in the types that were agreed on; ``ConfigError`` for other names or shapes."""
+    if metadata is None:
+        return weights
+    shapes = {name: value.shape for name, value in weights.items()}
+    wrong = {n for n in set(shapes) | set(metadata) if shapes.get(n) != metadata.get(n, (0, 0))[1]}
+    if wrong:
+        raise ConfigError(
+            f"{len(wrong)} weights are not those that the metadata announced: {sorted(wrong)[:3]}; "
+            "give get_model_metadata(model) of the model that is pushed"
+        )
+    return {name: value.to(metadata[name][0]) for name, value in weights.items()}
 
 
 def _check_strategy(strategy: str) -> None:
@@ -65,24 +108,19 @@ class WeightSender(ABC):
         """
         self._collectors.append(collector)
 
-    def update_weights(self, weights: Weights | None = None) -> list[WeightReceipt]:
+    def update_weights(self, weights: Weights | None = None) -> None:
         """Send weights.
 
         Args:
             weights: a module, its state dict or a tensordict; by default the registered model.
 
-        Returns:
-            What receivers said that they loaded, as far as this sender hears of it.
-
         Raises:
             ConfigError: there is nothing to send.
             WeightUpdateError: they did not arrive, or not as they were sent.
         """
-        receipts, _ = self._send(self._weights(weights), self.version + 1)
-        self.version += 1
+        self.publish(weights, self.version + 1)
         for collector in self._collectors:
             collector.increment_version()
-        return receipts
 
     def publish(self, weights: Weights | None, version: int) -> str:
         """Send weights under a version that the caller counts.
@@ -100,52 +138,46 @@ class WeightSender(ABC):
             ConfigError: there is nothing to send.
             WeightUpdateError: they did not arrive, or not as they were sent.
         """
-        _, digest = self._send(self._weights(weights), version)
-        self.version = version
-        return digest
-
-    def _weights(self, weights: Weights | None) -> dict[str, Tensor]:
         source = self._model if weights is None else weights
         if source is None:
             raise ConfigError("register_model(model) first, or pass the weights")
-        return engine_weights(source)
+        digest = self._send(engine_weights(source), version)
+        self.version = version
+        return digest
 
     @abstractmethod
-    def _send(self, weights: dict[str, Tensor], version: int) -> tuple[list[WeightReceipt], str]:
-        """Bring one version over; the receipts that are known, and the digest."""
+    def _send(self, weights: dict[str, Tensor], version: int) -> str:
+        """Bring one version over; its digest."""
 
-    @abstractmethod
     def shutdown(self) -> None:
         """Release what it holds; receivers keep the weights that they have."""
+        return
 
 
 class VLLMWeightSyncScheme:
-    """Weights by collective broadcast: gloo on the CPU, NCCL on CUDA.
+    """Weights to an engine that can be called: over NCCL to one on other GPUs.
 
     Args:
         master_address: of the trainer, as the engines reach it; this machine by default.
-        master_port: where the trainer listens, the same in all processes; ``None`` chooses a free
-            one here, for schemes that are then pickled to the receivers.
+        master_port: kept for TorchRL's programs; each update chooses a free one.
         gpus_per_replica: processes of one engine that receive.
         num_replicas: engines.
         strategy: ``"tensordict"`` and ``"state_dict"`` send the same bytes; both are accepted, as
             in TorchRL.
-        device: CUDA device of the trainer for NCCL, by its index or name; ``"cpu"`` for gloo, which
-            an index also means where there is no CUDA.
+        device: CUDA device of the trainer; ``"cpu"`` for a call that brings all weights, which an
+            index also means where there is no CUDA.
         timeout_s: most seconds of one update.
-        bucket_bytes: most bytes of one buffer.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
         >>> scheme = VLLMWeightSyncScheme(device="cpu")
         >>> engine = FakeBackend(vocab_size=8, eos_token_ids=(2,))
-        >>> receiver, sender = scheme.create_receiver(engine), scheme.create_sender()
-        >>> receiver.listen()
-        >>> sender.register_model(FakeBackend(vocab_size=8, eos_token_ids=(2,), seed=1).module)
-        >>> [receipt.version for receipt in sender.update_weights()]
-        [1]
-        >>> receiver.shutdown(), sender.shutdown()
-        (None, None)
+        >>> trained = FakeBackend(vocab_size=8, eos_token_ids=(2,), seed=1).module
+        >>> sender = scheme.create_sender()
+        >>> sender.init_all_workers_group(get_model_metadata(trained), vllm_engine=engine)
+        >>> sender.update_weights(trained)
+        >>> sender.version, torch.equal(engine.module.head, trained.head)
+        (1, True)
     """
 
     def __init__(
@@ -158,7 +190,6 @@ class VLLMWeightSyncScheme:
         device: torch.device | str | int = 0,
         *,
         timeout_s: float = 120.0,
-        bucket_bytes: int = 256 << 20,
     ) -> None:
         _check_strategy(strategy)
         if gpus_per_replica < 1 or num_replicas < 1:
@@ -169,12 +200,7 @@ class VLLMWeightSyncScheme:
         self.master_address = master_address or "127.0.0.1"
         self.master_port = master_port or free_port()
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
-        self.device, self.timeout_s, self.bucket_bytes = device, timeout_s, bucket_bytes
-
-    @property
-    def num_receivers(self) -> int:
-        """Processes that take part in each update without the trainer."""
-        return self.gpus_per_replica * self.num_replicas
+        self.device, self.timeout_s = device, timeout_s
 
     def create_sender(self) -> VLLMWeightSender:
         """The trainer's end."""
@@ -199,81 +225,76 @@ class VLLMWeightSender(WeightSender):
     def __init__(self, scheme: VLLMWeightSyncScheme) -> None:
         super().__init__()
         self._scheme = scheme
-        self._metadata: Metadata | None = None
-        self._engine: Backend | None = None
-        self._broadcast = BroadcastSender(
-            address=scheme.master_address,
-            port=scheme.master_port,
-            device=scheme.device,
-            timeout_s=scheme.timeout_s,
-            bucket_bytes=scheme.bucket_bytes,
-        )
+        self._updater: vLLMUpdater | None = None
 
     def init_all_workers_group(
         self, model_metadata: Metadata | None = None, vllm_engine: Any = None
     ) -> None:
-        """Begin to listen for receivers; does not wait for them.
+        """Name the engine that gets the weights; each update connects by itself.
 
         Args:
             model_metadata: of what will be sent (:func:`get_model_metadata`); weights are cast to
                 its types.
-            vllm_engine: a remote engine that can be called (a backend, or what has one): it is
-                then told of each update, and needs no receiver.
+            vllm_engine: an engine that can be called: a backend, what has one, or a ``vllm.LLM``
+                of this process.
+
+        Raises:
+            ConfigError: no engine.
         """
-        self._metadata = model_metadata
-        self._engine = None if vllm_engine is None else backend_of(vllm_engine)
-        _ = self._broadcast.port
-
-    def _send(self, weights: dict[str, Tensor], version: int) -> tuple[list[WeightReceipt], str]:
-        weights = fitted(weights, self._metadata)
-        if self._engine is not None:
-            receipts = self._broadcast.push(weights, [self._engine], version=version)
-        else:
-            receipts = self._broadcast.publish(
-                weights, version=version, num_receivers=self._scheme.num_receivers
+        if vllm_engine is None:
+            raise ConfigError(
+                "init_all_workers_group needs vllm_engine=..., which is called for each update; "
+                "engines that cannot be called read files (VLLMDoubleBufferSyncScheme)"
             )
-        return receipts, receipts[0].digest
+        scheme = self._scheme
+        self._updater = vLLMUpdater(
+            scheme.master_address,
+            model_metadata=model_metadata,
+            device=scheme.device,
+            timeout_s=scheme.timeout_s,
+            engines=(backend_of(vllm_engine),),
+        )
 
-    def shutdown(self) -> None:
-        """See :meth:`WeightSender.shutdown`."""
-        self._broadcast.close()
+    def _send(self, weights: dict[str, Tensor], version: int) -> str:
+        if self._updater is None:
+            raise ConfigError("call init_all_workers_group(metadata, vllm_engine=...) first")
+        self._updater.version = version - 1
+        self._updater.push_weights(weights)
+        return self._updater.receipts[0].digest
 
 
-class VLLMWeightReceiver(BroadcastReceiver):
-    """An engine's end of :class:`VLLMWeightSyncScheme`.
+class VLLMWeightReceiver:
+    """An engine's end of :class:`VLLMWeightSyncScheme`, which has nothing to do, as in TorchRL.
 
     Args:
         scheme: its settings.
-        vllm_engine: gets the weights.
+        vllm_engine: gets the weights, by calls of the sender.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
-        super().__init__(
-            backend_of(vllm_engine),
-            address=scheme.master_address,
-            port=scheme.master_port,
-            timeout_s=scheme.timeout_s,
-        )
+        self.scheme, self.backend = scheme, backend_of(vllm_engine)
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
-        """Begin to listen in a thread, as TorchRL's receivers do from here on.
+        """Nothing to connect: the sender does it in each update."""
 
-        Args:
-            model_metadata: not needed, for the sender's is fetched; checked by the load.
-        """
-        self.listen()
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Nothing to apply: weights are loaded as they arrive."""
+
+    def poll_and_apply(self, timeout: float = 0.1) -> bool:
+        """Nothing to ask for: whether there was anything, which is never."""
+        return False
 
 
 class VLLMDoubleBufferSyncScheme:
     """Weights through a folder that the trainer and the engines share.
 
     Nobody waits for anybody: the trainer writes, the engines read when they look next. See
-    :mod:`torchrl_llm.weights.double_buffer`.
+    :mod:`torchrl_llm.weights.shared_files`.
 
     Args:
         remote_addr: the folder as the trainer sees it.
         local_addr: the folder as the engines see it; by default by the same name.
-        num_threads: copy so many tensors at once.
+        num_threads: checked, and without effect: a file is written in one go.
         strategy: ``"tensordict"`` and ``"state_dict"`` write the same bytes; both are accepted, as
             in TorchRL.
 
@@ -283,7 +304,7 @@ class VLLMDoubleBufferSyncScheme:
         >>> scheme = VLLMDoubleBufferSyncScheme(tempfile.mkdtemp())
         >>> sender = scheme.create_sender()
         >>> sender.register_model(FakeBackend(vocab_size=8, eos_token_ids=(2,), seed=1).module)
-        >>> _ = sender.update_weights()
+        >>> sender.update_weights()
         >>> receiver = scheme.create_receiver(FakeBackend(vocab_size=8, eos_token_ids=(2,)))
         >>> receiver.poll_and_apply(), receiver.version
         (True, 1)
@@ -328,49 +349,93 @@ class VLLMDoubleBufferWeightSender(WeightSender):
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme) -> None:
         super().__init__()
-        self._writer = DoubleBufferWriter(scheme.remote_addr, num_threads=scheme.num_threads)
+        self._writer = FileWriter(scheme.remote_addr)
         self.version = self._writer.last_version
 
-    def _send(self, weights: dict[str, Tensor], version: int) -> tuple[list[WeightReceipt], str]:
-        header = self._writer.write(weights, version=version)
-        return list(self._writer.receipts().values()), header.digest
-
-    def receipts(self) -> dict[str, WeightReceipt]:
-        """What receivers said that they loaded last, by their names."""
-        return self._writer.receipts()
+    def _send(self, weights: dict[str, Tensor], version: int) -> str:
+        return self._writer.write(weights, version=version).digest
 
     def shutdown(self) -> None:
         """See :meth:`WeightSender.shutdown`."""
         self._writer.close()
 
 
-class VLLMDoubleBufferWeightReceiver(DoubleBufferReceiver):
+class VLLMDoubleBufferWeightReceiver:
     """An engine's end of :class:`VLLMDoubleBufferSyncScheme`.
 
     Args:
         scheme: its settings.
         vllm_engine: gets the weights.
+
+    Attributes:
+        version: of the last weights that were taken; ``None`` before the first.
+        receipts: of the last weights that were taken.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
-        super().__init__(backend_of(vllm_engine), scheme.local_addr, num_threads=scheme.num_threads)
+        self._folder, self.backend = scheme.local_addr, backend_of(vllm_engine)
+        self.version: int | None = None
+        self.receipts: list[WeightReceipt] = []
+        self._seen: Path | None = None
+
+    def apply_weights(self, weights: Any, inplace: bool = True) -> None:
+        """Take weights that are here already, under the next version.
+
+        Args:
+            weights: a module, its state dict or a tensordict.
+            inplace: as in TorchRL, nothing but ``True``.
+        """
+        if not inplace:
+            raise ConfigError("weights are applied in place: an engine has one copy of them")
+        updater = vLLMUpdaterV2(self.backend)
+        updater.version = self.version or 0
+        updater.push_weights(weights)
+        self.version, self.receipts = updater.version, updater.receipts
+
+    def poll_and_apply(self, timeout: float = 180.0) -> bool:
+        """Wait for new weights and take them.
+
+        Args:
+            timeout: most seconds to wait for a trainer that has any.
+
+        Returns:
+            Whether there were any.
+
+        Raises:
+            WeightUpdateError: there were, and they did not arrive whole; the old ones stay.
+        """
+        end = time.monotonic() + timeout
+        while True:
+            found = newest_update(self._folder)
+            if found is not None and found[1].path != self._seen:
+                version, source = found
+                self._seen = source.path
+                self.receipts = self.backend.update_weights(source, version=version)
+                self.version = version
+                return True
+            if time.monotonic() >= end:
+                return False
+            time.sleep(_POLL_S)
 
 
-Weights = nn.Module | TensorDictBase | Mapping[str, Any]
+class vLLMUpdater(EngineWeights):
+    """Weights to the collector's engine.
 
-
-class vLLMUpdater(BroadcastWeights):
-    """Weights to the collector's engine by collective broadcast.
+    Engines on Ray and a trainer on a GPU: by NCCL, with vLLM's own transfer
+    (:class:`~torchrl_llm.weights.TransferWeights`). All others: by the call that brings all
+    weights.
 
     Args:
         master_address: of this machine, as the engine reaches it; by default this machine alone.
-        master_port: where to listen; by default a free port.
+        master_port: kept for TorchRL's programs; each push chooses a free one.
         model_metadata: name to ``(dtype, shape)`` of each weight; may come with :meth:`init`.
         vllm_tp_size: processes of one engine that take weights; compared with what the engine says
             (``Backend.num_copies``) at each push. By default whatever it says.
         v2: make a :class:`vLLMUpdaterV2` of a ``vllm_engine``, which is then the only argument.
-        device: see :class:`~torchrl_llm.weights.BroadcastWeights`.
-        timeout_s: see there.
+        device: that the weights are trained on; by default the first CUDA device where there is
+            one, else the CPU.
+        timeout_s: most seconds of one push over NCCL.
+        engines: that get the weights; by default that of the collector's policy.
 
     Raises:
         ConfigError: a tensor-parallel size below 1, or other arguments with ``v2``.
@@ -409,42 +474,28 @@ class vLLMUpdater(BroadcastWeights):
         v2: bool = False,
         device: torch.device | str | int | None = None,
         timeout_s: float = 120.0,
+        engines: Iterable[Backend] = (),
     ) -> None:
-        super().__init__(
-            metadata=model_metadata,
-            address=master_address or "127.0.0.1",
-            port=master_port or 0,
-            device=device,
-            timeout_s=timeout_s,
-        )
-        self.master_address = master_address or "127.0.0.1"
+        super().__init__(*engines)
         if vllm_tp_size is not None and vllm_tp_size < 1:
             raise ConfigError(f"vllm_tp_size must be at least 1, got {vllm_tp_size}")
-        self.vllm_tp_size = vllm_tp_size
+        self.master_address = master_address or "127.0.0.1"
+        self.master_port = master_port or free_port()
+        self.model_metadata, self.vllm_tp_size = model_metadata, vllm_tp_size
+        self._on_cpu = device == torch.device("cpu") or not torch.cuda.is_available()
+        self._timeout_s = timeout_s
 
     def init(self, model_metadata: Metadata | None = None) -> None:
-        """Say what will be sent, and begin to listen.
+        """Say what will be sent.
 
         Args:
             model_metadata: name to ``(dtype, shape)``; weights are cast to these types.
         """
         if model_metadata is not None:
-            self.metadata = model_metadata
-        _ = self.port
+            self.model_metadata = model_metadata
 
     def maybe_init_group(self) -> None:
-        """Begin to listen; the group itself is made by each push that needs one."""
-        self.init()
-
-    @property
-    def master_port(self) -> int:
-        """Where it listens."""
-        return self.port
-
-    @property
-    def model_metadata(self) -> Metadata | None:
-        """What will be sent, as far as it was said."""
-        return self.metadata
+        """Nothing to connect: each push does it."""
 
     def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
         copies = sum(backend.num_copies for backend in self.backends)
@@ -453,7 +504,14 @@ class vLLMUpdater(BroadcastWeights):
                 f"vllm_tp_size is {self.vllm_tp_size} and the collector's engines take weights in "
                 f"{copies} processes; leave it out, or set what the engines were started with"
             )
-        super()._deliver(weights, version, receipts)
+        fitted = _fitted(engine_weights(weights), self.model_metadata)
+        remote = all(isinstance(backend, EnginePool) for backend in self.backends)
+        if self._on_cpu or not remote:
+            super()._deliver(fitted, version, receipts)
+            return
+        address, limit = self.master_address, self._timeout_s
+        transfer = TransferWeights(*self.backends, address=address, timeout_s=limit)
+        transfer._deliver(fitted, version, receipts)
 
     @staticmethod
     def get_model_metadata(model: Weights) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -484,8 +542,6 @@ class vLLMUpdaterV2(EngineWeights):
         self.vllm_engine = backend_of(vllm_engine)
         super().__init__(self.vllm_engine)
         self.model_metadata: Metadata | None = None
-        self._broadcast: BroadcastSender | None = None
-        self._batch_size: int | None = None
 
     def init(self, model_metadata: Metadata | None = None) -> None:
         """Say what will be pushed; names and shapes are then checked before anything is sent.
@@ -513,7 +569,7 @@ class vLLMUpdaterV2(EngineWeights):
         if weights is not None and not isinstance(weights, known):
             weights = dict(weights)
         if weights is not None:
-            weights = fitted(engine_weights(weights), self.model_metadata)
+            weights = _fitted(engine_weights(weights), self.model_metadata)
         super().push_weights(weights)
 
     def push_weights_from_transformers(self, transformers_model: nn.Module) -> None:
@@ -527,31 +583,15 @@ class vLLMUpdaterV2(EngineWeights):
     def push_weights_from_transformers_optimized(
         self, transformers_model: nn.Module, batch_size: int = 50
     ) -> None:
-        """Send them by a collective broadcast in flat buffers, as one version.
+        """The same: weights go in one piece, however many they are.
 
         Args:
             transformers_model: the model, or a policy around it.
-            batch_size: most tensors in one buffer; 0 for as many as fit.
+            batch_size: not negative; without effect.
         """
-        model, self._batch_size = transformers_model, batch_size
-        try:
-            self.push_weights(model)
-        finally:
-            self._batch_size = None
-
-    def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
-        if self._batch_size is None:
-            super()._deliver(weights, version, receipts)
-            return
-        if self._broadcast is None:
-            self._broadcast = BroadcastSender()
-        self._broadcast.push(
-            weights,
-            self.backends,
-            version=version,
-            bucket_tensors=self._batch_size,
-            arrived=receipts,
-        )
+        if batch_size < 0:
+            raise ConfigError(f"batch_size must be at least 0, got {batch_size}")
+        self.push_weights(transformers_model)
 
     @staticmethod
     def get_model_metadata(model: Weights) -> dict[str, tuple[torch.dtype, torch.Size]]:

@@ -1,4 +1,9 @@
 from torchrl_llm.compat.buffer_dataset import TorchRLBufferDataset as TorchRLBufferDataset
+from torchrl_llm.compat.vllm_group import (
+    stateless_init_process_group as stateless_init_process_group,
+    stateless_init_process_group_async as stateless_init_process_group_async,
+    vLLMWorker as vLLMWorker,
+)
 from torchrl_llm.data.views import (
     ChatHistory as ChatHistory,
     LogProbs as LogProbs,
@@ -44,8 +49,3 @@ from torchrl_llm.modules.policies import (
 from torchrl_llm.modules.reference import AdapterDisabled as AdapterDisabled
 from torchrl_llm.modules.remote import EnginePool as EnginePool, LoadBalancer as LoadBalancer
 from torchrl_llm.modules.reward_model import HFRewardModelWrapper as HFRewardModelWrapper
-from torchrl_llm.weights.process_group import (
-    stateless_init_process_group as stateless_init_process_group,
-    stateless_init_process_group_async as stateless_init_process_group_async,
-)
-from torchrl_llm.weights.vllm_extension import vLLMWorker as vLLMWorker

@@ -535,22 +535,26 @@ class WeightSyncConfig(Group, key="weight_sync"):
     Attributes:
         type: ``shared`` keeps one copy of the weights for trainer and engine, ``load`` copies all
             of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
-            alone; or ``"module:class"`` of an updater of your own, which is made of the engine's
-            backend and the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA,
-            ``shared`` on the CPU with ``inference_model.num_devices=1``, else ``load``, also with
+            alone, ``files`` writes all to a folder, from which the engine reads; or
+            ``"module:class"`` of an updater of your own, which is made of the engine's backend and
+            the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA, ``shared`` on
+            the CPU with ``inference_model.num_devices=1``, else ``load``, also with
             ``inference_model.sleep``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop where more than rounding is between them.
         fingerprint: with ``load``, hash all weights at each update: half of the copy on the CPU;
             on a GPU they have to be copied to the CPU for it.
+        folder: with ``files``, where they are.
     """
 
     type: str = "auto"
     verify: bool = True
     fingerprint: bool = True
+    folder: str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        _check_folder(self.type, self.folder)
         if self.type != "auto":
             with naming("weight_sync.type"):
                 find("weights", self.type)
@@ -561,13 +565,22 @@ class WeightSyncConfig(Group, key="weight_sync"):
         )
 
 
-class AsyncWeightSyncConfig(Group, key="weight_sync"):
-    """How the weights that were trained get to the collectors.
+def _check_folder(type_: str, folder: str | None) -> None:
+    ensure(
+        (type_ == "files") == (folder is not None),
+        "weight_sync.folder goes with weight_sync.type=files, and that with a folder",
+    )
 
-    They go through Ray's object store, where each machine holds them once; a LoRA adapter is merged
-    into them.
+
+class AsyncWeightSyncConfig(Group, key="weight_sync"):
+    """How the weights that were trained get to the collectors; a LoRA adapter is merged into them.
 
     Attributes:
+        type: ``ray`` puts them into Ray's object store, where each machine holds them once;
+            ``files`` into a folder that all machines see; ``nccl`` sends them from the trainer's
+            GPU to those of the collectors, and ``ipc`` to collectors that share its GPU, both by
+            vLLM's own weight transfer (never run on a GPU).
+        folder: with ``files``, where they are.
         in_flight: what new weights do with conversations that are being collected: ``wait`` until
             all have their present answer, and go on with the new weights; ``keep`` what is there
             of the answers too (each token knows its version); or ``abort``: drop them and begin
@@ -576,8 +589,14 @@ class AsyncWeightSyncConfig(Group, key="weight_sync"):
             ``inference_model.backend=vllm`` to have an effect.
     """
 
+    type: Literal["ray", "files", "nccl", "ipc"] = "ray"
+    folder: str | None = None
     in_flight: Literal["wait", "keep", "abort"] = "wait"
     verify: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_folder(self.type, self.folder)
 
 
 class AsyncTrainConfig(TrainConfig):

@@ -335,6 +335,25 @@ class AsyncGRPOConfig(GRPOGroups):
             self.advantage.type != "spo",
             "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
         )
+        if self.weight_sync.type in ("nccl", "ipc"):
+            self._check_transfer(self.weight_sync.type)
+
+    def _check_transfer(self, type_: str) -> None:
+        ensure(
+            self.inference_model.backend == "vllm" and self.gpus_per_collector > 0,
+            f"weight_sync.type={type_} goes from GPU to GPU by vLLM's transfer: it needs GPUs, and "
+            "inference_model.backend=vllm; choose ray or files",
+        )
+        ensure(
+            (type_ == "ipc") == (self.train_model.num_devices == 0),
+            "weight_sync.type=nccl joins the trainer's GPU with others (train_model.num_devices=1),"
+            " and ipc processes that share its GPU (train_model.num_devices=0)",
+        )
+        ensure(
+            type_ == "nccl" or self.train.parallel == "none",
+            f"weight_sync.type=ipc with train.parallel={self.train.parallel}: collectors share the "
+            "GPU of one rank; choose nccl, ray or files",
+        )
 
 
 class _NoActor(TokenScorer):

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import torch
 from tensordict import TensorDictBase
-from torch import nn
+from torch import Tensor, nn
 from torchrl._utils import logger
 from torchrl.envs import EnvBase
 
@@ -30,6 +30,7 @@ from torchrl_llm.collectors.staleness import Pacer, StalenessRule
 from torchrl_llm.collectors.transport import RayChannel, RowChannel
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import DataLoadingPrimer, RayDataLoadingPrimer
+from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.recipes import builders, groups
@@ -39,7 +40,8 @@ from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.sampling_engine import engine_arguments
 from torchrl_llm.trainers.run_config import EvalConfig
-from torchrl_llm.weights import CanaryTarget, engine_weights
+from torchrl_llm.weights import CanaryTarget, FileWriter, VLLMTransfer, engine_weights
+from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 
 @dataclass(kw_only=True)
@@ -189,6 +191,7 @@ class RayCollection(ChannelCollector):
         timeout_s: see there.
         dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.engine_weights`.
         primer: draws the prompts of all collectors; ``None`` where each draws its own.
+        carrier: files or GPUs that the weights go by; ``None`` for Ray's object store.
     """
 
     def __init__(
@@ -201,8 +204,10 @@ class RayCollection(ChannelCollector):
         timeout_s: float,
         dtype: torch.dtype | None = None,
         primer: DataLoadingPrimer | None = None,
+        carrier: FileWriter | VLLMTransfer | None = None,
     ) -> None:
         self.members, self._dtype, self.primer = list(members), dtype, primer
+        self._carrier = carrier
         super().__init__(
             channel,
             batch_rows=batch_rows,
@@ -227,11 +232,37 @@ class RayCollection(ChannelCollector):
         self, weights: Any, version: int, *, canary: CanaryTarget | None = None
     ) -> str | None:
         self._check_members()
-        source = ObjectStoreSource.put(engine_weights(weights, dtype=self._dtype))
-        source.canary = canary
-        for member in self.members:
-            member.load_weights(source, version=version)
+        named = engine_weights(weights, dtype=self._dtype)
+        if isinstance(self._carrier, VLLMTransfer) and self._all_there():
+            try:
+                return self._transfer(named, version, canary)
+            except (WeightUpdateError, WorkerError) as error:
+                logger.warning(f"version {version} goes through Ray's object store: {error}")
+        if isinstance(self._carrier, FileWriter):
+            source = self._carrier.write(named, version=version, canary=canary)
+        else:
+            source = ObjectStoreSource.put(named)
+            source.canary = canary
+        self._tell(source, version)
         return source.digest
+
+    def _transfer(
+        self, named: Mapping[str, Tensor], version: int, canary: CanaryTarget | None
+    ) -> str:
+        tell, number = partial(self._tell, version=version), len(self.members)
+        return self._carrier.send(named, tell, num_receivers=number, canary=canary)[0].digest
+
+    def _tell(self, source: WeightSource, version: int) -> list[WeightReceipt]:
+        with ThreadPoolExecutor(len(self.members)) as threads:
+            told = threads.map(lambda m: m.load_weights(source, version=version), self.members)
+            return [receipt for part in told for receipt in part]
+
+    def _all_there(self) -> bool:
+        """Whether no collector is being restarted, who would come too late for a transfer."""
+        try:
+            return all(member.pid() for member in self.members)
+        except WorkerError:
+            return False
 
     def _watch(self) -> None:
         self._check_members()
@@ -303,6 +334,7 @@ def ray_collection(
         what = CollectionConfig.of(config, device=device)
         # Names of this run: those of the run that it continues are in its accounts already.
         run = secrets.token_hex(3)
+        carrier = _carrier(config, ray)
         primer = None
         if config.curriculum.order != "shuffle":
             # The actor ends with the process that starts it, which is the learner's.
@@ -323,17 +355,29 @@ def ray_collection(
             timeout_s=config.ray.timeout_s,
             dtype=sent_dtype(config),
             primer=primer,
+            carrier=carrier,
         )
         try:
             yield collection
         finally:
             collection.shutdown(raise_on_error=False)
+            if isinstance(carrier, FileWriter):
+                carrier.close()
             channel.shutdown()
             if isinstance(primer, RayDataLoadingPrimer):
                 primer.shutdown()
     finally:
         if own:
             ray.shutdown()
+
+
+def _carrier(config: AsyncGRPOConfig, ray: Any) -> FileWriter | VLLMTransfer | None:
+    sync = config.weight_sync
+    if sync.type == "files":
+        return FileWriter(sync.folder)
+    if sync.type == "ray":
+        return None
+    return VLLMTransfer(sync.type, address=ray.util.get_node_ip_address())
 
 
 def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
@@ -401,7 +445,7 @@ def _build(
         num_cpus=config.ray.cpus_per_collector,
         num_gpus=config.gpus_per_collector,
         in_flight=config.weight_sync.in_flight,
-        wait_for_updates=False,
+        wait_for_updates=config.weight_sync.type in ("nccl", "ipc"),
         max_restarts=config.ray.max_restarts,
         worker_timeout_s=config.ray.timeout_s,
         timeout_s=config.ray.timeout_s,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from torchrl_llm._registry import find
 from torchrl_llm.errors import ConfigError
@@ -114,7 +116,10 @@ def canary_metrics(canary: CanaryCheck | None) -> dict[str, float]:
 
 
 def make_sampler(
-    config: GRPOConfig, policy: TransformersWrapper, learner: TransformersWrapper
+    config: GRPOConfig,
+    policy: TransformersWrapper,
+    learner: TransformersWrapper,
+    name: str = "policy",
 ) -> tuple[LLMWrapperBase, WeightUpdater]:
     """What the collector samples with, and what brings it new weights.
 
@@ -122,6 +127,7 @@ def make_sampler(
         config: the recipe's.
         policy: samples and scores in this process.
         learner: what is trained, see :func:`~torchrl_llm.recipes.parallel.make_learner`.
+        name: of the policy among those of this run.
 
     Returns:
         The policy itself, whose weights are those that are trained; or a
@@ -150,7 +156,12 @@ def make_sampler(
     if sync == "shared":
         # The version is proven by the canary; hashing all weights as well would double the cost.
         return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)
-    given = {"fingerprint": config.weight_sync.fingerprint} if sync == "load" else {}
+    given: dict[str, Any] = {}
+    if sync == "load":
+        given["fingerprint"] = config.weight_sync.fingerprint
+    if sync == "files":
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        given["folder"] = Path(config.weight_sync.folder, f"{name}-{rank}")
     make_updater = SleepingEngineWeights if config.inference_model.sleep else find("weights", sync)
     updater = make_updater(backend, model=model, canary=canary, **given)
     return sampler, weights_of(learner, policy, updater)

@@ -164,7 +164,7 @@ class EngineWeights(WeightUpdater):
         """What brings a version to one engine; everything that all need is done once, here."""
         source = TensorSource(engine_weights(weights, dtype=self._dtype))
         source.hashed = self._fingerprint
-        return partial(_update, source=self._counted(source), version=version)
+        return partial(update_backend, source=self._counted(source), version=version)
 
     def _counted(self, source: Source) -> Source:
         """A source whose version is one of this updater."""
@@ -196,7 +196,14 @@ class EngineWeights(WeightUpdater):
                 backend.when_awake(check)
 
 
-def _update(backend: Backend, *, source: WeightSource, version: int) -> list[WeightReceipt]:
+def update_backend(backend: Backend, *, source: WeightSource, version: int) -> list[WeightReceipt]:
+    """Tell a backend of weights; what a sender is made of.
+
+    Args:
+        backend: gets them.
+        source: where they are.
+        version: their number.
+    """
     return backend.update_weights(source, version=version)
 
 

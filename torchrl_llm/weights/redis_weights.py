@@ -4,7 +4,7 @@ The learner's :class:`RedisWeightWriter` puts each version there in chunks, unde
 and then names it; a :class:`RedisWeightReader` finds the newest one and hands out a source that
 may be read at leisure: an older version stays until two newer ones are there. What arrives is
 checked against the digest of what was sent. For large models let the Redis carry rows only, and
-the weights a shared disc (:mod:`torchrl_llm.weights.double_buffer`).
+the weights a shared disc (:mod:`torchrl_llm.weights.shared_files`).
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class RedisWeightWriter:
             if tensor.nbytes > _MOST_BYTES:
                 raise WeightUpdateError(
                     f"{name!r} has {tensor.nbytes >> 20} MiB, more than a Redis takes at once; "
-                    "bring the weights over a shared disc (DoubleBufferWriter)"
+                    "bring the weights over a shared disc (FileWriter)"
                 )
             if names and size + tensor.nbytes > self._chunk_bytes:
                 yield to_bytes(names, [weights[n] for n in names])

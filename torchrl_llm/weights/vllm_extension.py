@@ -1,4 +1,4 @@
-"""Worker extensions of vLLM: they take weights inside a server, or an engine over several devices.
+"""Worker extension of vLLM: it takes weights inside a server, or an engine over several devices.
 
 Start a server with ``--worker-extension-cls torchrl_llm.weights.vllm_extension.WeightReceiver``;
 vLLM then puts the methods of that class into its worker class. What they answer is plain, and an
@@ -6,7 +6,7 @@ error is an answer too, for a server tells its client no more of an exception th
 one.
 
 Next: :mod:`torchrl_llm.modules.backends.server` and :mod:`torchrl_llm.weights.vllm_loading`, which
-call them.
+call it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,13 @@ import base64
 import contextlib
 import json
 import os
-from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from torchrl_llm._imports import require
-from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError
+from torchrl_llm.errors import TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.build import keep_weights_unpacked
-from torchrl_llm.weights.process_group import WeightGroup, stateless_init_process_group
 from torchrl_llm.weights.vllm_loading import agree, load_into_vllm_model
 from torchrl_llm.weights.weight_source import UNHASHED, DeltaSource, TensorSource, WeightSource
 
@@ -122,85 +119,3 @@ def _tensors(*, path: str | None = None, content: bytes = b"") -> dict[str, Tens
     except Exception as error:
         # A broken file raises an exception of the format's own, which has no common base.
         raise WeightUpdateError(f"this is no safetensors file: {error}") from error
-
-
-class vLLMWorker:
-    """What vLLM's worker is extended by to take single weights from a group of processes.
-
-    Never built by itself: name it when an engine is built,
-    ``worker_extension_cls="torchrl_llm.weights.vllm_extension.vLLMWorker"``, and call
-    its methods by ``collective_rpc``. For whole models use
-    :class:`~torchrl_llm.weights.BroadcastWeights`, which needs no extension, sends few large
-    buffers and proves what arrived.
-    """
-
-    _torchrl_llm_group: WeightGroup | None = None
-    _torchrl_llm_changes: int = 0
-
-    def init_weight_update_group(
-        self,
-        master_address: str | None,
-        master_port: int,
-        rank_offset: int,
-        world_size: int,
-        timeout_s: float = 60.0,
-    ) -> int:
-        """Join the group of a trainer, which is rank 0.
-
-        Args:
-            master_address: of the trainer; ``None`` for this machine.
-            master_port: where the trainer listens.
-            rank_offset: rank of the first worker of this engine.
-            world_size: processes of the group.
-            timeout_s: most seconds to wait for the others.
-
-        Returns:
-            The rank of this worker.
-
-        Raises:
-            WorkerError: the others did not come in time.
-        """
-        rank = rank_offset + self.rank
-        self._torchrl_llm_group = stateless_init_process_group(
-            master_address, master_port, rank, world_size, self.device, timeout_s=timeout_s
-        )
-        return rank
-
-    def update_weight(
-        self, name: str, dtype: str, shape: Sequence[int], timeout_s: float = 60.0
-    ) -> str:
-        """Receive one weight by broadcast from rank 0 and load it.
-
-        The engine's prefix cache is not dropped: do that after the last one.
-
-        Args:
-            name: that of the Hugging Face model.
-            dtype: as ``"float32"``.
-            shape: of the weight.
-            timeout_s: most seconds to wait for it.
-
-        Returns:
-            The digest of what arrived.
-
-        Raises:
-            ConfigError: the worker is in no group.
-            WorkerError: the trainer died or was late.
-            WeightUpdateError: the model has no such weight.
-        """
-        from torchrl_llm.weights.vllm_loading import load_into_vllm_model
-
-        group = self._torchrl_llm_group
-        if group is None:
-            raise ConfigError("call init_weight_update_group before update_weight")
-        buffer = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=group.device)
-        group.broadcast(buffer, timeout_s=timeout_s)
-        source = TensorSource({name: buffer}, kind="delta")
-        source.recounted = True  # whoever sends one by one counts no versions
-        receipt = load_into_vllm_model(self.model_runner.get_model(), source, version=0)
-        self._torchrl_llm_changes += 1
-        return receipt.digest
-
-    def check_weights_changed(self) -> bool:
-        """Whether a weight arrived since this was asked last."""
-        changed, self._torchrl_llm_changes = self._torchrl_llm_changes > 0, 0
-        return changed

@@ -13,11 +13,10 @@ from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules import VLLMServer
 from torchrl_llm.modules.backends import BigramModel, FakeBackend
 from torchrl_llm.weights import (
-    BroadcastWeights,
     CanaryCheck,
     DeltaWeights,
-    DoubleBufferWeights,
     EngineWeights,
+    FileWeights,
 )
 from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import AdapterSource, DeltaSource, TensorSource
@@ -211,16 +210,14 @@ def test_a_pause_that_takes_too_long_is_taken_back(serve, tmp_path):
     assert all(torch.equal(value, before[name]) for name, value in held(fake).items())
 
 
-@pytest.mark.parametrize("kind", ["broadcast", "double_buffer", "delta", "all"])
+@pytest.mark.parametrize("kind", ["files", "delta", "all"])
 def test_every_updater_of_engines_reaches_a_server(serve, tmp_path, kind):
     fake, url = serve()
     backend = connect(url)
     trained = FakeBackend(vocab_size=VOCAB, eos_token_ids=(2,), seed=9)
     options = {"model": trained.module, "canary": CanaryCheck(trained, tolerance=1e-4)}
-    if kind == "broadcast":
-        updater = BroadcastWeights(backend, device="cpu", timeout_s=20, **options)
-    elif kind == "double_buffer":
-        updater = DoubleBufferWeights(tmp_path, backend, **options)
+    if kind == "files":
+        updater = FileWeights(backend, folder=tmp_path, **options)
     else:
         updater = {"delta": DeltaWeights, "all": EngineWeights}[kind](backend, **options)
     for version in (1, 2, 3):
@@ -230,7 +227,7 @@ def test_every_updater_of_engines_reaches_a_server(serve, tmp_path, kind):
         assert backend.server.weight_version() == version
         wanted = dict(trained.module.named_parameters())
         assert all(torch.equal(value, wanted[name]) for name, value in held(fake).items())
-    if kind in ("broadcast", "double_buffer"):
+    if kind == "files":
         updater.close()
 
 

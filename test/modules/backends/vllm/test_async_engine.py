@@ -149,7 +149,7 @@ def test_a_wrapper_and_many_threads_share_it(engine, tokenizer):
         assert all(threads.map(ask, range(128)))
 
 
-def test_weights_reach_both_through_the_object_store_and_by_broadcast(engine, model, tokenizer):
+def test_weights_reach_both_by_either_updater(engine, model, tokenizer):
     version = engine.version
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     collector = Collector(engine)

@@ -9,7 +9,7 @@ import torch
 from modules.backends.vllm.engine_helper import SETTINGS
 
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import (
     SamplingParams,
     TransformersBackend,
@@ -18,25 +18,27 @@ from torchrl_llm.modules import (
     make_vllm_worker,
     stateless_init_process_group,
 )
-from torchrl_llm.weights.process_group import free_port
+from torchrl_llm.weights.transfer import free_port
 
 pytest.importorskip("vllm")
+
+from weights.without_gpu import install
+
 pytestmark = pytest.mark.vllm
 
 
 def test_single_weights_arrive_through_a_group():
+    install()
     from torchrl_llm.modules.backends.vllm import VLLMBackend
 
     llm = make_vllm_worker(
         model_name=embedded_model_path(),
         make_ray_worker=False,
-        worker_extension_cls="torchrl_llm.weights.vllm_extension.vLLMWorker",
+        worker_extension_cls="torchrl_llm.compat.vllm_group.vLLMWorker",
         **SETTINGS,
     )
     with pytest.raises(ConfigError, match="call init_weight_update_group"):
         llm.collective_rpc("update_weight", args=("x", "float32", (1,)))
-    with pytest.raises(WorkerError):
-        llm.collective_rpc("init_weight_update_group", args=(None, free_port(), 1, 2, 0.3))
 
     model, tokenizer = load_model(), load_tokenizer()
     with torch.no_grad():
@@ -52,7 +54,7 @@ def test_single_weights_arrive_through_a_group():
         group = joining.result(timeout=30)
         assert llm.collective_rpc("check_weights_changed") == [False]
         for name, weight in weights.items():
-            sending = trainer.submit(group.broadcast, weight.detach().contiguous())
+            sending = trainer.submit(group.broadcast, weight.detach().contiguous(), src=0)
             llm.collective_rpc("update_weight", args=(name, "float32", tuple(weight.shape)))
             sending.result(timeout=30)
     assert llm.collective_rpc("check_weights_changed") == [True]

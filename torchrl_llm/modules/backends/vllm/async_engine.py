@@ -34,7 +34,6 @@ from torchrl_llm.modules.model_loading import load_tokenizer
 from torchrl_llm.modules.remote.dispatch import Part
 from torchrl_llm.modules.remote.pool import EnginePool
 from torchrl_llm.modules.remote.replica_supervisor import PoolSpec
-from torchrl_llm.weights.process_group import open_store
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
 
 
@@ -67,10 +66,6 @@ class ServedEngine(VLLMBackend):
         """Call a method of each of the engine's workers, while it does nothing else."""
         with self.exclusive():
             return self.engine.collective_rpc(method, timeout=timeout_s, args=args, kwargs=kwargs)
-
-    def reach(self, address: str, port: int, timeout_s: float) -> None:
-        """Raise unless a sender of weights listens there."""
-        open_store(address, port, host=False, timeout_s=timeout_s)
 
 
 def _native_prompt(prompt: Any, tokenizer: Any) -> Any:
@@ -392,25 +387,13 @@ class AsyncVLLM(EnginePool):
         *,
         timeout_s: float = 60.0,
     ) -> None:
-        """Make sure that every replica can reach a sender that broadcasts weights.
-
-        Without one there is nothing to do: :meth:`update_weights` brings them by itself. The group
-        is made by the sender's first update
-        (:class:`~torchrl_llm.collectors.weight_update.vLLMUpdater`), and again when a member died.
+        """Nothing to do: each update of the weights connects by itself.
 
         Args:
-            master_address: of the sender; ``None`` where there is none.
-            master_port: where it listens.
-            timeout_s: most seconds to wait for it.
-
-        Raises:
-            WorkerError: a replica cannot reach it.
+            master_address: accepted for TorchRL's programs, as the others.
+            master_port: accepted.
+            timeout_s: accepted.
         """
-        if master_address is None:
-            return
-        self.on_every_replica(
-            "reach", master_address, master_port, timeout_s, timeout_s=timeout_s + 2
-        )
 
     # -- sleep ----------------------------------------------------------------------------------
 
