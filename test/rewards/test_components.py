@@ -20,7 +20,7 @@ from torchrl_llm.rewards import (
     Sample,
     Scorer,
 )
-from torchrl_llm.rewards.reward_components import weighted_total
+from torchrl_llm.rewards.composite_reward import weighted_total
 
 NAN = math.nan
 

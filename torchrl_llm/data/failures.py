@@ -125,6 +125,10 @@ class Failure(NamedTuple):
         return self.source, self.kind, self.place
 
 
+NO_FAILURE = Failure(source="")
+"""What is said of a row in which nothing failed."""
+
+
 def place_of(error: BaseException) -> str:
     """Where an exception was raised, in the user's own code if that was run.
 

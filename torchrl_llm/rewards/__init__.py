@@ -18,8 +18,9 @@ _LAZY = {
     "torchrl_llm.rewards.number_rewards": (
         "ArithmeticRewardParser CountdownRewardParser GSM8KRewardParser"
     ),
-    "torchrl_llm.rewards.reward_components": "BatchScorer Component Sample Scorer",
-    "torchrl_llm.rewards.reward_parser": "RewardParser RewardScore",
+    "torchrl_llm.rewards.reward_components": "Component",
+    "torchrl_llm.rewards.reward_parser": "RewardParser",
+    "torchrl_llm.rewards.reward_scorer": "BatchScorer RewardScore Sample Scorer",
     "torchrl_llm.rewards.text_models": (
         "EndpointGrader EndpointTextModel Grader ScriptedTextModel TextAnswer TextModel Usage "
         "WrapperGrader WrapperTextModel"

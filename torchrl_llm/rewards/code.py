@@ -27,7 +27,8 @@ from typing import Any, Literal, NamedTuple
 
 from torchrl_llm.errors import ConfigError, DataError, RewardError
 from torchrl_llm.rewards import code_judge
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, extract_block
+from torchrl_llm.rewards.reward_parser import RewardParser, extract_block
+from torchrl_llm.rewards.reward_scorer import RewardScore
 from torchrl_llm.sandbox.interface import Limits, Sandbox, SandboxResult
 from torchrl_llm.tools.code_blocks import python_blocks
 

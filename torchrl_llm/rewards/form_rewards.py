@@ -12,7 +12,7 @@ from typing import Literal, get_args
 
 from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.rewards.reward_components import Sample, Scorer
+from torchrl_llm.rewards.reward_scorer import Sample, Scorer
 
 
 @register("rewards", "format")

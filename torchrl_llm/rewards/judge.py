@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from torchrl_llm._registry import refuse_foreign, register
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.rewards.reward_components import BatchScorer, Sample
+from torchrl_llm.rewards.reward_scorer import BatchScorer, Sample
 from torchrl_llm.rewards.text_models import EndpointTextModel, Messages, TextModel
 
 _Key = tuple[tuple[str, str], ...]

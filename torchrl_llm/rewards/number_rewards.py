@@ -25,7 +25,8 @@ from torchrl_llm.rewards.answer_formats import (
     harness_spelling,
     marked_answer,
 )
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_parser import RewardParser
+from torchrl_llm.rewards.reward_scorer import RewardScore
 from torchrl_llm.tools.calculator import evaluate_expression
 
 # A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts

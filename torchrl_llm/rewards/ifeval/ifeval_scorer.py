@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl import logger
@@ -25,11 +25,18 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.data.table_cells import plain_cell
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.answer_block import ResponseParts, split_response
 from torchrl_llm.rewards.ifeval.instructions import Verdict, verify
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_parser import (
+    RewardParser,
+    finish_reasons,
+    needed_column,
+    read_column,
+)
 from torchrl_llm.rewards.reward_runner import Outcome
+from torchrl_llm.rewards.reward_scorer import RewardScore
 
 _SCORES = (
     "prompt_level_strict_acc",
@@ -263,23 +270,8 @@ class _ColumnReader:
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
         return [
             text if isinstance(text, str) else DataError(f"a response must be text, got {text!r}")
-            for text in _read_column(td, self.column)
+            for text in needed_column(td, self.column)
         ]
-
-
-def _read_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
-    values = td.get(key, None)
-    if values is None:
-        raise DataError(
-            f"the rows lack {key!r}, which the reward needs; they have "
-            f"{sorted(str(key) for key in td.keys())}"
-        )
-    size = td.batch_size.numel()
-    if isinstance(values, Tensor):
-        return values.reshape(size).tolist()
-    if is_non_tensor(values) and not values.batch_dims:
-        return [values.data] * size
-    return values.tolist()
 
 
 class IfEvalScorer(RewardParser):
@@ -374,24 +366,17 @@ class IfEvalScorer(RewardParser):
             return _ColumnReader(self.response_column)
         return super()._mode()
 
-    def _answers(self, td: TensorDictBase, size: int) -> list[IFEvalExample]:
-        missing = [None] * size
-        prompts = (
-            missing if td.get(self.prompt_key, None) is None else _read_column(td, self.prompt_key)
-        )
-        keys = missing if td.get(self.id_key, None) is None else _read_column(td, self.id_key)
-        reasons = (
-            read_rows(td, ("tokens", "finish_reason"), None) if "tokens" in td.keys() else None
-        )
-        complete = missing
-        if reasons is not None:
-            complete = [bool(reason == FinishReason.STOP) for reason in reasons]
+    def _answers(self, td: TensorDictBase) -> list[IFEvalExample]:
+        missing = [None] * td.batch_size.numel()
         columns = (
-            _read_column(td, self.instruction_ids_key),
-            _read_column(td, self.keyword_args_key),
-            prompts,
-            keys,
-            complete,
+            needed_column(td, self.instruction_ids_key),
+            needed_column(td, self.keyword_args_key),
+            read_column(td, self.prompt_key) or missing,
+            map(plain_cell, read_column(td, self.id_key) or missing),
+            [
+                None if reason is None else reason == FinishReason.STOP
+                for reason in finish_reasons(td)
+            ],
         )
         return [IFEvalExample(*row) for row in zip(*columns, strict=True)]
 
