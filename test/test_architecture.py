@@ -37,6 +37,7 @@ FLOORS = {
 ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
 ROOT_HELPERS |= {
     "__version__",
+    "_checked",
     "_chat_server",
     "_files",
     "_parent",
@@ -159,7 +160,18 @@ def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
 
 
 def test_torchrl_llm_parts_are_never_imported():
+    """But for its older data classes, which one file names and imports when they are asked for."""
     for path, tree in TREES.items():
+        named = [
+            node.value
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and re.fullmatch(r"torchrl(\.\w+)*\.llm(\.\w+)*", node.value)
+        ]
+        assert not named or path == PACKAGE / "compat" / "torchrl_classes.py", (
+            f"{_id(path)}: {named}"
+        )
         for line, module, names in _imports(tree):
             root = (module or "").split(".")
             if root[0] != "torchrl":

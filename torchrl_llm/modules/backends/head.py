@@ -17,12 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.scoring import HeadStates, Support
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import (
@@ -510,12 +511,15 @@ class ValueHead(nn.Module):
         tensor([0., 0., 0.], grad_fn=<SqueezeBackward1>)
     """
 
+    @checked
     def __init__(
-        self, hidden_size: int, *, detach: bool = False, device: torch.device | str | None = None
+        self,
+        hidden_size: Annotated[int, Ge(1)],
+        *,
+        detach: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ConfigError(f"hidden_size must be at least 1, got {hidden_size}")
         self.detach = detach
         self.linear = nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.linear.weight)
