@@ -44,14 +44,11 @@ from torchrl_llm.rewards.reward_scorer import (
     Scorer as Scorer,
 )
 from torchrl_llm.rewards.text_models import (
-    EndpointGrader as EndpointGrader,
     EndpointTextModel as EndpointTextModel,
-    Grader as Grader,
     ScriptedTextModel as ScriptedTextModel,
     TextAnswer as TextAnswer,
     TextModel as TextModel,
     Usage as Usage,
-    WrapperGrader as WrapperGrader,
     WrapperTextModel as WrapperTextModel,
 )
 from torchrl_llm.rewards.text_rewards import (

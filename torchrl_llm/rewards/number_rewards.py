@@ -14,13 +14,13 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import FullSignature, register
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.answer_formats import (
     HARNESS_FORMATS,
     AnswerFormat,
-    check_format,
     harness_answer,
     harness_spelling,
     marked_answer,
@@ -201,8 +201,8 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     __signature__ = FullSignature()
 
+    @checked
     def __init__(self, *args: Any, answer_format: AnswerFormat = "tags", **kwargs: Any) -> None:
-        check_format(answer_format)
         super().__init__(*args, **kwargs)
         self.answer_format = answer_format
 

@@ -10,11 +10,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.reward_runner import Outcome, call_reward, check_limits, run_rows
 from torchrl_llm.rewards.reward_scorer import (
@@ -30,6 +31,7 @@ Where = Literal["inline", "threads", "processes"]
 _NEUTRAL = Outcome(RewardScore(0.0))
 
 
+@checked
 @dataclass(frozen=True)
 class Component:
     """A part of a reward and its terms.
@@ -57,20 +59,16 @@ class Component:
     _: KW_ONLY
     optional: bool = False
     run: Where = "inline"
-    num_workers: int | None = None
+    num_workers: Annotated[int, Ge(1)] | None = None
     timeout: float | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "scorer", as_scorer(self.scorer))
-        if self.run not in get_args(Where):
-            raise ConfigError(f"run must be one of {get_args(Where)}, got {self.run!r}")
         if not math.isfinite(self.weight):
             raise ConfigError(f"weight must be finite, got {self.weight}")
         if self.num_workers is None:
             number = min(4, os.cpu_count() or 1) if self.run == "processes" else 8
             object.__setattr__(self, "num_workers", number)
-        if self.num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, got {self.num_workers}")
         if self.run == "processes" and isinstance(self.scorer, BatchScorer):
             raise ConfigError("a BatchScorer has its rows together; run it in threads or inline")
         check_limits(0 if self.run == "inline" else self.num_workers, self.timeout)

@@ -36,7 +36,7 @@ from torchrl_llm.rewards.reward_scorer import RewardScore, Sample
 
 _AUXILIARY_KEY = ("tools", "auxiliary")
 _INPUT_MODES = ("history", "text", "tokens")
-_FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
+_CELLS = ("reward", "reward_answer", "reward_think", "reward_right", "success")
 _ROW_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
@@ -228,7 +228,7 @@ class RewardParser(Transform):
         self, td: TensorDictBase, next_td: TensorDictBase
     ) -> list[Sample | Exception | None]:
         """What is scored: a sample a row that acts, or the exception of one without a response."""
-        eos, responses = self._eos(), self._mode().responses(td)
+        eos, responses = self._eos(), self._responses(td)
         answers = self._answers(td)
         more = repeat(()) if self._columns is None else self._more(td, self._columns)
         samples: list[Sample | Exception | None] = [None] * len(responses)
@@ -238,6 +238,9 @@ class RewardParser(Transform):
                 is_text = isinstance(text, str)
                 samples[row] = Sample(text.removesuffix(eos), answer, *rest) if is_text else text
         return samples
+
+    def _responses(self, td: TensorDictBase) -> list[str | Exception]:
+        return self._mode().responses(td)
 
     def _answers(self, td: TensorDictBase) -> list[Any]:
         if self._columns is None:
@@ -313,14 +316,13 @@ class RewardParser(Transform):
             for score, seconds, _ in outcomes
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
-        cells = columns.view(len(columns), len(outcomes), 1, 1)
+        cells = dict(zip(_CELLS, columns.view(len(columns), len(outcomes), 1, 1), strict=False))
         failures = [outcome.failure for outcome in outcomes]
         before = next_td if self._adds else next_td.empty()
         valid_before = before.get("reward_valid", None)
-        for name, cell in zip(_FLOAT_KEYS, cells, strict=False):
-            next_td.set(self._names[name], _added(before, self._names[name], cell))
-        success = _added(before, self._names["success"], cells[4])
-        next_td.set(self._names["success"], success.bool())
+        for name, key in self._names.items():
+            cell = _added(before, key, cells[name])
+            next_td.set(key, cell.bool() if name == "success" else cell)
         valid = columns[5].bool()
         if valid_before is not None:
             valid = valid & valid_before
@@ -392,8 +394,8 @@ class RewardParser(Transform):
         """Adds the reward's keys."""
         shape, device = reward_spec.shape, reward_spec.device
         reward_spec["reward_seconds"] = Unbounded(shape=shape, device=device)
-        names = [self._names[name] for name in _FLOAT_KEYS]
-        return add_reward_specs(reward_spec, names, self._names["success"])
+        floats = [key for name, key in self._names.items() if name != "success"]
+        return add_reward_specs(reward_spec, floats, self._names.get("success"))
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
@@ -459,19 +461,22 @@ def response_lengths(td: TensorDictBase) -> list[int] | None:
     ]
 
 
-def add_reward_specs(spec: Composite, floats: Sequence[NestedKey], success: NestedKey) -> Composite:
+def add_reward_specs(
+    spec: Composite, floats: Sequence[NestedKey], success: NestedKey | None
+) -> Composite:
     """Add the specs of rewards, of their validity and of their errors.
 
     Args:
         spec: of the rewards of ``B`` rows.
         floats: names of float32 ``[B, 1, 1]``.
-        success: name of the bool ``[B, 1, 1]``.
+        success: name of the bool ``[B, 1, 1]``; ``None`` for no such key.
     """
     size, device = spec.shape, spec.device
     cell = (*size, 1, 1)
     for name in floats:
         spec[name] = Unbounded(shape=cell, device=device)
-    spec[success] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
+    if success is not None:
+        spec[success] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
     spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
     spec["error"] = error_spec(size, device)
     return spec

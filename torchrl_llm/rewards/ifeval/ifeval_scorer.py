@@ -20,6 +20,7 @@ from torch import Tensor
 from torchrl import logger
 from torchrl.data import Composite, Unbounded
 
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
@@ -246,8 +247,6 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 _ANSWER_BONUS = 0.1
 _THINK_BONUS = 0.05
-# What is written where scores are wanted and no reward.
-_NO_REWARD_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
 class _VerdictScore(RewardScore):
@@ -259,19 +258,6 @@ class _VerdictScore(RewardScore):
         replaced = super()._replace(**changes)
         replaced.verdict = self.verdict
         return replaced
-
-
-class _ColumnReader:
-    """Reader of responses that stand in a column, without a conversation."""
-
-    def __init__(self, column: NestedKey) -> None:
-        self.column = column
-
-    def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        return [
-            text if isinstance(text, str) else DataError(f"a response must be text, got {text!r}")
-            for text in needed_column(td, self.column)
-        ]
 
 
 class IfEvalScorer(RewardParser):
@@ -320,6 +306,7 @@ class IfEvalScorer(RewardParser):
 
     __signature__ = FullSignature()
 
+    @checked
     def __init__(
         self,
         *,
@@ -341,8 +328,6 @@ class IfEvalScorer(RewardParser):
         weights = [0.4, 0.3, 0.2, 0.1] if format_weights is None else list(format_weights)
         if len(weights) != 4 or not all(math.isfinite(weight) for weight in weights):
             raise ConfigError(f"format_weights must be four finite numbers, got {weights}")
-        if scored_part not in ("answer", "response"):
-            raise ConfigError(f"scored_part must be 'answer' or 'response', got {scored_part!r}")
         if format_weights is not None and aggregate_reward is not True:
             raise ConfigError("format_weights has no effect unless aggregate_reward is True")
         self.instruction_ids_key = instruction_ids_key
@@ -352,7 +337,7 @@ class IfEvalScorer(RewardParser):
         self.response_column = self.response_key = response_column
         self.score_key = score_key
         if aggregate_reward is False:
-            self.out_keys = []
+            self.out_keys, self._names = [], {}
         self.out_keys = [score_key, *self.out_keys]
         self.aggregate_reward = aggregate_reward
         self.format_weights = weights
@@ -361,10 +346,13 @@ class IfEvalScorer(RewardParser):
 
     # Reading
 
-    def _mode(self) -> Any:
-        if self.response_column is not None:
-            return _ColumnReader(self.response_column)
-        return super()._mode()
+    def _responses(self, td: TensorDictBase) -> list[str | Exception]:
+        if self.response_column is None:
+            return super()._responses(td)
+        return [
+            text if isinstance(text, str) else DataError(f"a response must be text, got {text!r}")
+            for text in needed_column(td, self.response_column)
+        ]
 
     def _answers(self, td: TensorDictBase) -> list[IFEvalExample]:
         missing = [None] * td.batch_size.numel()
@@ -448,12 +436,7 @@ class IfEvalScorer(RewardParser):
             ``[*B, 1, 1]``.
         """
         none = torch.zeros(*score.batch_size, 1, dtype=torch.float64, device=score.device)
-        shares = (
-            score.prompt_level_strict_acc,
-            score.inst_level_strict_acc,
-            score.prompt_level_loose_acc,
-            score.inst_level_loose_acc,
-        )
+        shares = [getattr(score, name) for name in _SCORES]
         found = [none if s is None else s.to(none.dtype).mean(-1, keepdim=True) for s in shares]
         reward = torch.stack(found, -1) @ none.new_tensor(self.format_weights).unsqueeze(-1)
         bonus = _ANSWER_BONUS * (len(answer_blocks or ()) == 1)
@@ -464,13 +447,7 @@ class IfEvalScorer(RewardParser):
     # Writing
 
     def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
-        written = next_td
-        if self.aggregate_reward is False:
-            written = next_td.select(*_NO_REWARD_KEYS, strict=False)
-        super()._write_outcomes(outcomes, written)
-        if self.aggregate_reward is False:
-            for name in _NO_REWARD_KEYS:
-                next_td.set(name, written.get(name))
+        super()._write_outcomes(outcomes, next_td)
         # Rows that were not scored, or could not be, follow nothing; reward_valid tells them apart.
         nothing = Verdict((False,), (False,))
         data = IFEvalScoreData.rows(getattr(o.value, "verdict", nothing) for o in outcomes)
@@ -480,11 +457,7 @@ class IfEvalScorer(RewardParser):
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the reward's keys and the scores."""
-        before = set(reward_spec.keys())
         reward_spec = super().transform_reward_spec(reward_spec)
-        if self.aggregate_reward is False:
-            for name in set(reward_spec.keys()) - before - set(_NO_REWARD_KEYS):
-                del reward_spec[name]
         reward_spec[self.score_key] = IFEvalScoreData.default_spec(
             reward_spec.shape, device=reward_spec.device
         )
