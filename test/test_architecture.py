@@ -43,6 +43,7 @@ ROOT_HELPERS |= {
     "_parent",
     "_progress",
     "_run_log",
+    "_threads",
     "assets",
 }
 # What a room may take from its own floor.
@@ -58,6 +59,10 @@ SAME_FLOOR = {
     "cli": {"recipes"},
     "compat": {"recipes"},
 }
+# TorchRL's surface of public classes: it imports nothing of ours, and these files take it.
+MIXINS = "torchrl_llm.compat.mixins"
+TAKE_MIXINS = {"data/history.py", "data/views.py"}
+TAKE_MIXINS |= {f"modules/policies/{name}.py" for name in ("__init__", "llm_wrapper")}
 EXCEPT = {"objectives": {"data", "functional"}}
 # The four base packages, and what torch (jinja2) and transformers (numpy) always install.
 ALWAYS_INSTALLED = {"xxhash", "torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
@@ -102,6 +107,8 @@ def _upward(path: Path):
     for line, module, names in _imports(TREES[path]):
         if not (module or "").startswith("torchrl_llm"):
             continue
+        if module.startswith(MIXINS) and path.relative_to(PACKAGE).as_posix() in TAKE_MIXINS:
+            continue
         parts = module.split(".")
         for target in [parts[1]] if len(parts) > 1 else names:
             if target == room or target in ROOT_HELPERS:
@@ -140,6 +147,12 @@ def test_root_helpers_import_nothing_of_ours_but_errors():
             continue
         ours = {m for _, m, _ in _imports(ast.parse(path.read_text())) if "torchrl_llm" in m}
         assert ours <= {"torchrl_llm.errors", "torchrl_llm._imports"}, ours
+
+
+def test_mixins_of_torchrls_surface_import_nothing_of_ours_but_errors():
+    for path in (PACKAGE / "compat" / "mixins").glob("*.py"):
+        ours = {m for _, m, _ in _imports(TREES[path]) if m.startswith("torchrl_llm")}
+        assert all(m == "torchrl_llm.errors" or m.startswith(MIXINS) for m in ours), ours
 
 
 def test_what_loads_of_a_folder_says_that_its_code_is_not_run():

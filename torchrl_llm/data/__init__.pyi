@@ -11,8 +11,9 @@ from torchrl_llm.compat.torchrl_classes import (
     create_infinite_iterator as create_infinite_iterator,
     get_dataloader as get_dataloader,
 )
-from torchrl_llm.data.column import Chat as Chat, Column as Column
-from torchrl_llm.data.containers import (
+from torchrl_llm.data.chat import Chat as Chat
+from torchrl_llm.data.column import Column as Column
+from torchrl_llm.data.views import (
     ChatHistory as ChatHistory,
     LogProbs as LogProbs,
     Masks as Masks,

@@ -27,7 +27,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_llm.data import safe_wire
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.safe_bytes import _DTYPES, _check_depth

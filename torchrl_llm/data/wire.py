@@ -26,7 +26,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support

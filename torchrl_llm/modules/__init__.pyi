@@ -1,5 +1,5 @@
 from torchrl_llm.compat.buffer_dataset import TorchRLBufferDataset as TorchRLBufferDataset
-from torchrl_llm.data.containers import (
+from torchrl_llm.data.views import (
     ChatHistory as ChatHistory,
     LogProbs as LogProbs,
     Masks as Masks,

@@ -13,15 +13,15 @@ from torchrl_llm.recipes.strict_config import (
 )
 from torchrl_llm.trainers.batch_source import (
     BatchSource as BatchSource,
-    TokenLedger as TokenLedger,
-    rollout_metrics as rollout_metrics,
     trained_rows as trained_rows,
 )
 from torchrl_llm.trainers.checkpoint import (
     CheckpointStore as CheckpointStore,
     save_pretrained as save_pretrained,
 )
+from torchrl_llm.trainers.episode_metrics import rollout_metrics as rollout_metrics
 from torchrl_llm.trainers.hub import push_to_hub as push_to_hub
+from torchrl_llm.trainers.ledger import TokenLedger as TokenLedger
 from torchrl_llm.trainers.loggers import make_loggers as make_loggers
 from torchrl_llm.trainers.metrics import LossMeter as LossMeter, MetricsTable as MetricsTable
 from torchrl_llm.trainers.optim import (

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm._checked import Ge, Gt, In, checked
-from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.scoring import Support, TokenScorer
+from torchrl_llm.data.record import Completion
+from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, DataError, OverlongError, TokenizerError
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
@@ -107,32 +107,6 @@ class SamplingParams:
     @property
     def _cuts(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-class Completion(NamedTuple):
-    """One sampled response.
-
-    Attributes:
-        token_ids: int64 ``[R]`` on the CPU, every sampled token, the one that ended it included.
-        log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the distribution that was
-            sampled (temperature and truncation applied); greedy: under temperature 1.
-        finish_reason: how it ended, decided by the last id and the length, never by text or pads.
-        support: the ids that truncation kept for each token, int32 on the CPU; ``None`` where it
-            was not asked for.
-        versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
-            counts versions itself because its weights may change within a response; ``None`` where
-            the updater of the weights counts.
-        facts: columns ``[R]`` of further per-token facts on the CPU, by the names that they were
-            registered with (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for
-            none.
-    """
-
-    token_ids: Tensor
-    log_probs: Tensor
-    finish_reason: FinishReason
-    support: Support | None = None
-    versions: Tensor | None = None
-    facts: Mapping[str, Tensor] | None = None
 
 
 class EngineStatus(NamedTuple):

@@ -1,4 +1,4 @@
-from torchrl_llm.data.containers import (
+from torchrl_llm.data.views import (
     ChatHistory as ChatHistory,
     LogProbs as LogProbs,
     Masks as Masks,
@@ -15,7 +15,7 @@ from torchrl_llm.modules.policies.model_wrappers import (
 )
 from torchrl_llm.modules.policies.policy_arguments import PolicyOptions as PolicyOptions
 from torchrl_llm.modules.policies.policy_router import PolicyRouter as PolicyRouter
-from torchrl_llm.modules.policies.scored_rows import (
+from torchrl_llm.compat.mixins.policy_distributions import (
     LogProbDistribution as LogProbDistribution,
     TokenDistribution as TokenDistribution,
 )

@@ -1,40 +1,55 @@
-"""Fields of messages as keys of a History: what TorchRL stores under them, ours reads and builds.
+"""Fields of messages as keys of a History: what TorchRL stores under them is read and built here.
 
 A conversation is stored as one cell under ``"messages"``; the functions here give the view of its
 fields that ``keys``, ``items``, ``to_dict``, ``to_tensordict`` and nested keys of TorchRL have.
-
-Next: :mod:`torchrl_llm.data.history` gives these operations to people.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, lazy_stack
 
-from torchrl_llm.data import column as cells
-from torchrl_llm.data import message_grid as grids
-from torchrl_llm.data.column import Chat
-from torchrl_llm.data.messages import canonical_message
+from torchrl_llm.compat.mixins import message_grid as grids
+from torchrl_llm.compat.mixins.history_grid import asked_inside
 from torchrl_llm.errors import DataError
 
-_INSIDE = ("tensordict.", "torchrl.")
 FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses")
 
 
-def asked_inside(depth: int = 2) -> bool:
-    """Whether tensordict or TorchRL calls what calls this, ``depth`` frames above.
+def read_field(
+    name: str, about: str, *, default: Any = None, change: Callable[[Any], Any] | None = None
+) -> property:
+    """The attribute that reads one field of the messages, and refuses to be set.
 
-    They take a history for what it is stored as, a node of rows with one entry: they compare its
-    batch size with that of other nodes, and copy its entries, at every step.
+    Args:
+        name: the field.
+        about: docstring of the attribute.
+        default: value of messages without the field; with ``None`` the attribute is ``None`` where
+            no message has one.
+        change: what is read, of what is stored.
     """
-    return sys._getframe(depth).f_globals.get("__name__", "").startswith(_INSIDE)
+
+    def value(message: Mapping[str, Any]) -> Any:
+        stored = message.get(name, default)
+        return stored if change is None else change(stored)
+
+    def read(self: Any) -> Any:
+        values = grids.read_messages(grids.cells_of(self._tensordict), value)
+        return _found(values) if name.startswith("tool_") else values
+
+    def refuse(self: Any, value: Any) -> None:
+        raise fixed(name, value)
+
+    return property(read, refuse, doc=about)
 
 
-class MessageFields:
-    """Fields of messages as keys, part of :class:`~torchrl_llm.data.history.History`."""
+class HistoryFields:
+    """Mixin of a class with :class:`~torchrl_llm.compat.mixins.history_grid.HistoryGrid`.
+
+    The class has ``_of_rows`` and ``_canonical(message)``, which brings a message into its form.
+    """
 
     def keys(self, *args: Any, **kwargs: Any) -> Any:
         """The fields that the messages have."""
@@ -93,11 +108,14 @@ class MessageFields:
             DataError: an unknown field, or another number of values than of messages.
         """
         node = self._tensordict
-        chats = _replaced(node, fields)
-        made = cells.row_node(cells.Column.of(chats)) if node.batch_dims else None
-        if made is None:
-            return self._from_tensordict(cells.cell_node(chats[0]))
-        return self._from_tensordict(made if node.batch_dims == 1 else made.reshape(node.shape))
+        return self._of_rows(tuple(node.batch_size), _replaced(node, fields, self._canonical))
+
+    @classmethod
+    def from_tensordict(cls, tensordict: Any, *args: Any, **kwargs: Any) -> Any:
+        """A history of a tensordict of fields, or of a node that holds conversations."""
+        if tensordict is not None and "role" in tensordict.keys():
+            return cls(**read_fields(tensordict))
+        return cls._from_tensordict(tensordict, *args, **kwargs)
 
     def _get_tuple(self, key: Any, default: Any, **kwargs: Any) -> Any:
         if len(key) == 1 and key[0] in FIELDS:
@@ -113,6 +131,18 @@ def fixed(name: str, value: Any) -> AttributeError:
         "gives the conversation with other values, and h = h[..., :-1].append(message, "
         "inplace=False) with another last message"
     )
+
+
+def _found(values: Any) -> Any:
+    pending = [values]
+    while pending:
+        value = pending.pop()
+        if value is None:
+            continue
+        if not isinstance(value, list) or (value and isinstance(value[0], Mapping)):
+            return values
+        pending += value
+    return None
 
 
 def _present(history: Any) -> list[str]:
@@ -142,22 +172,24 @@ def read_fields(source: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.tolist() if hasattr(v, "tolist") else v for k, v in found.items()}
 
 
-def _replaced(node: TensorDictBase, fields: Mapping[str, Any]) -> list[Chat]:
+def _replaced(
+    node: TensorDictBase, fields: Mapping[str, Any], canonical: Callable[[dict], dict]
+) -> list[Any]:
     unknown = [name for name in fields if name not in FIELDS]
     if unknown:
         raise DataError(f"a History has the fields {FIELDS}, got {unknown}")
-    stored = cells.flattened(cells.cells_of(node), node.batch_dims)
+    stored = grids.flattened(grids.cells_of(node), node.batch_dims)
     alone = not grids.is_grid(node)
     columns = {}
     for name, values in fields.items():
-        rows = cells.flattened(values, node.batch_dims)
+        rows = grids.flattened(values, node.batch_dims)
         columns[name] = [[row] for row in rows] if alone else rows
         if [len(row) for row in columns[name]] != [len(chat) for chat in stored]:
             raise DataError(f"{name} needs one value a message, got {values!r:.80}")
     made = []
     for at, chat in enumerate(stored):
         rows = [
-            canonical_message({**message, **{name: columns[name][at][i] for name in columns}})
+            canonical({**message, **{name: columns[name][at][i] for name in columns}})
             for i, message in enumerate(chat.messages)
         ]
         made.append(type(chat)._of(tuple(rows), None))

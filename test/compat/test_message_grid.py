@@ -12,7 +12,7 @@ import pytest
 import torch
 from tensordict import TensorDict, lazy_stack
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.errors import DataError
@@ -80,7 +80,9 @@ def test_shape_and_content_are_torchrls(name):
     assert list(made.shape) == shape
     assert made.content == content
     assert (made.ndim, made.dim(), made.size()) == (len(shape), len(shape), made.shape)
-    assert (made.batch_dims, made.batch_size) == (len(shape), made.shape)
+    sizes = [size for size in shape if size != -1]
+    assert (made.batch_dims, list(made.batch_size)) == (len(sizes), sizes)
+    assert -1 not in TensorDict({}, batch_size=made.batch_size).batch_size
     made.batch_size = shape
 
 

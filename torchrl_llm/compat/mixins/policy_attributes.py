@@ -6,12 +6,10 @@ What a policy needs for its work is in :class:`~torchrl_llm.modules.policies.LLM
 from __future__ import annotations
 
 import weakref
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tensordict.utils import NestedKey
-
-from torchrl_llm.modules.policies.policy_arguments import COMMON_NAMES
 
 # Weak on both sides, and not in the policy: that is pickled, and a weak reference cannot be.
 _COLLECTORS: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
@@ -30,17 +28,12 @@ _OPTIONS = (
 
 
 class WrapperAttributes:
-    """Mixin of a policy with ``options``, ``in_keys``, ``out_keys`` and ``names``.
+    """Mixin of a policy with ``options``, ``in_keys``, ``out_keys``, ``names`` and ``backend``.
 
     Those of its options are there under their own names: ``attention_mask_key``,
     ``chat_template``, ``chat_template_name``, ``history_key``, ``log_probs_key``, ``masks_key``,
     ``prefer_tokens``, ``text_key``, ``tokenizer_kwargs`` and ``tokens_key``.
-
-    Attributes:
-        COMMON_GENERATION_PARAMS: names of generation arguments that every backend takes.
     """
-
-    COMMON_GENERATION_PARAMS: ClassVar[set[str]] = COMMON_NAMES
 
     @property
     def generate_kwargs(self) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict, lazy_stack
 
 from torchrl_llm.data import Chat, ChatHistory, FinishReason, History, Text, TokenRecord, Tokens
-from torchrl_llm.data.containers import LogProbs, Masks
 from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows
+from torchrl_llm.data.views import LogProbs, Masks
 
 ASK = [{"role": "user", "content": "Hi"}]
 ANSWER = {"role": "assistant", "content": "Hello there"}
