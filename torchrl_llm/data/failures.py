@@ -257,6 +257,8 @@ def tell_failures(
         row_of: index of a failure to the row that it happened in, without batch dimension.
         num_rows: rows of the batch.
     """
+    if not any(failure.kind for failure in failures):
+        return
     counts = Counter(failure.sort for failure in failures if failure.kind)
     first = {failure.sort: i for i, failure in reversed(list(enumerate(failures))) if failure.kind}
     for sort, count in counts.items():

@@ -145,10 +145,9 @@ class CompositeReward(RewardParser):
         Raises:
             RewardError: a component that is not optional failed.
         """
-        results = {
-            name: part.outcomes([Sample(response, answer)], self._pools[name])
-            for name, part in self.components.items()
-        }
+        samples = [Sample(response, answer)]
+        written = {name: self.components[name].outcomes(samples) for name in self._written}
+        results = self._run(samples) | written
         (outcome,) = self._totals(results, self._weighted(results))
         if outcome.value is None:
             raise RewardError(f"{outcome.error}: {outcome.message}")

@@ -112,7 +112,8 @@ class Component:
         return run_rows(self._score, rows, num_threads=threads, timeout=self.timeout)
 
     def _score(self, sample: Sample) -> RewardScore | Tensor:
-        return self._checked(self.scorer.score(sample), sample)
+        value = self.scorer.score(sample)
+        return self._checked(value, sample) if self.scorer.per_token else checked_score(value)
 
     def _score_there(self, pool: WorkerPool, sample: Sample) -> RewardScore | Tensor:
         value = call_reward(pool, sample, timeout=self.timeout)

@@ -69,7 +69,7 @@ def test_one_limit_of_memory_holds_for_tasks_agents_and_sandboxes_and_may_be_cho
     for refused in (0, -1):
         with pytest.raises(ConfigError, match="memory_bytes"):
             HumanEvalEnv(dataset=[ROW], memory_bytes=refused)
-        with pytest.raises(ConfigError, match="memory_bytes must be a whole number above 0"):
+        with pytest.raises(ConfigError, match="memory_bytes must be at least 1"):
             ReToolAgent(memory_bytes=refused).make_transforms()
 
 
