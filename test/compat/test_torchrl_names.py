@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import subprocess
-import sys
 
 import pytest
+from fork_server import run_program
 
 from torchrl_llm.errors import ConfigError
 
@@ -59,9 +58,7 @@ print("walked")
 
 
 def test_every_name_of_every_module_is_there():
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
-    )
+    run = run_program(PROGRAM)
     assert run.stdout.splitlines() == ["walked"], run.stdout + run.stderr[-2000:]
 
 
