@@ -55,7 +55,7 @@ from torchrl_llm.rewards import (
     MATHRewardParser,
     RewardParser,
     judge,
-    reward_components,
+    reward_scorer,
 )
 from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, split_response
 from torchrl_llm.rewards.answer_formats import AnswerFormat
@@ -64,7 +64,7 @@ from torchrl_llm.rewards.function_reward import FunctionReward
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
-from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
+from torchrl_llm.rewards.reward_scorer import Sample, Scorer
 from torchrl_llm.tools import call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.code_blocks import python_blocks
@@ -155,8 +155,7 @@ MADE = {
         f: GSM8KRewardParser(answer_format=f) for f in get_args(AnswerFormat)
     },
     MATHRewardParser: lambda: {"": MATHRewardParser(boxed=True)},
-    reward_components._Function: lambda: {"": reward_components._Function(lambda sample: 0.0)},
-    reward_components._Parser: lambda: {"": reward_components._Parser(_Spelling())},
+    reward_scorer.FunctionScorer: lambda: {"": reward_scorer.as_scorer(_Spelling())},
     LengthReward: lambda: {u: LengthReward(9, unit=u) for u in ("words", "characters")},
     JudgeReward: lambda: {
         "score": JudgeReward(lambda asked: [text[-1]["content"] for text in asked], "{response}"),
@@ -211,8 +210,6 @@ def readers():
         found[name] = lambda text, r=reward: r.score(text, _answer(r))
     for name, scorer in _instances(Scorer):
         found[name] = lambda text, s=scorer: s.score(Sample(text, answer="4"))
-    for name, scorer in _instances(BatchScorer):
-        found[name] = lambda text, s=scorer: s.score_batch([Sample(text, answer="4")])
     for name, action in _instances(ActionParser):
         found[name] = lambda text, a=action: a.parse(message | {"content": text})
     for name in INSTRUCTIONS:

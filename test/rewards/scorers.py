@@ -6,8 +6,7 @@ import os
 import threading
 import time
 
-from torchrl_llm.rewards.reward_components import BatchScorer, Scorer
-from torchrl_llm.rewards.reward_parser import RewardScore
+from torchrl_llm.rewards.reward_scorer import BatchScorer, RewardScore, Scorer
 
 
 class Scripted(Scorer):

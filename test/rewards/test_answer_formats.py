@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from torchrl_llm.envs import GSM8KEnv, GSM8KRewardParser
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.number_rewards import last_number
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "source" / "reference"
@@ -103,9 +102,3 @@ def test_the_prompt_asks_for_what_is_read(answer):
     assert "<answer>" in roles["tags"][0]
     assert "####" in roles["strict-match"][0]
     assert roles["auto"] == roles["flexible-extract"] == []
-
-
-def test_a_format_that_there_is_not_is_refused():
-    for make in (GSM8KRewardParser, lambda **given: GSM8KEnv(dataset=[], **given)):
-        with pytest.raises(ConfigError, match=r"answer_format must be one of .*'auto'.* 'boxed'"):
-            make(answer_format="boxed")

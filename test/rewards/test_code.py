@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from rewards.local_sandbox import LocalSandbox
 
-from torchrl_llm.errors import ConfigError, DataError, RewardError
+from torchrl_llm.errors import DataError, RewardError
 from torchrl_llm.rewards.code import (
     CodeProblem,
     CodeRewardParser,
@@ -340,12 +340,6 @@ def test_runners_are_copied_and_pickled_without_results_or_locks(runner, judge):
     for other in (pickle.loads(pickle.dumps(runner)), copy.deepcopy(runner)):
         assert other.timeout_s == runner.timeout_s
         assert other.run(RIGHT, CodeProblem.of(DOUBLE)).all_passed
-
-
-def test_impossible_limits_are_refused():
-    for wrong in ({"timeout_s": 0}, {"memory_bytes": -1}, {"cache_size": -1}):
-        with pytest.raises(ConfigError, match="must be above 0"):
-            CodeRunner(**wrong)
 
 
 # Finding code

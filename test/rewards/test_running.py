@@ -107,8 +107,8 @@ def test_an_exception_without_a_text_and_one_of_another_process_are_named():
         assert (outcome.error, outcome.message) == ("Leaves", "")
     frames = [("reward.py", 1, "f")]
     remote = Outcome.failed(RemoteRewardError("ZeroDivisionError", "by zero", frames))
-    assert remote[1:5] == ("ZeroDivisionError", "by zero", 0.0, "reward.py:1, in f")
-    assert remote.traceback == (
+    assert remote.failure[:3] == ("ZeroDivisionError", "by zero", "reward.py:1, in f")
+    assert remote.failure.traceback == (
         'Traceback (most recent call last):\n  File "reward.py", line 1, in f\n'
         "ZeroDivisionError: by zero"
     )
@@ -117,8 +117,9 @@ def test_an_exception_without_a_text_and_one_of_another_process_are_named():
 def test_what_an_exception_says_is_kept_short_and_can_be_stored():
     assert Outcome.failed(ValueError("x" * 10_000_000)).message == "x" * 1997 + "..."
     assert Outcome.failed(OSError("no file \udcff")).message == "no file ?"
-    assert Outcome.failed(OSError("no file \udcff")).traceback == "OSError: no file ?"
-    assert Outcome.failed(ValueError("x" * 10_000_000)).traceback == f"ValueError: {'x' * 1985}..."
+    assert Outcome.failed(OSError("no file \udcff")).failure.traceback == "OSError: no file ?"
+    told = Outcome.failed(ValueError("x" * 10_000_000)).failure.traceback
+    assert told == f"ValueError: {'x' * 1985}..."
 
 
 @pytest.mark.parametrize(

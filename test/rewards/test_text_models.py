@@ -13,7 +13,6 @@ from torchrl_llm.errors import BackendError, ConfigError, RewardError, WorkerErr
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.rewards import (
     EndpointTextModel,
-    Grader,
     ScriptedTextModel,
     TextModel,
     WrapperTextModel,
@@ -186,8 +185,8 @@ def test_a_conversation_that_does_not_fit_fails_alone_or_with_its_batch(tokenize
     assert all(isinstance(each, Exception) for each in model().answer(asked(long, "short")))
 
 
-def test_a_grader_of_earlier_days_is_a_model_with_estimates():
-    class Old(Grader):
+def test_a_model_that_writes_ask_alone_answers_with_estimates():
+    class Old(TextModel):
         def ask(self, conversations):
             return ["Score: 8"] * len(conversations)
 

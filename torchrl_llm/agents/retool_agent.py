@@ -9,6 +9,7 @@ from typing import Any
 from torchrl_llm._registry import register
 from torchrl_llm.agents.react_agent import ReActAgent
 from torchrl_llm.envs.transforms.context_strategy import chat_env_of
+from torchrl_llm.sandbox.interface import MEMORY_BYTES, Limits
 from torchrl_llm.tools import CodeBlockParser, PythonTool, Tool, ToolResult, ToolTransform
 
 
@@ -53,6 +54,7 @@ class ReToolAgent(ReActAgent):
         timeout: seconds that a piece of code, or a call, may take.
         sandbox: where code runs (``"bubblewrap"``, ...); the strongest that the machine has if not
             given, see :func:`~torchrl_llm.sandbox.make_sandbox`.
+        memory_bytes: address space of each process of a piece of code.
 
     Example:
         >>> from torchrl_llm.envs import ArithmeticEnv
@@ -69,11 +71,16 @@ class ReToolAgent(ReActAgent):
     """
 
     sandbox: str | None = None
+    memory_bytes: int = MEMORY_BYTES
 
     def make_transforms(self, acting: Sequence[Tool] = ()) -> list[ToolTransform]:
         """See :meth:`Agent.make_transforms`; code comes first."""
         code = CodeTransform(
-            PythonTool(timeout=self.timeout, sandbox=self.sandbox),
+            PythonTool(
+                timeout=self.timeout,
+                sandbox=self.sandbox,
+                limits=Limits(memory_bytes=self.memory_bytes),
+            ),
             max_auxiliary_turns=self.max_auxiliary_turns,
             accept_cut=self.accept_cut,
         )

@@ -125,6 +125,10 @@ class Failure(NamedTuple):
         return self.source, self.kind, self.place
 
 
+NO_FAILURE = Failure(source="")
+"""What is said of a row in which nothing failed."""
+
+
 def place_of(error: BaseException) -> str:
     """Where an exception was raised, in the user's own code if that was run.
 
@@ -253,6 +257,8 @@ def tell_failures(
         row_of: index of a failure to the row that it happened in, without batch dimension.
         num_rows: rows of the batch.
     """
+    if not any(failure.kind for failure in failures):
+        return
     counts = Counter(failure.sort for failure in failures if failure.kind)
     first = {failure.sort: i for i, failure in reversed(list(enumerate(failures))) if failure.kind}
     for sort, count in counts.items():

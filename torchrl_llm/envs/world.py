@@ -36,7 +36,7 @@ from torchrl_llm.envs.actions import (
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn, read_turns
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.rewards import reward_parser
+from torchrl_llm.rewards import reward_parser, reward_scorer
 from torchrl_llm.tools.call_parsers import MessageCallParser
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -71,9 +71,9 @@ class Reaction:
         if error is None:
             names = ("terminated", "truncated", "success")
             try:
-                reward = reward_parser.checked_score(self.reward).reward + self.for_form
+                reward = reward_scorer.checked_score(self.reward).reward + self.for_form
                 flags = {
-                    name: reward_parser.checked_flag(name, getattr(self, name)) for name in names
+                    name: reward_scorer.checked_flag(name, getattr(self, name)) for name in names
                 }
                 return replace(self, reward=reward, for_form=0.0, **flags)
             except RewardError as raised:

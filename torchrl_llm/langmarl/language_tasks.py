@@ -29,8 +29,8 @@ from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
 from torchrl_llm.rewards.judge import JudgeReward, read_verdict
 from torchrl_llm.rewards.number_rewards import last_number, parse_number
-from torchrl_llm.rewards.reward_components import Sample
 from torchrl_llm.rewards.reward_runner import run_rows
+from torchrl_llm.rewards.reward_scorer import Sample
 from torchrl_llm.rewards.text_models import Messages
 
 Scorer = Callable[[Sequence[tuple[Mapping[str, Any], str]]], Sequence[float | Exception]]

@@ -35,25 +35,20 @@ from torchrl_llm.rewards.number_rewards import (
     CountdownRewardParser as CountdownRewardParser,
     GSM8KRewardParser as GSM8KRewardParser,
 )
-from torchrl_llm.rewards.reward_components import (
+from torchrl_llm.rewards.reward_components import Component as Component
+from torchrl_llm.rewards.reward_parser import RewardParser as RewardParser
+from torchrl_llm.rewards.reward_scorer import (
     BatchScorer as BatchScorer,
-    Component as Component,
+    RewardScore as RewardScore,
     Sample as Sample,
     Scorer as Scorer,
 )
-from torchrl_llm.rewards.reward_parser import (
-    RewardParser as RewardParser,
-    RewardScore as RewardScore,
-)
 from torchrl_llm.rewards.text_models import (
-    EndpointGrader as EndpointGrader,
     EndpointTextModel as EndpointTextModel,
-    Grader as Grader,
     ScriptedTextModel as ScriptedTextModel,
     TextAnswer as TextAnswer,
     TextModel as TextModel,
     Usage as Usage,
-    WrapperGrader as WrapperGrader,
     WrapperTextModel as WrapperTextModel,
 )
 from torchrl_llm.rewards.text_rewards import (

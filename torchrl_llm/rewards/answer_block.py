@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from tensordict.utils import NestedKey
 
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, extract_tags
+from torchrl_llm.rewards.reward_parser import RewardParser, extract_tags
+from torchrl_llm.rewards.reward_scorer import RewardScore
 
 
 class ResponseParts(NamedTuple):

@@ -12,9 +12,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from typing import Literal, get_args
+from typing import Literal
 
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.rewards.reward_parser import extract_block
 
 AnswerFormat = Literal["tags", "auto", "flexible-extract", "strict-match"]
@@ -46,18 +45,6 @@ _REST = re.compile(
     r"[,;:(.]\s+(?![\d$-]|or\b|and\b)|"
     r"\s(?:after|as|at|because|each|every|for|from|in|of|per|since|so|which|with)\s"
 )
-
-
-def check_format(answer_format: str) -> None:
-    """Refuse a format of answers that there is not.
-
-    Raises:
-        ConfigError: ``answer_format`` is none of ``AnswerFormat``.
-    """
-    if answer_format not in get_args(AnswerFormat):
-        raise ConfigError(
-            f"answer_format must be one of {list(get_args(AnswerFormat))}, got {answer_format!r}"
-        )
 
 
 def last_boxed(text: str) -> str | None:

@@ -23,12 +23,14 @@ from concurrent.futures import Future
 from functools import cache, lru_cache
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
-from torchrl_llm.errors import ConfigError, DataError, RewardError
+from torchrl_llm._checked import Ge, Gt, checked
+from torchrl_llm.errors import DataError, RewardError
 from torchrl_llm.rewards import code_judge
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, extract_block
-from torchrl_llm.sandbox.interface import Limits, Sandbox, SandboxResult
+from torchrl_llm.rewards.reward_parser import RewardParser, extract_block
+from torchrl_llm.rewards.reward_scorer import RewardScore
+from torchrl_llm.sandbox.interface import MEMORY_BYTES, Limits, Sandbox, SandboxResult
 from torchrl_llm.tools.code_blocks import python_blocks
 
 CompileStatus = Literal["success", "syntax", "import", "timeout", "unknown", "not_run"]
@@ -221,19 +223,15 @@ class CodeRunner:
         True
     """
 
+    @checked
     def __init__(
         self,
         sandbox: Sandbox | None = None,
         *,
-        timeout_s: float = 10.0,
-        memory_bytes: int = 256 << 20,
-        cache_size: int = 4096,
+        timeout_s: Annotated[float, Gt(0, finite=True)] = 10.0,
+        memory_bytes: Annotated[int, Ge(1)] = MEMORY_BYTES,
+        cache_size: Annotated[int, Ge(0)] = 4096,
     ) -> None:
-        if timeout_s <= 0 or memory_bytes <= 0 or cache_size < 0:
-            raise ConfigError(
-                "timeout_s and memory_bytes must be above 0 and cache_size not negative, got "
-                f"{timeout_s}, {memory_bytes} and {cache_size}"
-            )
         self.timeout_s = timeout_s
         # One second more: the judge ends first and says how far the program came.
         self.limits = Limits(wall_s=timeout_s + 1.0, memory_bytes=memory_bytes)

@@ -5,14 +5,15 @@ lets a replay buffer train on the rewards of tokens.
 
 Next: :mod:`torchrl_llm.rewards.reward_components` says what a part is.
 
-Shape legend: ``B`` rows, ``N`` of them scored, ``K`` components, ``R_b`` tokens of a response.
+Shape legend: ``B`` or ``N`` rows, ``K`` components, ``R_b`` tokens of a response.
 """
 
 from __future__ import annotations
 
+import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -21,32 +22,24 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 
 from torchrl_llm.data.column import Column
-from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.failures import tell_failures
-from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.data.failures import NO_FAILURE, tell_failures
+from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError, RewardError
-from torchrl_llm.rewards.reward_components import (
-    Component,
-    Sample,
-    Scorer,
-    WeightedTotal,
-    weighted_total,
-)
+from torchrl_llm.rewards.reward_components import Component
 from torchrl_llm.rewards.reward_parser import (
     RewardParser,
-    RewardScore,
     error_spec,
-    refused_rows,
+    response_lengths,
     set_errors,
     written_failures,
 )
 from torchrl_llm.rewards.reward_runner import Outcome
+from torchrl_llm.rewards.reward_scorer import RewardScore, Sample, Scorer
 
 _TOKEN_NODE = "token_reward"
-_NEUTRAL = Outcome(RewardScore(0.0))
 
 
 class CompositeReward(RewardParser):
@@ -64,7 +57,7 @@ class CompositeReward(RewardParser):
 
     A component that fails makes the row's reward invalid, unless it is optional; then the weights
     of the others grow in proportion
-    (:func:`~torchrl_llm.rewards.reward_components.weighted_total`). It never counts as zero.
+    (:func:`~torchrl_llm.rewards.composite_reward.weighted_total`). It never counts as zero.
 
     The first component is the task: ``success``, ``reward_answer``, ``reward_think``,
     ``reward_right`` and the end of the episode follow its score.
@@ -137,13 +130,14 @@ class CompositeReward(RewardParser):
             )
         self._weights = torch.tensor([part.weight for part in parts], dtype=torch.float64)
         self._optional = torch.tensor([part.optional for part in parts])
+        self._columns = sorted({name for part in parts for name in part.scorer.columns})
         self._pools = {name: part.make_pool() for name, part in self.components.items()}
         self._written = {
             name: part.scorer
             for name, part in self.components.items()
             if isinstance(part.scorer, WrittenReward)
         }
-        self.per_token = any(part.per_token for part in parts)
+        self.per_token = any(part.scorer.per_token for part in parts)
 
     def score(self, response: str, answer: Any) -> RewardScore:
         """Score one response outside of rows.
@@ -151,9 +145,11 @@ class CompositeReward(RewardParser):
         Raises:
             RewardError: a component that is not optional failed.
         """
-        results = self._run([Sample(response, answer)], self.components)
-        (outcome,) = self._totals(results, self._weighted(results, 1))
-        if outcome.error:
+        samples = [Sample(response, answer)]
+        written = {name: self.components[name].outcomes(samples) for name in self._written}
+        results = self._run(samples) | written
+        (outcome,) = self._totals(results, self._weighted(results))
+        if outcome.value is None:
             raise RewardError(f"{outcome.error}: {outcome.message}")
         return outcome.value
 
@@ -163,8 +159,6 @@ class CompositeReward(RewardParser):
             if pool is not None:
                 pool.close()
 
-    # -- scoring ----------------------------------------------------------------------------------
-
     @property
     def _adds(self) -> bool:
         # A written reward is one of the parts already.
@@ -172,141 +166,98 @@ class CompositeReward(RewardParser):
 
     def _outcomes(
         self,
+        samples: Sequence[Sample | Exception | None],
         td: TensorDictBase,
         next_td: TensorDictBase,
-        rows: Sequence[int],
-        responses: Sequence[str | Exception],
     ) -> list[Outcome]:
-        lengths = response_lengths(td)
+        lengths = response_lengths(td) if self.per_token else None
         if self.per_token and lengths is None:
             raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
-        asked = {name for part in self.components.values() for name in part.scorer.columns}
-        samples = read_samples(self, td, rows, responses, lengths, sorted(asked))
         # Before anything is written: the composite's own reward takes the same place.
-        everywhere = {
-            name: part.outcomes(next_td, range(len(responses)))
-            for name, part in self._written.items()
-        }
-        written = {name: [column[row] for row in rows] for name, column in everywhere.items()}
-        there = [at for at, sample in enumerate(samples) if isinstance(sample, Sample)]
-        results = {
-            name: [_named(name, o) for o in column]
-            for name, column in self._results(samples, there).items()
-        } | written
+        written = {name: part.outcomes(next_td) for name, part in self._written.items()}
+        results = self._run(samples) | written
         for column in results.values():
             # Here, for those that are optional or of no weight leave no error in their row.
-            tell_failures(
-                [outcome.failure for outcome in column], lambda at: td[rows[at]], len(responses)
-            )
-        total = self._weighted(results, len(rows))
-        self._write_components(results, rows, next_td, everywhere)
-        if self.per_token:
-            self._write_tokens(results, total, rows, lengths, next_td)
+            tell_failures([outcome.failure for outcome in column], td.__getitem__, len(column))
+        total = self._weighted(results)
+        self._write_components(results, next_td)
+        if lengths is not None:
+            self._write_tokens(results, total, lengths, next_td)
         return self._totals(results, total)
 
-    def _resting(self, next_td: TensorDictBase, size: int) -> list[Outcome]:
-        """What was written of rows that are not scored: by a gate, or by a world of others."""
-        outcomes = super()._resting(next_td, size)
-        failures = written_failures(next_td) if self._written else []
-        for name, part in self._written.items():
-            weight = self.components[name].weight
-            for row, outcome in enumerate(part.outcomes(next_td, range(size))):
-                if outcome.value is None:
-                    outcomes[row] = outcome
-                    continue
-                score = outcome.value._replace(reward=weight * outcome.value.reward)
-                kind, message, *rest = failures[row]
-                outcomes[row] = Outcome(score, kind, message, outcome.seconds, *rest)
-        return outcomes
-
-    def _results(
-        self, samples: Sequence[Sample | Exception], there: Sequence[int]
-    ) -> dict[str, list[Any]]:
-        """Outcomes by component; a row without a response keeps its exception."""
-        columns = {name: list(samples) for name in self.components if name not in self._written}
-        scored = {name: self.components[name] for name in columns}
-        for name, outcomes in self._run([samples[at] for at in there], scored).items():
-            for at, outcome in zip(there, outcomes, strict=True):
-                columns[name][at] = outcome
-        return columns
-
-    def _run(
-        self, samples: Sequence[Sample], parts: Mapping[str, Component]
-    ) -> dict[str, list[Outcome]]:
-        """Components over all rows, at the same time."""
+    def _run(self, samples: Sequence[Sample | Exception | None]) -> dict[str, list[Outcome]]:
+        """Outcomes of the components that are to be run, all at the same time."""
         results: dict[str, list[Outcome]] = {}
 
         def run(name: str) -> None:
-            results[name] = parts[name].outcomes(samples, self._pools[name])
+            outcomes = self.components[name].outcomes(samples, self._pools[name])
+            results[name] = [outcome.of(f"component {name!r}") for outcome in outcomes]
 
-        threaded = [name for name, part in parts.items() if part.run != "inline"]
+        names = [name for name in self.components if name not in self._written]
+        threaded = [name for name in names if self.components[name].run != "inline"]
         threads = [threading.Thread(target=run, args=(name,), daemon=True) for name in threaded]
         for thread in threads:
             thread.start()
-        for name in parts:
+        for name in names:
             if name not in threaded:
                 run(name)
         for thread in threads:
             thread.join()
         return results
 
-    def _weighted(self, results: Mapping[str, Sequence[Outcome]], size: int) -> WeightedTotal:
+    def _weighted(self, results: Mapping[str, Sequence[Outcome]]) -> WeightedTotal:
         values = [[_value(outcome) for outcome in results[name]] for name in self.components]
-        table = torch.tensor(values, dtype=torch.float64).view(len(values), size)
+        table = torch.tensor(values, dtype=torch.float64)
         return weighted_total(table, self._weights, self._optional)
 
     def _totals(
         self, results: Mapping[str, Sequence[Outcome]], total: WeightedTotal
     ) -> list[Outcome]:
         outcomes = []
-        first = next(iter(self.components))
-        for at, (value, valid) in enumerate(zip(total.values.tolist(), total.valid, strict=True)):
-            column = {name: results[name][at] for name in self.components}
-            seconds = sum(outcome.seconds for outcome in column.values())
+        columns = zip(*(results[name] for name in self.components), strict=True)
+        for column, value, valid in zip(columns, total.values.tolist(), total.valid, strict=True):
+            seconds = sum(outcome.seconds for outcome in column)
             if not valid:
                 outcomes.append(self._invalid(column)._replace(seconds=seconds))
                 continue
-            score = column[first].value
+            score = column[0].value
             if score is None:  # of no weight, and failed
                 score = RewardScore(value)
             elif isinstance(score, Tensor):
                 score = RewardScore(value, success=value > 0, has_answer=True)
-            outcomes.append(Outcome(score._replace(reward=value), seconds=seconds))
+            # A valid reward says why a gate has refused the turn.
+            refused = (o.failure for o in column if o.error and o.value is not None)
+            failure = next(refused, NO_FAILURE)
+            outcomes.append(Outcome(score._replace(reward=value), seconds, failure))
         return outcomes
 
-    def _invalid(self, column: Mapping[str, Outcome]) -> Outcome:
+    def _invalid(self, column: Sequence[Outcome]) -> Outcome:
         """Why a row has no reward: the failure that harmed it."""
-        parts = self.components
-        failed = [name for name, o in column.items() if o.error and parts[name].weight]
-        # Where all of them are optional, none is left.
-        failed.sort(key=lambda name: parts[name].optional)
+        parts = zip(self.components.items(), column, strict=True)
+        failed = [(name, part, o) for (name, part), o in parts if o.value is None and part.weight]
         if not failed:
             return Outcome.failed(RewardError("the weighted sum is too large for float32"))
-        outcome = column[failed[0]]
-        return outcome._replace(value=None, message=_part(failed[0], outcome))
+        # Where all of them are optional, none is left.
+        name, _, outcome = min(failed, key=lambda each: each[1].optional)
+        message = f"component {name!r}: {outcome.message}"
+        return outcome._replace(failure=outcome.failure._replace(message=message))
 
     # -- writing ----------------------------------------------------------------------------------
 
     def _write_components(
-        self,
-        results: Mapping[str, Sequence[Outcome]],
-        rows: Sequence[int],
-        next_td: TensorDictBase,
-        everywhere: Mapping[str, Sequence[Outcome]],
+        self, results: Mapping[str, Sequence[Outcome]], next_td: TensorDictBase
     ) -> None:
         size, device = next_td.batch_size.numel(), next_td.device
         node = TensorDict(batch_size=next_td.batch_size, device=device)
-        for name, scored in results.items():
-            outcomes = list(everywhere.get(name, [_NEUTRAL] * size))
-            for row, outcome in zip(rows, scored, strict=True):
-                outcomes[row] = outcome
+        for name, outcomes in results.items():
             table = torch.tensor([(_value(o), o.seconds) for o in outcomes], dtype=torch.float32)
             values, seconds = table.to(device).view(size, 2).unbind(-1)
             part = TensorDict(batch_size=next_td.batch_size, device=device)
             part.set("value", values.reshape(size, 1, 1))
-            part.set("valid", torch.tensor([not o.error for o in outcomes], device=device))
+            valid = [outcome.value is not None for outcome in outcomes]
+            part.set("valid", torch.tensor(valid, device=device))
             part.set("seconds", seconds.contiguous())
-            part.set("error", Column.of(_said(outcome) for outcome in outcomes))
+            part.set("error", Column.of(map(_said, outcomes)))
             if self._is_harmless(name):
                 set_errors(part, [outcome.failure for outcome in outcomes], "failure")
             node.set(name, part)
@@ -320,24 +271,19 @@ class CompositeReward(RewardParser):
         self,
         results: Mapping[str, Sequence[Outcome]],
         total: WeightedTotal,
-        rows: Sequence[int],
         lengths: Sequence[int],
         next_td: TensorDictBase,
     ) -> None:
         rewards = [torch.zeros(length) for length in lengths]
-        for at, row in enumerate(rows):
-            if not total.valid[at]:
-                rewards[row].fill_(float("nan"))
-                continue
-            for weight, name in zip(total.weights[:, at].tolist(), self.components, strict=True):
-                value = results[name][at].value
+        for row, (reward, weights) in enumerate(zip(rewards, total.weights.t(), strict=True)):
+            for weight, name in zip(weights.tolist(), self.components, strict=True):
+                value = results[name][row].value
                 if isinstance(value, Tensor):
-                    rewards[row] += weight * value
+                    reward += weight * value
                 elif value is not None:
-                    rewards[row][-1:] += weight * value.reward
-        resting = self._resting(next_td, len(rewards))
-        for row in refused_rows(next_td):
-            rewards[row][-1:] += resting[row].value.reward
+                    reward[-1:] += weight * value.reward
+            if not total.valid[row]:
+                reward.fill_(float("nan"))
         next_td.set(_TOKEN_NODE, ragged_rows({"total": rewards}))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
@@ -368,74 +314,55 @@ def _value(outcome: Outcome) -> float:
     return float(outcome.value.sum() if isinstance(outcome.value, Tensor) else outcome.value.reward)
 
 
-def _named(name: str, outcome: Outcome | Exception) -> Outcome:
-    """An outcome that says which component it is of."""
-    outcome = outcome if isinstance(outcome, Outcome) else Outcome.failed(outcome)
-    return outcome._replace(source=f"component {name!r}")
-
-
-def _part(name: str, outcome: Outcome) -> str:
-    return f"component {name!r}: {outcome.message}"
-
-
 def _said(outcome: Outcome) -> str:
-    return f"{outcome.error}: {outcome.message}" if outcome.error else ""
+    return f"{outcome.error}: {outcome.message}" if outcome.value is None else ""
 
 
-def response_lengths(td: TensorDictBase) -> list[int] | None:
-    """Tokens of each response, without the padding of dense rows; ``None`` without tokens.
+class WeightedTotal(NamedTuple):
+    """A reward that was added up.
+
+    Attributes:
+        values: float64 ``[N]``, NaN where invalid.
+        valid: bool ``[N]``.
+        weights: float64 ``[K, N]``, what each value was multiplied with.
+    """
+
+    values: Tensor
+    valid: Tensor
+    weights: Tensor
+
+
+def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> WeightedTotal:
+    r"""The weighted sum of components, of which some may have failed.
+
+    :math:`r_n = s_n \sum_{k \in V_n} w_k v_{kn}` over the valid components :math:`V_n` of a row,
+    where :math:`s_n` is 1 if none of them failed, else :math:`\sum_k w_k / \sum_{k \in V_n} w_k`.
+    A row is invalid where a component failed that has a weight and is not optional, where no
+    component with a weight is left, or where the sum is beyond float32.
 
     Args:
-        td: rows as the policy left them.
+        values: float ``[K, N]``, NaN where a component failed.
+        weights: float ``[K]``.
+        optional: bool ``[K]``.
+
+    Example:
+        >>> values = torch.tensor([[1.0, 1.0], [0.0, float("nan")]])
+        >>> total = weighted_total(values, torch.tensor([0.5, 1.5]), torch.tensor([False, True]))
+        >>> total.values.tolist(), total.valid.tolist()
+        ([0.5, 2.0], [True, True])
     """
-    rows = read_rows(td, ("tokens", "response"), None)
-    if rows is None:
-        return None
-    masks = read_rows(td, ("masks", "all_attention_mask"), None)
-    full = read_rows(td, ("tokens", "full"), None)
-    if masks is None or full is None:
-        return [len(row) for row in rows]
-    return [
-        int(mask[len(mask) - len(row) :].sum()) if len(mask) == len(whole) else len(row)
-        for row, mask, whole in zip(rows, masks, full, strict=True)
-    ]
-
-
-def read_samples(
-    parser: RewardParser,
-    td: TensorDictBase,
-    rows: Sequence[int],
-    responses: Sequence[str | Exception],
-    lengths: Sequence[int] | None,
-    columns: Iterable[str],
-) -> list[Sample | Exception]:
-    """What a scorer sees of some rows; a row without a response keeps its exception.
-
-    Args:
-        parser: that scores them.
-        td: all rows, as the policy left them.
-        rows: indices of those that are scored.
-        responses: of all rows.
-        lengths: of :func:`response_lengths`.
-        columns: names of those that the scorer reads.
-    """
-    size = len(responses)
-    answers = parser._column(td, parser._answer_key, size) or [None] * size
-    asked = {name: parser._needed(td, name, size) for name in columns}
-    reasons = td.get(("tokens", "finish_reason"), None)
-    reasons = None if reasons is None else reasons.flatten().tolist()
-    return [
-        responses[row]
-        if isinstance(responses[row], Exception)
-        else Sample(
-            responses[row],
-            answers[row],
-            None if lengths is None else lengths[row],
-            None if reasons is None else FinishReason(reasons[row]),
-            {name: column[row] for name, column in asked.items()},
-        )
-        for row in rows
-    ]
+    values_KN, weights_K1 = values.double(), weights.double().unsqueeze(-1)
+    counts_K1 = weights_K1 != 0
+    there_KN = ~values_KN.isnan() & counts_K1
+    missing_KN = values_KN.isnan() & counts_K1
+    valid_N = ~(missing_KN & ~optional.unsqueeze(-1)).any(0) & there_KN.any(0)
+    scale_N = weights_K1.sum() / (weights_K1 * there_KN).sum(0)
+    # A row that lacks nothing is not divided, and so not rounded.
+    scale_N = scale_N.where(missing_KN.any(0), 1.0)
+    weights_KN = (weights_K1 * scale_N).where(there_KN, 0.0)
+    total_N = (weights_KN * values_KN.nan_to_num()).sum(0)
+    valid_N = valid_N & (total_N.abs() <= torch.finfo(torch.float32).max)
+    return WeightedTotal(total_N.where(valid_N, math.nan), valid_N, weights_KN)
 
 
 class WrittenReward(Scorer):
@@ -470,15 +397,15 @@ class WrittenReward(Scorer):
         """
         raise RewardError("a WrittenReward is read from the rows of an environment's step")
 
-    def outcomes(self, next_td: TensorDictBase, rows: Sequence[int]) -> list[Outcome]:
+    def outcomes(self, next_td: TensorDictBase) -> list[Outcome]:
         """What was written for a step.
 
         Args:
             next_td: rows ``[B]`` with ``reward``, ``reward_valid`` and what goes with them.
-            rows: ``N`` indices of those that are asked for.
 
         Returns:
-            ``N`` outcomes, whose values are scores.
+            ``B`` outcomes, whose values are scores; a turn that a gate has refused has a failure,
+            too.
 
         Raises:
             DataError: nothing has been written before.
@@ -495,19 +422,17 @@ class WrittenReward(Scorer):
             _flat(next_td.get(name, None), size).bool().tolist()
             for name in ("success", "reward_answer", "reward_think")
         ]
+        scores = map(RewardScore, reward, *flags)
         seconds = _flat(next_td.get("reward_seconds", None), size).tolist()
-        failures = written_failures(next_td)
-        valid = _flat(valid, size).bool().tolist()
-        outcomes = []
-        for row in rows:
-            if valid[row]:
-                score = RewardScore(reward[row], *(flag[row] for flag in flags))
-                outcomes.append(Outcome(score, seconds=seconds[row]))
-                continue
-            kind, message, *rest = failures[row]
-            kind = kind or RewardError.__name__
-            outcomes.append(Outcome(None, kind, message, seconds[row], *rest))
-        return outcomes
+        rows = zip(
+            scores, valid.flatten().tolist(), seconds, written_failures(next_td), strict=True
+        )
+        return [
+            Outcome(score, taken, failure)
+            if fine
+            else Outcome(None, taken, failure._replace(kind=failure.kind or RewardError.__name__))
+            for score, fine, taken, failure in rows
+        ]
 
 
 def _flat(values: Tensor | None, size: int) -> Tensor:

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Literal, get_args
+from typing import Annotated, Literal
 
+from torchrl_llm._checked import Ge, In, checked
 from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError, RewardError
-from torchrl_llm.rewards.reward_components import Sample, Scorer
+from torchrl_llm.rewards.reward_scorer import Sample, Scorer
 
 
 @register("rewards", "format")
@@ -39,17 +40,16 @@ class FormatReward(Scorer):
         0.25
     """
 
+    @checked
     def __init__(
         self,
         blocks: Sequence[str] = ("think", "answer"),
         *,
-        partial: float = 0.0,
+        partial: Annotated[float, In("[0, 1]")] = 0.0,
         opened_by_prompt: bool = False,
     ) -> None:
         if isinstance(blocks, str) or not blocks or not all(blocks):
             raise ConfigError(f"blocks must be names of tags, got {blocks!r}")
-        if not 0 <= partial <= 1:
-            raise ConfigError(f"partial must be between 0 and 1, got {partial}")
         self.blocks, self.partial = tuple(blocks), partial
         self.opened_by_prompt = opened_by_prompt
 
@@ -109,16 +109,19 @@ class LengthReward(Scorer):
         [1.0, 1.0, 0.5, 0.0, 0.0]
     """
 
+    @checked
     def __init__(
-        self, longest: int, *, shortest: int = 0, cushion: int = 0, unit: Unit = "tokens"
+        self,
+        longest: int,
+        *,
+        shortest: Annotated[int, Ge(0)] = 0,
+        cushion: Annotated[int, Ge(0)] = 0,
+        unit: Unit = "tokens",
     ) -> None:
-        if not 0 <= shortest <= longest or cushion < 0:
+        if shortest > longest:
             raise ConfigError(
-                "a length needs 0 <= shortest <= longest and a cushion that is not negative, got "
-                f"shortest={shortest}, longest={longest}, cushion={cushion}"
+                f"a length needs shortest <= longest, got shortest={shortest} and longest={longest}"
             )
-        if unit not in get_args(Unit):
-            raise ConfigError(f"unit must be one of {get_args(Unit)}, got {unit!r}")
         self.longest, self.shortest, self.cushion, self.unit = longest, shortest, cushion, unit
 
     def length(self, sample: Sample) -> int:

@@ -6,17 +6,15 @@ Next: :mod:`torchrl_llm.rewards.composite_reward` for several of them with weigh
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from tensordict import TensorDictBase
 
 from torchrl_llm.data.failures import place_of
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
-from torchrl_llm.rewards.composite_reward import CompositeReward, read_samples, response_lengths
-from torchrl_llm.rewards.reward_components import BatchScorer, Component, Sample, Scorer, as_scorer
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore, checked_score
-from torchrl_llm.rewards.reward_runner import Outcome, run_rows
+from torchrl_llm.rewards.composite_reward import CompositeReward
+from torchrl_llm.rewards.reward_components import Component
+from torchrl_llm.rewards.reward_parser import RewardParser
+from torchrl_llm.rewards.reward_scorer import Sample, Scorer, as_scorer
 
 
 class FunctionReward(RewardParser):
@@ -43,32 +41,14 @@ class FunctionReward(RewardParser):
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         super().__init__(**options)
         self.scorer = as_scorer(function)
-        self.needs_answer = self.scorer.needs_answer
+        self.needs_answer, self._columns = self.scorer.needs_answer, self.scorer.columns
 
     def score(self, response: str, answer: Any) -> Any:
         """What the function says of a response, where there is no row."""
         return self.scorer.score(Sample(response, answer))
 
-    def _outcomes(
-        self,
-        td: TensorDictBase,
-        next_td: TensorDictBase,
-        rows: Sequence[int],
-        responses: Sequence[str | Exception],
-    ) -> list[Outcome]:
-        columns = self.scorer.columns
-        samples = read_samples(self, td, rows, responses, response_lengths(td), columns)
-        return run_rows(
-            self._score_sample,
-            [(sample,) for sample in samples],
-            num_threads=self.num_threads,
-            timeout=self.timeout,
-        )
-
-    def _score_sample(self, sample: Sample | Exception) -> RewardScore:
-        if isinstance(sample, Exception):
-            raise sample
-        return checked_score(self.scorer.score(sample))
+    def _scorer(self) -> Scorer:
+        return self.scorer
 
 
 def as_reward(reward: Any) -> RewardParser:
@@ -92,11 +72,11 @@ def as_reward(reward: Any) -> RewardParser:
         >>> as_reward({"right": right, "short": (short, 0.5)}).score("4", "4").reward
         1.5
     """
-    if inspect.isclass(reward) and issubclass(reward, (RewardParser, Scorer, BatchScorer)):
+    if inspect.isclass(reward) and issubclass(reward, (RewardParser, Scorer)):
         reward = _made(reward)
     if isinstance(reward, RewardParser):
         return reward
-    if isinstance(reward, (Scorer, BatchScorer, Component)):
+    if isinstance(reward, (Scorer, Component)):
         return CompositeReward({"reward": reward})
     if isinstance(reward, Mapping):
         return CompositeReward({name: _component(part) for name, part in reward.items()})

@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._imports import require
 from torchrl_llm._registry import FullSignature, register
-from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.answer_formats import last_boxed
 from torchrl_llm.rewards.reward_runner import call_reward
@@ -136,19 +137,16 @@ class MATHRewardParser(AnswerBlockParser):
 
     __signature__ = FullSignature()
 
+    @checked
     def __init__(
         self,
         *args: Any,
         boxed: bool = False,
-        num_workers: int = 2,
-        timeout: float = 5.0,
+        num_workers: Annotated[int, Ge(1)] = 2,
+        timeout: Annotated[float, Gt(0)] = 5.0,
         **kwargs: Any,
     ) -> None:
         require("math_verify", extra="math", feature="MATHRewardParser")
-        if num_workers < 1 or not timeout > 0:
-            raise ConfigError(
-                f"num_workers and timeout must be positive, got {num_workers} and {timeout}"
-            )
         super().__init__(*args, num_threads=num_workers, **kwargs)
         self.boxed = boxed
         # A thread waits for its process, which keeps the limit.

@@ -14,18 +14,19 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import FullSignature, register
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.answer_block import AnswerBlockParser
 from torchrl_llm.rewards.answer_formats import (
     HARNESS_FORMATS,
     AnswerFormat,
-    check_format,
     harness_answer,
     harness_spelling,
     marked_answer,
 )
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_parser import RewardParser
+from torchrl_llm.rewards.reward_scorer import RewardScore
 from torchrl_llm.tools.calculator import evaluate_expression
 
 # A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
@@ -200,8 +201,8 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     __signature__ = FullSignature()
 
+    @checked
     def __init__(self, *args: Any, answer_format: AnswerFormat = "tags", **kwargs: Any) -> None:
-        check_format(answer_format)
         super().__init__(*args, **kwargs)
         self.answer_format = answer_format
 

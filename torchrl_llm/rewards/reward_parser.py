@@ -10,10 +10,10 @@ Next: :mod:`torchrl_llm.rewards.answer_block` for tasks with an answer block,
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any
 
 import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
@@ -23,38 +23,21 @@ from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import Transform
 
 from torchrl_llm.data.column import Column
-from torchrl_llm.data.failures import ERROR_KEYS, Failure, tell_failures
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.failures import ERROR_KEYS, NO_FAILURE, Failure, tell_failures
 from torchrl_llm.data.input_modes import InputMode, response_reader
-from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.data.table_cells import plain_cell
-from torchrl_llm.errors import ConfigError, DataError, RewardError
-from torchrl_llm.rewards.reward_runner import Outcome, check_limits, run_rows
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.reward_components import Component
+from torchrl_llm.rewards.reward_runner import Outcome, check_limits
+from torchrl_llm.rewards.reward_scorer import RewardScore, Sample
 
 _AUXILIARY_KEY = ("tools", "auxiliary")
 _INPUT_MODES = ("history", "text", "tokens")
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-_FLOAT_KEYS = ("reward", "reward_answer", "reward_think", "reward_right")
+_CELLS = ("reward", "reward_answer", "reward_think", "reward_right", "success")
 _ROW_KEYS = ("reward_valid", "reward_seconds", "error")
-# Of rows in which nothing failed, nothing is said of a source either.
-_NOTHING = Failure(source="")
-
-
-class RewardScore(NamedTuple):
-    """What a score says about one response.
-
-    Attributes:
-        reward: the reward; it must be finite.
-        success: whether the task is solved.
-        has_answer: whether the response holds an answer block, right or wrong. It ends the episode
-            where ``set_done_if_answer`` is on.
-        has_think: whether the response holds a reasoning block.
-    """
-
-    reward: float
-    success: bool = False
-    has_answer: bool = False
-    has_think: bool = False
 
 
 def extract_block(text: str, tag: str) -> str | None:
@@ -238,50 +221,56 @@ class RewardParser(Transform):
             return mode
         return response_reader(self._input_mode, self.tokenizer)
 
-    def _answers(self, td: TensorDictBase, size: int) -> list[Any]:
-        answers = self._column(td, self._answer_key, size)
-        if answers is None:
-            raise DataError(
-                f"the rows lack {self._answer_key!r}, which the reward needs; they have "
-                f"{sorted(str(key) for key in td.keys())}"
-            )
-        return answers
+    _columns: Sequence[str] | None = None
+    """Columns that are read for a score; ``None`` for the response and the answer alone."""
 
-    @staticmethod
-    def _column(td: TensorDictBase, key: NestedKey, size: int) -> list[Any] | None:
-        """The values of a column, one a row."""
-        values = td.get(key, None)
-        if values is None or not is_non_tensor(values):
-            return values if values is None else list(values)
-        values = values.tolist()
-        return values if isinstance(values, list) and len(values) == size else [values] * size
+    def _samples(
+        self, td: TensorDictBase, next_td: TensorDictBase
+    ) -> list[Sample | Exception | None]:
+        """What is scored: a sample a row that acts, or the exception of one without a response."""
+        eos, responses = self._eos(), self._responses(td)
+        answers = self._answers(td)
+        more = repeat(()) if self._columns is None else self._more(td, self._columns)
+        samples: list[Sample | Exception | None] = [None] * len(responses)
+        acts = set(acting_rows(td, next_td))
+        for row, (text, answer, rest) in enumerate(zip(responses, answers, more, strict=False)):
+            if row in acts:
+                is_text = isinstance(text, str)
+                samples[row] = Sample(text.removesuffix(eos), answer, *rest) if is_text else text
+        return samples
 
-    def _needed(self, td: TensorDictBase, name: str, size: int) -> list[Any]:
-        """The values of a column that a score reads, one a row.
+    def _responses(self, td: TensorDictBase) -> list[str | Exception]:
+        return self._mode().responses(td)
 
-        Where no column is named ``row``, that is all columns of the data in one dict a row.
-        """
-        column = self._column(td, name, size)
+    def _answers(self, td: TensorDictBase) -> list[Any]:
+        if self._columns is None:
+            return needed_column(td, self._answer_key)
+        return read_column(td, self._answer_key) or [None] * td.batch_size.numel()
+
+    def _more(self, td: TensorDictBase, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+        """What else a scorer sees of a row: tokens, how the response ended, columns."""
+        asked = [self._asked(td, name) for name in columns]
+        rows = zip(*asked, strict=True) if asked else repeat(())
+        lengths = response_lengths(td) or [None] * td.batch_size.numel()
+        for length, reason, cells in zip(lengths, finish_reasons(td), rows, strict=False):
+            yield length, reason, dict(zip(columns, cells, strict=True))
+
+    def _asked(self, td: TensorDictBase, name: str) -> list[Any]:
+        """A column that a scorer reads; ``row`` is all columns of the data in one dict a row."""
+        column = read_column(td, name)
         if column is None and name == "row":
             primer = None if self.parent is None else getattr(self.container, "primer", None)
             own = getattr(primer, "data_keys", ())
-            data = {
-                key: list(map(plain_cell, self._column(td, key, size)))
-                for key in td.keys()
-                if key in own or is_non_tensor(td.get(key))
-            }
-            column = [{key: values[i] for key, values in data.items()} for i in range(size)]
+            keys = [key for key in td.keys() if key in own or is_non_tensor(td.get(key))]
+            cells = (map(plain_cell, read_column(td, key)) for key in keys)
+            rows = [dict(zip(keys, row, strict=True)) for row in zip(*cells, strict=True)]
+            column = rows or [{}] * td.batch_size.numel()
         if name == "row" and any("finish_reason" in row for row in column):
             raise DataError(
                 "the data has a column 'finish_reason', under which a reward of (response, row) "
                 "reads how the answer ended: rename that column, or leave it out"
             )
-        if column is None:
-            raise DataError(
-                f"the rows lack {name!r}, which the reward reads; they have "
-                f"{sorted(str(key) for key in td.keys())}"
-            )
-        return column
+        return needed_column(td, name) if column is None else column
 
     # Scoring
 
@@ -292,38 +281,26 @@ class RewardParser(Transform):
 
     def _outcomes(
         self,
+        samples: Sequence[Sample | Exception | None],
         td: TensorDictBase,
         next_td: TensorDictBase,
-        rows: Sequence[int],
-        responses: Sequence[str | Exception],
     ) -> list[Outcome]:
-        """What came of each of ``rows``; the values are scores."""
-        answers = self._answers(td, len(responses))
-        return run_rows(
-            self._score_row,
-            [(responses[row], answers[row]) for row in rows],
-            num_threads=self.num_threads,
+        """What came of each row; the values are scores."""
+        part = Component(
+            self._scorer(),
+            run="threads" if self.num_threads else "inline",
+            num_workers=self.num_threads or None,
             timeout=self.timeout,
         )
+        return part.outcomes(samples)
 
-    def _score_row(self, response: str | Exception, answer: Any) -> RewardScore:
-        if isinstance(response, Exception):
-            raise response
-        return checked_score(self.score(response, answer))
+    def _scorer(self) -> Any:
+        """What scores, if not :meth:`score` itself."""
+        return self
 
     def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
-        size = td.batch_size.numel()
-        rows = acting_rows(td, next_td)
-        eos = self._eos()
-        responses = [
-            text.removesuffix(eos) if isinstance(text, str) else text
-            for text in self._mode().responses(td)
-        ]
-        outcomes = self._resting(next_td, size)
-        scored = self._outcomes(td, next_td, rows, responses)
-        tell_failures([o.failure for o in scored], lambda at: td[rows[at]], size)
-        for row, outcome in zip(rows, scored, strict=True):
-            outcomes[row] = outcome
+        outcomes = self._outcomes(self._samples(td, next_td), td, next_td)
+        tell_failures([outcome.failure for outcome in outcomes], td.__getitem__, len(outcomes))
         self._write_outcomes(outcomes, next_td)
         if ends and self.set_done_if_answer:
             has_answer = [o.value is not None and o.value.has_answer for o in outcomes]
@@ -336,17 +313,16 @@ class RewardParser(Transform):
             (nan, nan, nan, nan, 0.0, 0.0, seconds)
             if score is None
             else (*score[:1], *score[2:], self._right(score), score.success, True, seconds)
-            for score, _, _, seconds, *_ in outcomes
+            for score, seconds, _ in outcomes
         ]
         columns = torch.tensor(table, dtype=torch.float32, device=next_td.device).t().contiguous()
-        cells = columns.view(len(columns), len(outcomes), 1, 1)
+        cells = dict(zip(_CELLS, columns.view(len(columns), len(outcomes), 1, 1), strict=False))
         failures = [outcome.failure for outcome in outcomes]
         before = next_td if self._adds else next_td.empty()
         valid_before = before.get("reward_valid", None)
-        for name, cell in zip(_FLOAT_KEYS, cells, strict=False):
-            next_td.set(self._names[name], _added(before, self._names[name], cell))
-        success = _added(before, self._names["success"], cells[4])
-        next_td.set(self._names["success"], success.bool())
+        for name, key in self._names.items():
+            cell = _added(before, key, cells[name])
+            next_td.set(key, cell.bool() if name == "success" else cell)
         valid = columns[5].bool()
         if valid_before is not None:
             valid = valid & valid_before
@@ -354,11 +330,6 @@ class RewardParser(Transform):
         next_td.set("reward_valid", valid)
         next_td.set("reward_seconds", _added(before, "reward_seconds", columns[6]))
         set_errors(next_td, failures)
-
-    def _resting(self, next_td: TensorDictBase, size: int) -> list[Outcome]:
-        """What is said of rows that are not scored."""
-        # A neutral score, as EnvBase gives a row that is not stepped a zero.
-        return [Outcome(RewardScore(0.0))] * size
 
     def _right(self, score: RewardScore) -> float:
         """What ``reward_right`` says of a score."""
@@ -423,23 +394,89 @@ class RewardParser(Transform):
         """Adds the reward's keys."""
         shape, device = reward_spec.shape, reward_spec.device
         reward_spec["reward_seconds"] = Unbounded(shape=shape, device=device)
-        names = [self._names[name] for name in _FLOAT_KEYS]
-        return add_reward_specs(reward_spec, names, self._names["success"])
+        floats = [key for name, key in self._names.items() if name != "success"]
+        return add_reward_specs(reward_spec, floats, self._names.get("success"))
 
 
-def add_reward_specs(spec: Composite, floats: Sequence[NestedKey], success: NestedKey) -> Composite:
+def read_column(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
+    """The values of a column, one a row; ``None`` where there is none.
+
+    Args:
+        td: rows ``[B]``.
+        key: of the column.
+    """
+    values = td.get(key, None)
+    if values is None or not is_non_tensor(values):
+        return values if values is None else list(values)
+    return values.tolist() if values.batch_dims else [values.data] * td.batch_size.numel()
+
+
+def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
+    """The values of a column, one a row.
+
+    Args:
+        td: rows ``[B]``.
+        key: of the column.
+
+    Raises:
+        DataError: there is none.
+    """
+    column = read_column(td, key)
+    if column is None:
+        raise DataError(
+            f"the rows lack {key!r}, which the reward reads; they have "
+            f"{sorted(str(key) for key in td.keys())}"
+        )
+    return column
+
+
+def finish_reasons(td: TensorDictBase) -> list[FinishReason | None]:
+    """How each response ended, ``None`` where that is not known.
+
+    Args:
+        td: rows ``[B]`` as the policy left them.
+    """
+    reasons = td.get(("tokens", "finish_reason"), None)
+    if reasons is None:
+        return [None] * td.batch_size.numel()
+    return [FinishReason(reason) for reason in reasons.flatten().tolist()]
+
+
+def response_lengths(td: TensorDictBase) -> list[int] | None:
+    """Tokens of each response, without the padding of dense rows; ``None`` without tokens.
+
+    Args:
+        td: rows as the policy left them.
+    """
+    rows = read_rows(td, ("tokens", "response"), None)
+    if rows is None:
+        return None
+    masks = read_rows(td, ("masks", "all_attention_mask"), None)
+    full = read_rows(td, ("tokens", "full"), None)
+    if masks is None or full is None:
+        return [len(row) for row in rows]
+    return [
+        int(mask[len(mask) - len(row) :].sum()) if len(mask) == len(whole) else len(row)
+        for row, mask, whole in zip(rows, masks, full, strict=True)
+    ]
+
+
+def add_reward_specs(
+    spec: Composite, floats: Sequence[NestedKey], success: NestedKey | None
+) -> Composite:
     """Add the specs of rewards, of their validity and of their errors.
 
     Args:
         spec: of the rewards of ``B`` rows.
         floats: names of float32 ``[B, 1, 1]``.
-        success: name of the bool ``[B, 1, 1]``.
+        success: name of the bool ``[B, 1, 1]``; ``None`` for no such key.
     """
     size, device = spec.shape, spec.device
     cell = (*size, 1, 1)
     for name in floats:
         spec[name] = Unbounded(shape=cell, device=device)
-    spec[success] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
+    if success is not None:
+        spec[success] = Binary(n=1, shape=cell, dtype=torch.bool, device=device)
     spec["reward_valid"] = Unbounded(shape=size, dtype=torch.bool, device=device)
     spec["error"] = error_spec(size, device)
     return spec
@@ -477,7 +514,7 @@ def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "err
         name: of the node.
     """
     node = TensorDict(batch_size=td.batch_size, device=td.device)
-    rows = (failure if failure.kind else _NOTHING for failure in failures)
+    rows = (failure if failure.kind else NO_FAILURE for failure in failures)
     for key, texts in zip(ERROR_KEYS, zip(*rows, strict=True), strict=True):
         node.set(key, Column.of(texts))
     td.set(name, node)
@@ -556,65 +593,3 @@ def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
     if (refused := next_td.get("reward_refused", None)) is not None:
         mask &= ~refused.reshape(size).cpu()
     return mask.nonzero().flatten().tolist()
-
-
-def checked_flag(name: str, value: Any) -> bool:
-    """What somebody returned for a bool.
-
-    Args:
-        name: what it says.
-        value: anything that is true or false.
-
-    Raises:
-        RewardError: for ``None`` and texts.
-
-    Example:
-        >>> checked_flag("success", 1)
-        True
-    """
-    if value is None or isinstance(value, (str, bytes)):
-        raise RewardError(f"{name} must be True or False, got {value!r}")
-    return bool(value)
-
-
-def checked_score(score: Any) -> RewardScore:
-    """A score whose reward is one number that is finite in float32, and whose flags are bools.
-
-    Args:
-        score: a number, a tensor of one element, or a :class:`RewardScore`.
-
-    Raises:
-        RewardError: for anything else.
-
-    Example:
-        >>> checked_score(0.5)
-        RewardScore(reward=0.5, success=True, has_answer=True, has_think=False)
-    """
-    full = score if isinstance(score, RewardScore) else None
-    value = score if full is None else full.reward
-    if full is not None:
-        kinds = (type(value), type(full.success), type(full.has_answer), type(full.has_think))
-        if kinds == (float, bool, bool, bool) and abs(value) <= _FLOAT32_MAX:
-            return full  # as nearly always
-        full = full._replace(
-            success=checked_flag("success", full.success),
-            has_answer=checked_flag("has_answer", full.has_answer),
-            has_think=checked_flag("has_think", full.has_think),
-        )
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise RewardError(f"a reward must be one number, got a tensor {tuple(value.shape)}")
-        value = value.item()
-    if isinstance(value, (str, bytes)) or value is None:
-        raise RewardError(f"a reward must be one number, got {value!r}")
-    try:
-        value = float(value)
-    except (TypeError, ValueError) as error:
-        raise RewardError(f"a reward must be one number, got {type(value).__name__}") from error
-    except OverflowError:
-        value = math.inf
-    if not abs(value) <= _FLOAT32_MAX:
-        raise RewardError(f"a reward must be finite in float32, got {value}")
-    if full is None:
-        return RewardScore(value, success=value > 0, has_answer=True)
-    return full._replace(reward=value)

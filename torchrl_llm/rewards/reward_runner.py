@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from torchrl._utils import logger
 
-from torchrl_llm.data.failures import Failure, Frame
+from torchrl_llm.data.failures import NO_FAILURE, Failure, Frame
 from torchrl_llm.data.watchdog import watching
 from torchrl_llm.errors import ConfigError, RewardError, RewardTimeoutError
 from torchrl_llm.sandbox.workers import (
@@ -85,41 +85,40 @@ class Outcome(NamedTuple):
 
     Attributes:
         value: what the function returned; ``None`` where it failed.
-        error: name of the type of what went wrong, empty where all went well.
-        message: what it said, at most 2,000 characters of it.
         seconds: wall-clock time of the row.
-        place: where it went wrong, see ``place_of``.
-        source: what failed, see ``Failure``.
-        traceback: what Python prints of it.
+        failure: what went wrong, if anything.
     """
 
     value: Any = None
-    error: str = ""
-    message: str = ""
     seconds: float = 0.0
-    place: str = ""
-    source: str = "reward"
-    traceback: str = ""
+    failure: Failure = NO_FAILURE
 
     @classmethod
     def failed(cls, error: BaseException, seconds: float = 0.0) -> Outcome:
         """The outcome of an exception.
 
         Example:
-            >>> Outcome.failed(ZeroDivisionError("by zero"))[:3]
-            (None, 'ZeroDivisionError', 'by zero')
+            >>> outcome = Outcome.failed(ZeroDivisionError("by zero"))
+            >>> outcome.error, outcome.message
+            ('ZeroDivisionError', 'by zero')
         """
         if isinstance(error, RemoteRewardError):
-            failure = Failure.told(error.kind, str(error), error.frames)
-        else:
-            failure = Failure.of(error)
-        kind, message, *rest = failure
-        return cls(None, kind, message, seconds, *rest)
+            return cls(None, seconds, Failure.told(error.kind, str(error), error.frames))
+        return cls(None, seconds, Failure.of(error))
+
+    def of(self, source: str) -> Outcome:
+        """The same, with what failed named."""
+        return self._replace(failure=self.failure._replace(source=source)) if self.error else self
 
     @property
-    def failure(self) -> Failure:
-        """What went wrong, as rows hold it."""
-        return Failure(self.error, self.message, self.place, self.source, self.traceback)
+    def error(self) -> str:
+        """Name of the type of what went wrong, empty where all went well."""
+        return self.failure.kind
+
+    @property
+    def message(self) -> str:
+        """What it said, at most 2,000 characters of it."""
+        return self.failure.message
 
 
 def run_rows(
@@ -218,7 +217,7 @@ def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
         value = function(*row)
     except BaseException as error:  # also SystemExit: a score that gives up ends no run
         return Outcome.failed(error, time.perf_counter() - begun)
-    return Outcome(value, seconds=time.perf_counter() - begun)
+    return Outcome(value, time.perf_counter() - begun)
 
 
 class _Interrupts:

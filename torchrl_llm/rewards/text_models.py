@@ -5,8 +5,6 @@ in this process (:class:`WrapperTextModel`), a server that speaks chat completio
 (:class:`EndpointTextModel`) or a function (:class:`ScriptedTextModel`). There are no token ids: who
 samples for training uses a wrapper itself.
 
-``Grader``, ``WrapperGrader`` and ``EndpointGrader`` are earlier names of these classes.
-
 Next: :mod:`torchrl_llm.rewards.judge` reads scores out of what a model writes.
 """
 
@@ -15,12 +13,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm._chat_server import PATH, ask_chat
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._http import HTTPClient, server_root
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
@@ -172,11 +171,12 @@ class WrapperTextModel(TextModel):
         ConfigError: a wrapper that does not read conversations, or an impossible number.
     """
 
+    @checked
     def __init__(
         self,
         wrapper: TensorDictModuleBase,
         *,
-        batch_size: int | None = None,
+        batch_size: Annotated[int, Ge(1)] | None = None,
         name: str | None = None,
     ) -> None:
         if ("history", "prompt") not in list(wrapper.in_keys):
@@ -184,8 +184,6 @@ class WrapperTextModel(TextModel):
                 "a judge reads conversations: make the wrapper with input_mode='history' and "
                 f"generate=True, its in_keys are {list(wrapper.in_keys)}"
             )
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size must be at least 1, got {batch_size}")
         self.wrapper, self.batch_size = wrapper, batch_size
         self.concurrency = batch_size or type(self).concurrency
         self.name = type(wrapper).__name__ if name is None else name
@@ -292,6 +290,7 @@ class EndpointTextModel(TextModel):
         'http://localhost:8000'
     """
 
+    @checked
     def __init__(
         self,
         url: str,
@@ -299,19 +298,15 @@ class EndpointTextModel(TextModel):
         *,
         api_key: str | None = None,
         options: Mapping[str, Any] | None = None,
-        timeout: float = 60.0,
+        timeout: Annotated[float, Gt(0)] = 60.0,
         max_retries: int = 4,
-        concurrency: int = 32,
+        concurrency: Annotated[int, Ge(1)] = 32,
         path: str | None = None,
         max_tokens_field: str = "max_tokens",
     ) -> None:
         options = {"temperature": 0, "max_tokens": 512} if options is None else dict(options)
         if reserved := sorted(_RESERVED & set(options)):
             raise ConfigError(f"{reserved} cannot be options of a request")
-        if not timeout > 0 or concurrency < 1:
-            raise ConfigError(
-                f"timeout and concurrency must be positive, got {timeout} and {concurrency}"
-            )
         self.model, self.options = model, options
         self.timeout, self.concurrency = timeout, concurrency
         address = server_root(url) if path is None else url
@@ -447,6 +442,3 @@ def _one_by_one(
         RewardError(f"{each.error}: {each.message}") if each.error else each.value
         for each in outcomes
     ]
-
-
-Grader, WrapperGrader, EndpointGrader = TextModel, WrapperTextModel, EndpointTextModel

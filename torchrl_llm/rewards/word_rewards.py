@@ -9,7 +9,8 @@ from typing import Any
 
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards.answer_block import split_response
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_parser import RewardParser
+from torchrl_llm.rewards.reward_scorer import RewardScore
 
 # int() would also take a sign, underscores and the digits of other scripts.
 _NUMBER = re.compile(r"[0-9]{1,9}")

@@ -25,8 +25,9 @@ from concurrent.futures import Future
 from pathlib import Path, PurePosixPath
 from typing import TypeVar
 
+from torchrl_llm._checked import checked
 from torchrl_llm.sandbox.cgroups import control_group
-from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession, check_seconds
+from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession, Seconds
 from torchrl_llm.sandbox.process_watch import Capture, Feed, Tree, classify, cpu_seconds, pump
 
 GRACE_S = 1.5
@@ -243,9 +244,9 @@ class PipeSession(SandboxSession):
         contained = self._contained
         return contained is not None and contained.process.poll() is None
 
-    def run(self, code: str, *, wall_s: float | None = None) -> SandboxResult:
+    @checked
+    def run(self, code: str, *, wall_s: Seconds | None = None) -> SandboxResult:
         """See :meth:`SandboxSession.run`; one piece at a time, others wait."""
-        check_seconds("wall_s", wall_s, optional=True)
         with self._lock:
             if not self.alive:
                 self._end("the interpreter ended between two pieces of code")

@@ -8,17 +8,21 @@ Next: :func:`torchrl_llm.sandbox.make_sandbox` chooses the strongest that a mach
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm._checked import Ge, Gt, checked
 
+MEMORY_BYTES = 512 << 20
+"""Address space of a process of a run, where nobody says otherwise."""
+
+Seconds = Annotated[float, Gt(0, finite=True)]
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "killed", "sandbox_error"]
 
 
+@checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     """What a run may use.
@@ -38,39 +42,13 @@ class Limits:
         ConfigError: a time is not above 0 and finite, or another limit no whole number above 0.
     """
 
-    wall_s: float = 10.0
-    cpu_s: float | None = None
-    memory_bytes: int = 512 << 20
-    file_bytes: int = 16 << 20
-    output_bytes: int = 64 << 10
-    num_processes: int = 32
-    num_files: int = 256
-
-    def __post_init__(self) -> None:
-        for name in ("wall_s", "cpu_s"):
-            check_seconds(name, getattr(self, name), optional=name == "cpu_s")
-        for name in ("memory_bytes", "file_bytes", "output_bytes", "num_processes", "num_files"):
-            value = getattr(self, name)
-            # The kernel would take some of these for no limit at all.
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigError(f"{name} must be a whole number above 0, got {value!r}")
-
-
-def check_seconds(name: str, value: float | None, *, optional: bool = False) -> None:
-    """Refuse what is no time that a run may take.
-
-    Args:
-        name: of the argument.
-        value: seconds.
-        optional: whether ``None`` is one too.
-
-    Raises:
-        ConfigError: it is not above 0 and finite.
-    """
-    if value is None and optional:
-        return
-    if not isinstance(value, (int, float)) or not (math.isfinite(value) and value > 0):
-        raise ConfigError(f"{name} must be seconds above 0 and finite, got {value!r}")
+    wall_s: Seconds = 10.0
+    cpu_s: Seconds | None = None
+    memory_bytes: Annotated[int, Ge(1)] = MEMORY_BYTES
+    file_bytes: Annotated[int, Ge(1)] = 16 << 20
+    output_bytes: Annotated[int, Ge(1)] = 64 << 10
+    num_processes: Annotated[int, Ge(1)] = 32
+    num_files: Annotated[int, Ge(1)] = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

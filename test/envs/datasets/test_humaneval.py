@@ -12,12 +12,13 @@ import torch
 from envs.fake_policy import AnsweringPolicy
 from rewards.local_sandbox import LocalSandbox
 
+from torchrl_llm.agents import ReToolAgent
 from torchrl_llm.data.history import History
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.envs.datasets.hub_tasks import HumanEvalEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
-from torchrl_llm.sandbox import make_sandbox
+from torchrl_llm.sandbox import Limits, make_sandbox
 
 PROMPT = "from math import floor\n\ndef half(x):\n    '''Half of x, rounded down.'''\n"
 TEST = "def check(candidate):\n    assert candidate(5) == 2\n    assert candidate(-1) == -1\n"
@@ -53,6 +54,23 @@ def test_rows_become_query_answer_and_solution():
 def test_a_problem_that_cannot_be_judged_is_refused(wrong, message):
     with pytest.raises(DataError, match=message):
         LocalEnv(dataset=[{**ROW, **wrong}])
+
+
+def test_one_limit_of_memory_holds_for_tasks_agents_and_sandboxes_and_may_be_chosen():
+    def limits(task, agent):
+        (transform,) = agent.make_transforms()[:1]
+        (tool,) = transform.tools.values()
+        reward = task.make_reward().runner.limits
+        return [each.memory_bytes for each in (reward, tool.executor.limits)]
+
+    assert limits(HumanEvalEnv(dataset=[ROW]), ReToolAgent()) == [Limits().memory_bytes] * 2
+    task = HumanEvalEnv(dataset=[ROW], memory_bytes=64 << 20)
+    assert limits(task, ReToolAgent(memory_bytes=64 << 20)) == [64 << 20] * 2
+    for refused in (0, -1):
+        with pytest.raises(ConfigError, match="memory_bytes"):
+            HumanEvalEnv(dataset=[ROW], memory_bytes=refused)
+        with pytest.raises(ConfigError, match="memory_bytes must be at least 1"):
+            ReToolAgent(memory_bytes=refused).make_transforms()
 
 
 def test_there_is_no_training_split_on_the_hub():

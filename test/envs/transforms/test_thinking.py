@@ -18,7 +18,8 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.modules.backends.fake import Answer
 from torchrl_llm.rewards import RewardParser
-from torchrl_llm.rewards.reward_parser import RewardScore, extract_block
+from torchrl_llm.rewards.reward_parser import extract_block
+from torchrl_llm.rewards.reward_scorer import RewardScore
 
 ROWS = [{"query": "3 * 4?", "answer": "12"}]
 

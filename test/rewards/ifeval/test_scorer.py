@@ -96,8 +96,6 @@ def test_the_weights_can_be_chosen():
             IfEvalScorer(format_weights=weights)
     with pytest.raises(ConfigError, match="no effect"):
         IfEvalScorer(format_weights=[1, 0, 0, 0], aggregate_reward=len)
-    with pytest.raises(ConfigError, match="'answer' or 'response', got 'all'"):
-        IfEvalScorer(scored_part="all")
 
 
 def test_many_tags_take_linear_time():

@@ -12,15 +12,17 @@ from typing import Any, Literal
 
 import torch
 
+from torchrl_llm._checked import checked
 from torchrl_llm._imports import require
 from torchrl_llm._registry import register
 from torchrl_llm.envs.datasets.task_env import TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.rewards.answer_formats import AnswerFormat, check_format, last_boxed
-from torchrl_llm.rewards.code import CodeProblem, HumanEvalRewardParser
+from torchrl_llm.rewards.answer_formats import AnswerFormat, last_boxed
+from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer, read_row
 from torchrl_llm.rewards.math_reward import MATHRewardParser
 from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
+from torchrl_llm.sandbox.interface import MEMORY_BYTES
 
 
 @register("tasks", "gsm8k")
@@ -60,8 +62,8 @@ class GSM8KEnv(TaskEnv):
         "in a line of its own: #### 18"
     )
 
+    @checked
     def __init__(self, *, answer_format: AnswerFormat = "tags", **kwargs: Any) -> None:
-        check_format(answer_format)
         self.answer_format = answer_format
         if answer_format != "tags":
             self.SYSTEM_PROMPT = self.STRICT_PROMPT if answer_format == "strict-match" else None
@@ -146,6 +148,7 @@ class HumanEvalEnv(TaskEnv):
     and ``prompt``, which the reward reads), ``task_id`` and ``solution`` (the canonical one).
 
     Args:
+        memory_bytes: address space of each process of a run.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files, packed
             by gzip or not, with the columns ``prompt``, ``entry_point`` and ``test``; without it
@@ -166,11 +169,18 @@ class HumanEvalEnv(TaskEnv):
     DATASET = "openai/openai_humaneval"
     NEEDS_LARGER_MODEL = True
     COLUMNS = ("prompt", "entry_point", "test")
-    REWARD = HumanEvalRewardParser
     SYSTEM_PROMPT = (
         "Complete the Python function of the user. Answer with the whole function, its imports "
         "included, in one block that begins with ```python and ends with ```."
     )
+
+    def __init__(self, *, memory_bytes: int = MEMORY_BYTES, **kwargs: Any) -> None:
+        self.memory_bytes = memory_bytes
+        super().__init__(**kwargs)
+
+    def make_reward(self) -> HumanEvalRewardParser:
+        """The tests of the problems, within the limit of memory."""
+        return HumanEvalRewardParser(runner=CodeRunner(memory_bytes=self.memory_bytes))
 
     @classmethod
     def default_dataset(cls, split: str | None) -> str:

@@ -6,33 +6,7 @@ the program that published accuracies are by. A policy can learn what that progr
 ``<<>> >>`` is a title, ``---`` a bullet, and what is of no language is of every language.
 """
 
+from torchrl_llm._imports import lazy
 from torchrl_llm.rewards.ifeval import paper_instructions  # noqa: F401
-from torchrl_llm.rewards.ifeval.ifeval_scorer import (
-    IFEvalData,
-    IFEvalExample,
-    IFEvalScoreData,
-    IfEvalScorer,
-)
-from torchrl_llm.rewards.ifeval.instructions import (
-    INSTRUCTIONS,
-    Instruction,
-    Verdict,
-    check,
-    instruction,
-    loose_forms,
-    verify,
-)
 
-__all__ = [
-    "INSTRUCTIONS",
-    "IFEvalData",
-    "IFEvalExample",
-    "IFEvalScoreData",
-    "IfEvalScorer",
-    "Instruction",
-    "Verdict",
-    "check",
-    "instruction",
-    "loose_forms",
-    "verify",
-]
+lazy(__name__)

@@ -14,22 +14,30 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase, is_non_tensor
+from tensordict import LazyStackedTensorDict, TensorClass, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl import logger
 from torchrl.data import Composite, Unbounded
 
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
+from torchrl_llm.data.table_cells import plain_cell
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.answer_block import ResponseParts, split_response
 from torchrl_llm.rewards.ifeval.instructions import Verdict, verify
-from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
+from torchrl_llm.rewards.reward_parser import (
+    RewardParser,
+    finish_reasons,
+    needed_column,
+    read_column,
+)
 from torchrl_llm.rewards.reward_runner import Outcome
+from torchrl_llm.rewards.reward_scorer import RewardScore
 
 _SCORES = (
     "prompt_level_strict_acc",
@@ -239,8 +247,6 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 _ANSWER_BONUS = 0.1
 _THINK_BONUS = 0.05
-# What is written where scores are wanted and no reward.
-_NO_REWARD_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
 class _VerdictScore(RewardScore):
@@ -252,34 +258,6 @@ class _VerdictScore(RewardScore):
         replaced = super()._replace(**changes)
         replaced.verdict = self.verdict
         return replaced
-
-
-class _ColumnReader:
-    """Reader of responses that stand in a column, without a conversation."""
-
-    def __init__(self, column: NestedKey) -> None:
-        self.column = column
-
-    def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        return [
-            text if isinstance(text, str) else DataError(f"a response must be text, got {text!r}")
-            for text in _read_column(td, self.column)
-        ]
-
-
-def _read_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
-    values = td.get(key, None)
-    if values is None:
-        raise DataError(
-            f"the rows lack {key!r}, which the reward needs; they have "
-            f"{sorted(str(key) for key in td.keys())}"
-        )
-    size = td.batch_size.numel()
-    if isinstance(values, Tensor):
-        return values.reshape(size).tolist()
-    if is_non_tensor(values) and not values.batch_dims:
-        return [values.data] * size
-    return values.tolist()
 
 
 class IfEvalScorer(RewardParser):
@@ -328,6 +306,7 @@ class IfEvalScorer(RewardParser):
 
     __signature__ = FullSignature()
 
+    @checked
     def __init__(
         self,
         *,
@@ -349,8 +328,6 @@ class IfEvalScorer(RewardParser):
         weights = [0.4, 0.3, 0.2, 0.1] if format_weights is None else list(format_weights)
         if len(weights) != 4 or not all(math.isfinite(weight) for weight in weights):
             raise ConfigError(f"format_weights must be four finite numbers, got {weights}")
-        if scored_part not in ("answer", "response"):
-            raise ConfigError(f"scored_part must be 'answer' or 'response', got {scored_part!r}")
         if format_weights is not None and aggregate_reward is not True:
             raise ConfigError("format_weights has no effect unless aggregate_reward is True")
         self.instruction_ids_key = instruction_ids_key
@@ -360,7 +337,7 @@ class IfEvalScorer(RewardParser):
         self.response_column = self.response_key = response_column
         self.score_key = score_key
         if aggregate_reward is False:
-            self.out_keys = []
+            self.out_keys, self._names = [], {}
         self.out_keys = [score_key, *self.out_keys]
         self.aggregate_reward = aggregate_reward
         self.format_weights = weights
@@ -369,29 +346,25 @@ class IfEvalScorer(RewardParser):
 
     # Reading
 
-    def _mode(self) -> Any:
-        if self.response_column is not None:
-            return _ColumnReader(self.response_column)
-        return super()._mode()
+    def _responses(self, td: TensorDictBase) -> list[str | Exception]:
+        if self.response_column is None:
+            return super()._responses(td)
+        return [
+            text if isinstance(text, str) else DataError(f"a response must be text, got {text!r}")
+            for text in needed_column(td, self.response_column)
+        ]
 
-    def _answers(self, td: TensorDictBase, size: int) -> list[IFEvalExample]:
-        missing = [None] * size
-        prompts = (
-            missing if td.get(self.prompt_key, None) is None else _read_column(td, self.prompt_key)
-        )
-        keys = missing if td.get(self.id_key, None) is None else _read_column(td, self.id_key)
-        reasons = (
-            read_rows(td, ("tokens", "finish_reason"), None) if "tokens" in td.keys() else None
-        )
-        complete = missing
-        if reasons is not None:
-            complete = [bool(reason == FinishReason.STOP) for reason in reasons]
+    def _answers(self, td: TensorDictBase) -> list[IFEvalExample]:
+        missing = [None] * td.batch_size.numel()
         columns = (
-            _read_column(td, self.instruction_ids_key),
-            _read_column(td, self.keyword_args_key),
-            prompts,
-            keys,
-            complete,
+            needed_column(td, self.instruction_ids_key),
+            needed_column(td, self.keyword_args_key),
+            read_column(td, self.prompt_key) or missing,
+            map(plain_cell, read_column(td, self.id_key) or missing),
+            [
+                None if reason is None else reason == FinishReason.STOP
+                for reason in finish_reasons(td)
+            ],
         )
         return [IFEvalExample(*row) for row in zip(*columns, strict=True)]
 
@@ -463,12 +436,7 @@ class IfEvalScorer(RewardParser):
             ``[*B, 1, 1]``.
         """
         none = torch.zeros(*score.batch_size, 1, dtype=torch.float64, device=score.device)
-        shares = (
-            score.prompt_level_strict_acc,
-            score.inst_level_strict_acc,
-            score.prompt_level_loose_acc,
-            score.inst_level_loose_acc,
-        )
+        shares = [getattr(score, name) for name in _SCORES]
         found = [none if s is None else s.to(none.dtype).mean(-1, keepdim=True) for s in shares]
         reward = torch.stack(found, -1) @ none.new_tensor(self.format_weights).unsqueeze(-1)
         bonus = _ANSWER_BONUS * (len(answer_blocks or ()) == 1)
@@ -479,13 +447,7 @@ class IfEvalScorer(RewardParser):
     # Writing
 
     def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
-        written = next_td
-        if self.aggregate_reward is False:
-            written = next_td.select(*_NO_REWARD_KEYS, strict=False)
-        super()._write_outcomes(outcomes, written)
-        if self.aggregate_reward is False:
-            for name in _NO_REWARD_KEYS:
-                next_td.set(name, written.get(name))
+        super()._write_outcomes(outcomes, next_td)
         # Rows that were not scored, or could not be, follow nothing; reward_valid tells them apart.
         nothing = Verdict((False,), (False,))
         data = IFEvalScoreData.rows(getattr(o.value, "verdict", nothing) for o in outcomes)
@@ -495,11 +457,7 @@ class IfEvalScorer(RewardParser):
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the reward's keys and the scores."""
-        before = set(reward_spec.keys())
         reward_spec = super().transform_reward_spec(reward_spec)
-        if self.aggregate_reward is False:
-            for name in set(reward_spec.keys()) - before - set(_NO_REWARD_KEYS):
-                del reward_spec[name]
         reward_spec[self.score_key] = IFEvalScoreData.default_spec(
             reward_spec.shape, device=reward_spec.device
         )

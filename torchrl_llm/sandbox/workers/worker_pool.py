@@ -27,8 +27,9 @@ from contextlib import suppress
 from multiprocessing import Pipe, reduction
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 _SCRIPT = Path(__file__).with_name("worker_server.py")
@@ -173,17 +174,16 @@ class WorkerPool:
         (0.25, None)
     """
 
+    @checked
     def __init__(
         self,
         target: Callable[..., Any] | tuple[str | Path, str],
         *,
-        num_workers: int = 2,
-        memory_bytes: int | None = None,
+        num_workers: Annotated[int, Ge(1)] = 2,
+        memory_bytes: Annotated[int, Ge(1)] | None = None,
         start: Callable[[], Any] | None = None,
         prepare: str | None = None,
     ) -> None:
-        if num_workers < 1:
-            raise ConfigError(f"num_workers must be at least 1, got {num_workers}")
         self.num_workers = num_workers
         self._setup = {**_importable(target, start, prepare), "memory_bytes": memory_bytes}
         self._forget()

@@ -1,0 +1,281 @@
+"""What scores a response: one kind of thing, ``score(sample)``, whatever it was written as.
+
+A :class:`Scorer` sees a :class:`Sample` and returns a number or a :class:`RewardScore`;
+:func:`as_scorer` makes one of a function and of a :class:`~torchrl_llm.rewards.RewardParser`.
+
+Next: :mod:`torchrl_llm.rewards.judge` and :mod:`~torchrl_llm.rewards.form_rewards` are scorers;
+:mod:`torchrl_llm.rewards.reward_components` says how much one counts, and where it runs.
+
+Shape legend: ``R`` tokens of a response.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torchrl.envs import Transform
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.errors import ConfigError, RewardError
+
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+_USUAL = (float, bool, bool, bool)
+_Takes = Literal["sample", "response", "answer", "row"]
+
+
+class RewardScore(NamedTuple):
+    """What a score says about one response.
+
+    Attributes:
+        reward: the reward; it must be finite.
+        success: whether the task is solved.
+        has_answer: whether the response holds an answer block, right or wrong. It ends the episode
+            where ``set_done_if_answer`` is on.
+        has_think: whether the response holds a reasoning block.
+    """
+
+    reward: float
+    success: bool = False
+    has_answer: bool = False
+    has_think: bool = False
+
+
+class Sample(NamedTuple):
+    """What a scorer sees of a row.
+
+    Attributes:
+        response: what the model wrote, without the prompt.
+        answer: the row's answer; ``None`` where it has none.
+        num_tokens: tokens of the response, the one that ended it included; ``None`` where the rows
+            have no tokens.
+        finish_reason: how the response ended; ``None`` where it is not known.
+        columns: the columns that the scorer asked for, by name.
+    """
+
+    response: str
+    answer: Any = None
+    num_tokens: int | None = None
+    finish_reason: FinishReason | None = None
+    columns: Mapping[str, Any] = {}
+
+
+class Scorer(ABC):
+    """Scores one response at a time; a subclass writes :meth:`score`.
+
+    Attributes:
+        columns: names of the columns of the rows that it reads, ``"query"`` for example.
+        per_token: whether a score is a sequence of numbers, one for each token of the response.
+        needs_answer: whether it compares with an answer, so that rows must have some.
+
+    Example:
+        >>> class Polite(Scorer):
+        ...     def score(self, sample):
+        ...         return float("please" in sample.response)
+        >>> Polite().score(Sample("please wait"))
+        1.0
+    """
+
+    columns: Sequence[str] = ()
+    per_token: bool = False
+    needs_answer: bool = False
+
+    @abstractmethod
+    def score(self, sample: Sample) -> float | RewardScore | Sequence[float]:
+        """Score a response.
+
+        Called from several threads at once where the component runs in threads, so it must not
+        change ``self``. What it raises makes its part of the reward invalid, never zero.
+
+        Args:
+            sample: the row.
+
+        Returns:
+            A finite number; a :class:`~torchrl_llm.rewards.RewardScore`; or, where
+            ``per_token`` is set, ``sample.num_tokens`` finite numbers.
+        """
+
+
+class BatchScorer(Scorer):
+    """Scores all responses of a step at once, for what is faster so: a model that judges."""
+
+    @abstractmethod
+    def score_batch(
+        self, samples: Sequence[Sample]
+    ) -> Sequence[float | RewardScore | BaseException]:
+        """Score the responses.
+
+        Args:
+            samples: the rows.
+
+        Returns:
+            One score per row, or, where it failed, the exception. What is raised fails all rows.
+        """
+
+    def score(self, sample: Sample) -> float | RewardScore:
+        """Score one response; what failed is raised."""
+        (score,) = self.score_batch([sample])
+        if isinstance(score, BaseException):
+            raise score
+        return score
+
+
+class FunctionScorer(Scorer):
+    """A function of what its arguments say.
+
+    Args:
+        function: what scores.
+        takes: what it is called with; read from its arguments if not given.
+        needs_answer: as of a :class:`Scorer`.
+
+    Raises:
+        ConfigError: it cannot be called with any of this.
+    """
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        takes: _Takes | None = None,
+        needs_answer: bool | None = None,
+    ) -> None:
+        self.function, self.takes = function, takes or _taken(function)
+        self.columns = ("row",) if self.takes == "row" else ()
+        self.needs_answer = self.takes == "answer" if needs_answer is None else needs_answer
+
+    def score(self, sample: Sample) -> Any:
+        """What the function returns."""
+        if self.takes == "answer":
+            return self.function(sample.response, sample.answer)
+        if self.takes == "sample":
+            return self.function(sample)
+        if self.takes == "response":
+            return self.function(sample.response)
+        ended = sample.finish_reason
+        told = {"finish_reason": None if ended is None else ended.name.lower()}
+        return self.function(sample.response, {**sample.columns.get("row", {}), **told})
+
+
+def as_scorer(scorer: Any) -> Scorer:
+    """A scorer of what can be one: itself, a :class:`RewardParser`, or a function.
+
+    Args:
+        scorer: a function is called with what its arguments name: ``(response, answer)``,
+            ``(response, row)``, ``(response)``, or else a :class:`Sample`.
+
+    Raises:
+        ConfigError: for anything else.
+    """
+    if isinstance(scorer, Scorer):
+        return scorer
+    if isinstance(scorer, Transform) and hasattr(scorer, "score"):
+        return FunctionScorer(scorer.score, "answer", scorer.needs_answer)
+    if not callable(scorer):
+        raise ConfigError(
+            f"a component is a Scorer, a RewardParser or a function of a Sample, got {scorer!r}"
+        )
+    return FunctionScorer(scorer)
+
+
+def _taken(function: Callable[..., Any]) -> _Takes:
+    """What a function of the user's wants to be called with."""
+    name = getattr(function, "__name__", repr(function))
+    if inspect.iscoroutinefunction(function):
+        raise ConfigError(f"the reward {name} is a coroutine; return the number, not a promise")
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):  # a builtin may have no signature
+        return "sample"
+    kinds = inspect.Parameter
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = sum(p.default is kinds.empty for p in parameters if p.name in names)
+    told = {p.name for p in parameters} & {"row", "finish_reason"}
+    never = sorted(told - {"row"} if names[1:2] == ["row"] else told)
+    by_name = any(p.kind is p.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
+    takes_none = not (names or any(p.kind is p.VAR_POSITIONAL for p in parameters))
+    problem = ""
+    if names[:1] in (["completions"], ["prompts"]):
+        problem = (
+            "is one of TRL's, which gets lists; here a reward sees one row: "
+            "def reward(response, answer) or def reward(response, row)"
+        )
+    elif "response" in names[1:]:
+        problem = "would get the response first: write (response, answer) or (response, row)"
+    elif never:
+        problem = (
+            f"would never get {never[0]!r}: write (response, row), where "
+            'row["answer"] and row["finish_reason"] are to be read'
+        )
+    elif needed > 2 or by_name or takes_none:
+        problem = (
+            "cannot be called: it must take (response, answer), (response, row), (response) or "
+            "(sample)"
+        )
+    if problem:
+        raise ConfigError(f"the reward {name}{inspect.signature(function)} {problem}")
+    if names[1:2] == ["row"]:
+        return "row"
+    if needed == 2 or names[1:2] == ["answer"]:
+        return "answer"
+    return "response" if names[:1] == ["response"] else "sample"
+
+
+def checked_flag(name: str, value: Any) -> bool:
+    """What somebody returned for a bool.
+
+    Args:
+        name: what it says.
+        value: anything that is true or false.
+
+    Raises:
+        RewardError: for ``None`` and texts.
+
+    Example:
+        >>> checked_flag("success", 1)
+        True
+    """
+    if value is None or isinstance(value, (str, bytes)):
+        raise RewardError(f"{name} must be True or False, got {value!r}")
+    return bool(value)
+
+
+def checked_score(score: Any) -> RewardScore:
+    """A score whose reward is one number that is finite in float32, and whose flags are bools.
+
+    Args:
+        score: a number, a tensor of one element, or a :class:`RewardScore`.
+
+    Raises:
+        RewardError: for anything else.
+
+    Example:
+        >>> checked_score(0.5)
+        RewardScore(reward=0.5, success=True, has_answer=True, has_think=False)
+    """
+    if not isinstance(score, RewardScore):
+        value = _number(score)
+        return RewardScore(value, success=value > 0, has_answer=True)
+    if tuple(map(type, score)) == _USUAL and abs(score.reward) <= _FLOAT32_MAX:
+        return score  # as nearly always
+    flags = {name: checked_flag(name, getattr(score, name)) for name in RewardScore._fields[1:]}
+    return score._replace(reward=_number(score.reward), **flags)
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, Tensor) and value.numel() != 1:
+        raise RewardError(f"a reward must be one number, got a tensor {tuple(value.shape)}")
+    if isinstance(value, (str, bytes)) or value is None:
+        raise RewardError(f"a reward must be one number, got {value!r}")
+    try:
+        value = float(value)
+    except (TypeError, ValueError) as error:
+        raise RewardError(f"a reward must be one number, got {type(value).__name__}") from error
+    except OverflowError:
+        value = math.inf
+    if not abs(value) <= _FLOAT32_MAX:
+        raise RewardError(f"a reward must be finite in float32, got {value}")
+    return value
