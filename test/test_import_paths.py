@@ -17,8 +17,6 @@ LINES = (Path(__file__).parent / "import_paths.txt").read_text().splitlines()
 METHODS = {"score_rows", "whole_distribution", "whole_log_probs"}
 # The live line of a run, whose place another bar has taken (trainers.ProgressBar).
 METHODS |= {"ProgressBar"}
-# What pickles of rows may name: checkpoints are none any more.
-METHODS |= {"names_of_rows"}
 # TorchRL's stand-ins for classes of vLLM, where that is not installed.
 VLLM_OWN = {"LLM", "Worker"}
 

@@ -312,7 +312,7 @@ def test_a_folder_or_a_link_in_the_place_of_rollouts_is_put_aside_or_told_of(tmp
 @pytest.fixture
 def long_run(tmp_path, monkeypatch):
     """A run of six steps whose rollouts are in three segments of two steps."""
-    monkeypatch.setattr("torchrl_llm.data.rollout_store.SEGMENT_BYTES", 3000)
+    monkeypatch.setattr("torchrl_llm.data.rollout_store.SEGMENT_BYTES", 6_000)
     rows = lazy_rows(numbered([row(0), row(1)]))
     Toy(tmp_path, interval=2).train(collected=[rows] * 6)
     segments = sorted((tmp_path / "rollouts").iterdir())

@@ -15,8 +15,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_llm.data.child_rows import ChildRows
+from torchrl_llm.data.nodes import new_node
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch
-from torchrl_llm.data.wire import new_node, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import pack_rows, unpack_row_list
 
 
 class Assembly:

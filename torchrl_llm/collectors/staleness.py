@@ -23,7 +23,7 @@ from torch import Tensor
 
 from torchrl_llm.collectors.transport.channel import WorkerCounts
 from torchrl_llm.data.enums import MaskReason, Source
-from torchrl_llm.data.wire import leaf
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
 _FREE = 1 << 30

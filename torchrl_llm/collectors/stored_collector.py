@@ -10,9 +10,9 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict
 
+from torchrl_llm.data.nodes import leaf, new_node, plain_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollout_store import CHANGED, RolloutStore
-from torchrl_llm.data.wire import leaf, new_node, plain_node, set_copied, typed_node
 from torchrl_llm.errors import DataError
 
 _OF_THE_STORE = ("fate", "carried", "step", "collected")

@@ -24,8 +24,8 @@ from torch import Tensor
 
 from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.nodes import SHARED_BYTES, cell, leaf, new_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.data.wire import SHARED_BYTES, cell, leaf, new_node, set_copied, typed_node
 
 _REASON = ("trace", "mask_reason")
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.

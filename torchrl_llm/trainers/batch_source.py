@@ -25,13 +25,13 @@ from torchrl.data import ReplayBuffer
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
 from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
+from torchrl_llm.data.nodes import leaf, set_copied
 from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import task_path, trajectory_of, was_cut
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens, unpadded
 from torchrl_llm.data.row_transform import RowTransform
-from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.episode_metrics import Episodes, episode_metrics
 from torchrl_llm.trainers.kept_rollouts import RowOutcomes

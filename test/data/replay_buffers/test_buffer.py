@@ -16,9 +16,10 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs import Transform
 
 from torchrl_llm.data import Chat, TokenRecord
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
-from torchrl_llm.data.wire import cell, pack_rows
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import MCAdvantage
 

@@ -8,10 +8,10 @@ from tensordict import TensorDict
 
 from torchrl_llm.data import Chat, MaskReason, Source
 from torchrl_llm.data.history import History
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import sampled_tokens
-from torchrl_llm.data.wire import cell
 from torchrl_llm.errors import DataError
 from torchrl_llm.objectives import MCAdvantage
 

@@ -6,9 +6,9 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.data.wire import cell
 
 NAN = float("nan")
 

@@ -12,10 +12,10 @@ import torch
 from objectives.credit.credit_rows import NAN, advantages, row, write
 from torchrl.envs import Transform
 
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer, drop_truncated
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
-from torchrl_llm.data.wire import cell
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import credit as room
 from torchrl_llm.objectives.credit import (
