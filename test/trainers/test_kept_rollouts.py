@@ -348,7 +348,7 @@ def test_a_flipped_bit_in_any_rollout_is_told_and_costs_no_other_step(long_run, 
 def test_a_rollout_file_that_is_gone_or_shorter_is_told(long_run, place, capfd):
     folder, segments, _ = long_run
     data = segments[place].read_bytes()
-    second = data.rindex(b"rollout1")
+    second = data.rindex(b"tensors1")
     segments[place].write_bytes(data[:second])
     Toy(folder, max_steps=6, resume="auto")
     assert f"{segments[place]} is shorter than it was; it is now in" in capfd.readouterr().err
