@@ -6,9 +6,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
+import re
 import signal
+from functools import cache
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -25,6 +28,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
+import quick_yaml  # noqa: F401
 import torch
 from models_helper import make_tiny_model as _make_tiny_model
 from tensordict import TensorDict
@@ -53,6 +57,39 @@ _CORPUS = [
     "user\nassistant\nsystem\ntool\nHello, how are you? I'm fine.\n\n",
     "<answer>72</answer> <think>let me see</think> What is the sum of 3 and 4?\n",
 ]
+
+
+TESTS = Path(__file__).parent
+
+# Looking for cycles among everything that is imported and collected takes longer than either.
+gc.disable()
+
+
+def pytest_collection_finish():
+    # What is there by now stays to the end, and is never looked through again.
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_ignore_collect(collection_path, config):
+    """Leave out files that hold none of the markers asked for, which takes seconds to find out."""
+    if re.fullmatch(r"\w+( or \w+)*", config.option.markexpr) and collection_path.suffix == ".py":
+        return None if collection_path in _holders(config.option.markexpr) else True
+    return None
+
+
+@cache
+def _holders(markers):
+    """The files that hold one of these markers, or import from one that does, or lie below it."""
+    texts = {path: path.read_text() for path in TESTS.rglob("*.py")}
+    sign = rf"mark(\.|er\(\W)({markers.replace(' or ', '|')})\b"
+    found = set()
+    while more := {path for path in texts.keys() - found if re.search(sign, texts[path], re.M)}:
+        found |= more
+        names = "|".join(path.stem for path in found)
+        sign = rf"^ *(from|import) (?!torch).*\b({names})\b"
+    marked = [path.parent for path in found if path.name == "conftest.py" and path.parent != TESTS]
+    return found | {path for path in texts if any(path.is_relative_to(at) for at in marked)}
 
 
 def pytest_configure():

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
+import tempfile
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
 # What a run imports, some of it in its course only.
 IMPORTED = (
+    "quick_yaml",
     "recipes.kill_helper",
     "matplotlib.pyplot",
     "transformers.models.qwen2.modeling_qwen2",
@@ -28,3 +32,25 @@ def fork_server():
     with mock.patch.dict(os.environ, {"PYTHONPATH": path}):
         forkserver.ensure_running()
     return context
+
+
+def run_program(code, *arguments):
+    """Run a program, as after ``python -c``, in a process that has imported everything already.
+
+    Returns:
+        The process that has ended, with what it printed.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder, name) for name in ("stdout", "stderr")]
+        process = fork_server().Process(target=_program, args=(code, arguments, files))
+        process.start()
+        process.join()
+        said = (file.read_text() for file in files)
+        return subprocess.CompletedProcess(arguments, process.exitcode, *said)
+
+
+def _program(code, arguments, files):
+    for handle, file in enumerate(files, start=1):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), handle)
+    sys.argv = ["-c", *arguments]
+    exec(code, {"__name__": "__main__"})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 from without_extras import run_hidden
@@ -12,7 +13,7 @@ from without_extras import run_hidden
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 FILES = sorted(PACKAGE.rglob("*.py"))
-TREES = {path: ast.parse(path.read_text()) for path in FILES}
+PAGES = sorted((ROOT / "sota-implementations").rglob("*.py"))
 
 FLOORS = {
     "functional": 0,
@@ -37,11 +38,13 @@ FLOORS = {
 ROOT_HELPERS = {"errors", "_http", "_imports", "_log", "_moved", "_registry", "_ray", "_redis"}
 ROOT_HELPERS |= {
     "__version__",
+    "_checked",
     "_chat_server",
     "_files",
     "_parent",
     "_progress",
     "_run_log",
+    "_threads",
     "assets",
 }
 # What a room may take from its own floor.
@@ -57,6 +60,10 @@ SAME_FLOOR = {
     "cli": {"recipes"},
     "compat": {"recipes"},
 }
+# TorchRL's surface of public classes: it imports nothing of ours, and these files take it.
+MIXINS = "torchrl_llm.compat.mixins"
+TAKE_MIXINS = {"data/history.py", "data/views.py"}
+TAKE_MIXINS |= {f"modules/policies/{name}.py" for name in ("__init__", "llm_wrapper")}
 EXCEPT = {"objectives": {"data", "functional"}}
 # The four base packages, and what torch (jinja2) and transformers (numpy) always install.
 ALWAYS_INSTALLED = {"xxhash", "torch", "tensordict", "torchrl", "transformers", "torchrl_llm"}
@@ -65,6 +72,11 @@ ALWAYS_INSTALLED = {"xxhash", "torch", "tensordict", "torchrl", "transformers", 
 ALWAYS_INSTALLED |= {"numpy", "jinja2", "tqdm", "httpx2", "safetensors", "yaml"}
 # Core torchrl re-exports parts of its LLM package under these names.
 RE_EXPORTED = {"History", "TopKRewardSelector", "PromptGroupSampler", "LLMHashingEnv"}
+
+
+@cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _id(path: Path) -> str:
@@ -98,8 +110,10 @@ def _upward(path: Path):
     if room not in FLOORS:
         assert room in ROOT_HELPERS | {"__init__", "__main__"}, f"{room} has no floor"
         return
-    for line, module, names in _imports(TREES[path]):
+    for line, module, names in _imports(_tree(path)):
         if not (module or "").startswith("torchrl_llm"):
+            continue
+        if module.startswith(MIXINS) and path.relative_to(PACKAGE).as_posix() in TAKE_MIXINS:
             continue
         parts = module.split(".")
         for target in [parts[1]] if len(parts) > 1 else names:
@@ -120,7 +134,7 @@ def test_no_file_imports_itself_through_others():
     below = {}
     for name, path in names.items():
         found = set()
-        for _, module, parts in _imports(TREES[path], top_only=True):
+        for _, module, parts in _imports(_tree(path), top_only=True):
             found |= {m for m in [module, *(f"{module}.{part}" for part in parts)] if m in names}
         # `from room import name` is answered by the file that has the name, not by the room
         below[name] = {m for m in found if names[m].name != "__init__.py"} - {name}
@@ -137,17 +151,22 @@ def test_root_helpers_import_nothing_of_ours_but_errors():
         path = PACKAGE / f"{name}.py"
         if not path.exists():
             continue
-        ours = {m for _, m, _ in _imports(ast.parse(path.read_text())) if "torchrl_llm" in m}
+        ours = {m for _, m, _ in _imports(_tree(path)) if "torchrl_llm" in m}
         assert ours <= {"torchrl_llm.errors", "torchrl_llm._imports"}, ours
+
+
+def test_mixins_of_torchrls_surface_import_nothing_of_ours_but_errors():
+    for path in (PACKAGE / "compat" / "mixins").glob("*.py"):
+        ours = {m for _, m, _ in _imports(_tree(path)) if m.startswith("torchrl_llm")}
+        assert all(m == "torchrl_llm.errors" or m.startswith(MIXINS) for m in ours), ours
 
 
 def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
     """``GenerationConfig`` has no class of its own to load, and reads JSON alone."""
-    pages = sorted((ROOT / "sota-implementations").rglob("*.py"))
     calls = [
         (f"{_id(path)}:{node.lineno}", node)
-        for path in [*FILES, *pages]
-        for node in ast.walk(ast.parse(path.read_text()))
+        for path in [*FILES, *PAGES]
+        for node in ast.walk(_tree(path))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr in ("from_pretrained", "from_config", "_from_config")
@@ -159,8 +178,12 @@ def test_what_loads_of_a_folder_says_that_its_code_is_not_run():
 
 
 def test_torchrl_llm_parts_are_never_imported():
-    for path, tree in TREES.items():
-        for line, module, names in _imports(tree):
+    """But for its older data classes, which one stub names and which come when asked for."""
+    theirs = re.compile(r"^from torchrl\..*\bllm\b", re.MULTILINE)
+    named = [path for path in PACKAGE.rglob("*.pyi") if theirs.search(path.read_text())]
+    assert named == [PACKAGE / "compat" / "torchrl_classes.pyi"]
+    for path in FILES:
+        for line, module, names in _imports(_tree(path)):
             root = (module or "").split(".")
             if root[0] != "torchrl":
                 continue
@@ -169,8 +192,8 @@ def test_torchrl_llm_parts_are_never_imported():
 
 
 def test_no_optional_package_at_module_top():
-    for path, tree in TREES.items():
-        for line, module, _ in _imports(tree, top_only=True):
+    for path in FILES:
+        for line, module, _ in _imports(_tree(path), top_only=True):
             package = module.partition(".")[0]
             allowed = package in ALWAYS_INSTALLED or package in sys.stdlib_module_names
             assert allowed, f"{_id(path)}:{line} imports {package} at module top"
@@ -189,7 +212,7 @@ def test_a_test_that_imports_what_its_extra_does_not_bring_is_skipped_without_it
 
 def test_the_functional_core_uses_torch_and_the_standard_library_only():
     for path in (PACKAGE / "functional").rglob("*.py"):
-        for line, module, _ in _imports(ast.parse(path.read_text())):
+        for line, module, _ in _imports(_tree(path)):
             package = module.partition(".")[0]
             ours = module.startswith("torchrl_llm.functional") or module == "torchrl_llm.errors"
             # Torch brings triton where there is a GPU.
@@ -205,7 +228,7 @@ def test_no_python_file_is_longer_than_800_lines():
 
 
 def _public_definitions(path: Path):
-    for node in TREES[path].body:
+    for node in _tree(path).body:
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         if not isinstance(node, kinds) or node.name.startswith("_"):
             continue
@@ -227,7 +250,7 @@ def _needs_no_docstring(node: ast.AST) -> bool:
 
 
 def test_every_public_name_is_documented():
-    assert not [_id(path) for path, tree in TREES.items() if not ast.get_docstring(tree)]
+    assert not [_id(path) for path in FILES if not ast.get_docstring(_tree(path))]
     missing = [
         f"{_id(path)}: {name}"
         for path in FILES

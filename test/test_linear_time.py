@@ -61,11 +61,11 @@ from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, 
 from torchrl_llm.rewards.answer_formats import AnswerFormat
 from torchrl_llm.rewards.code import extract_code
 from torchrl_llm.rewards.function_reward import FunctionReward
-from torchrl_llm.rewards.ifeval import INSTRUCTIONS, PUBLISHED, check
+from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
 from torchrl_llm.rewards.reward_components import BatchScorer, Sample, Scorer
-from torchrl_llm.tools import call_formats, call_parsers
+from torchrl_llm.tools import call_parsers
 from torchrl_llm.tools.call_parsers import ToolParser
 from torchrl_llm.tools.code_blocks import python_blocks
 
@@ -140,11 +140,11 @@ def _runner():
 
 # What cannot be made without arguments: its instances by what they are called.
 MADE = {
-    call_formats.SyntaxParser: lambda: {
-        n: call_formats.SyntaxParser(e) for n, e in SYNTAXES.items()
+    call_parsers.SyntaxParser: lambda: {
+        n: call_parsers.SyntaxParser(e) for n, e in SYNTAXES.items()
     },
-    call_formats.PatternParser: lambda: {
-        "": call_formats.PatternParser(r"CALL\[(\w{1,99})\]\(([^()]*+)\)")
+    call_parsers.PatternParser: lambda: {
+        "": call_parsers.PatternParser(r"CALL\[(\w{1,99})\]\(([^()]*+)\)")
     },
     call_parsers._FunctionParser: lambda: {"": call_parsers.as_parser(_read_no_block)},
     AnswerBlockParser: lambda: {"": _Spelling()},
@@ -171,7 +171,7 @@ MADE = {
     BoxedAction: lambda: {"": BoxedAction("move", "a cell")},
     ThinkPrefix: lambda: {"": ThinkPrefix()},
     ParserChain: lambda: {"": ParserChain(ThinkPrefix(), TagAction("move", "a cell"))},
-    CallAction: lambda: {"": CallAction("add", "a cell", calls=call_formats.HermesParser())},
+    CallAction: lambda: {"": CallAction("add", "a cell", calls=call_parsers.HermesParser())},
     _ResponseReward: lambda: {"": _ResponseReward()},
     FunctionReward: lambda: {"": FunctionReward(lambda said, answer: answer in said)},
     CompositeReward: lambda: {},  # scores a batch, by the scorers that stand here themselves
@@ -218,9 +218,6 @@ def readers():
     for name in INSTRUCTIONS:
         arguments = next(row[1] for row in TABLE if row[0] == name)
         found[name] = partial(check, name, arguments=arguments)
-        if name in PUBLISHED:
-            published = partial(check, name, arguments=arguments, checker="published")
-            found[f"{name}:published"] = published
     for name, family in BUILTIN_PARSERS.items():
         found[name] = family.parse
         found[f"{name}:strict"] = partial(family.parse, strict=True)

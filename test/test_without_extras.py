@@ -9,7 +9,19 @@ from without_extras import EXTRAS, MAKE, NEEDS, ROOT, optional_packages, run_hid
 
 from torchrl_llm._registry import KINDS
 
-MAIN = "import sys\nfrom torchrl_llm.cli import main\nsys.exit(main({}))"
+REWARDS = ("exakt", "math", "exact")
+COMMANDS = """
+import json
+from torchrl_llm.cli import main
+
+codes = []
+for command in {}:
+    try:
+        codes.append(main(command))
+    except SystemExit as ended:
+        codes.append(ended.code)
+print(json.dumps(codes))
+"""
 
 
 def test_packages_of_extras_are_hidden_and_those_of_the_base_are_not():
@@ -57,25 +69,28 @@ def test_every_file_of_tests_can_be_read_where_its_packages_are_not():
     assert done.returncode == 0, done.stdout[-4000:]
 
 
-def test_a_training_with_a_named_reward_on_a_file_of_rows_runs(tmp_path):
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """What trainings with several rewards say, their exit codes, and their folder."""
+    folder = tmp_path_factory.mktemp("trained")
     rows = "\n".join(f"{number}+1?,{number + 1}" for number in range(8))
-    (tmp_path / "qa.csv").write_text(f"question,answer\n{rows}\n")
-    arguments = ["train", "grpo", "data=qa.csv", "reward=exact", "train.max_steps=1"]
-    arguments += ["inference_model.max_tokens=8", "hydra.run.dir=run"]
-    done = run_hidden(MAIN.format(arguments), tmp_path)
+    (folder / "qa.csv").write_text(f"question,answer\n{rows}\n")
+    keys = ["train.max_steps=1", "inference_model.max_tokens=8", "hydra.run.dir=run"]
+    commands = [["train", "grpo", "data=qa.csv", f"reward={reward}", *keys] for reward in REWARDS]
+    done = run_hidden(COMMANDS.format(commands), folder)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "run" / "metrics.csv").is_file()
+    codes = json.loads(done.stdout.splitlines()[-1])
+    return folder, dict(zip(REWARDS, codes, strict=True)), done.stderr
 
 
-@pytest.mark.parametrize(
-    ("reward", "says"),
-    [
-        pytest.param("exakt", "did you mean 'exact'?", marks=pytest.mark.full),
-        ("math", 'pip install "torchrl_llm[math]"'),
-    ],
-)
-def test_a_reward_that_cannot_be_had_is_refused_with_what_to_do(reward, says, tmp_path):
-    (tmp_path / "qa.csv").write_text("question,answer\n1+1?,2\n")
-    done = run_hidden(MAIN.format(["train", "grpo", "data=qa.csv", f"reward={reward}"]), tmp_path)
-    assert done.returncode == 1
-    assert says in done.stderr
+def test_a_training_with_a_named_reward_on_a_file_of_rows_runs(trained):
+    folder, codes, said = trained
+    assert not codes["exact"], said
+    assert (folder / "run" / "metrics.csv").is_file()
+
+
+def test_a_reward_that_cannot_be_had_is_refused_with_what_to_do(trained):
+    _, codes, said = trained
+    assert (codes["exakt"], codes["math"]) == (1, 1)
+    assert "did you mean 'exact'?" in said
+    assert 'pip install "torchrl_llm[math]"' in said

@@ -16,6 +16,6 @@ from torchrl_llm._run_log import clean_record as _clean_record
 
 _install_moved()
 _logging.getLogger("torchrl").addFilter(_clean_record)  # what is logged here goes there
-__getattr__ = _lazy(__name__, {"torchrl_llm.recipes.front": "GRPO SFT"})
+_lazy(__name__)
 
 __version__ = "0.1.0"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import re
 import sys
-from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 
 from torchrl_llm.errors import MissingExtraError
@@ -40,36 +41,41 @@ def require(module: str, *, extra: str, feature: str) -> ModuleType:
         ) from error
 
 
-def lazy(package: str, modules: dict[str, str]) -> Callable[[str], object]:
-    """Return the ``__getattr__`` of a package whose names are imported when they are asked for.
+def lazy(package: str) -> None:
+    """Let a package give names that are imported when they are asked for.
 
-    ``dir`` of the package lists them from the start. They are its ``__all__``, unless it has one.
+    Its stub, ``__init__.pyi``, says which and from where, for type checkers and for this function.
+    They are the package's ``__all__``, and ``dir`` lists them from the start. A name that a file of
+    the package has too is imported at once, because it would otherwise become that file's.
 
     Args:
         package: ``__name__`` of the package.
-        modules: dotted path of a module to the names that it defines, separated by spaces.
-
-    Returns:
-        A function that imports a name when it is first asked for, and keeps it in the package.
 
     Example:
-        >>> sys.modules["example"] = ModuleType("example")
-        >>> lazy("example", {"pathlib": "Path PurePath"})("Path").__name__
-        'Path'
-        >>> sys.modules.pop("example").__all__
-        ['Path', 'PurePath']
+        >>> import torchrl_llm.objectives
+        >>> "GRPOLoss" in dir(torchrl_llm.objectives)
+        True
     """
-    where = {name: module for module, names in modules.items() for name in names.split()}
+    namespace = vars(sys.modules[package])
+    stub = Path(namespace["__file__"]).with_suffix(".pyi").read_text(encoding="utf-8")
+    where = {
+        name: module
+        for module, names in re.findall(r"^from (\S+) import (\([^)]*\)|.*)", stub, re.MULTILINE)
+        for name in re.findall(r"(\w+) as \1", names)
+    }
 
     def __getattr__(name: str) -> object:
         if name not in where:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(importlib.import_module(where[name]), name)
-        setattr(sys.modules[package], name, found)
+        found = namespace[name] = getattr(importlib.import_module(where[name]), name)
         return found
 
-    namespace = vars(sys.modules[package])
-    namespace.setdefault("__all__", sorted(where))
     # What completes names, or lists them for the reference pages, asks for the directory.
-    namespace["__dir__"] = lambda: sorted({*namespace, *where})
-    return __getattr__
+    namespace.update(
+        __all__=sorted(where),
+        __getattr__=__getattr__,
+        __dir__=lambda: sorted({*namespace, *where}),
+    )
+    for name, module in where.items():
+        if module == f"{package}.{name}":
+            __getattr__(name)

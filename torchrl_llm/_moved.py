@@ -1,4 +1,4 @@
-"""Finder of paths that this package has no file for: old ones, and those of TorchRL.
+"""Finder of TorchRL's paths that this package has no file for.
 
 The table is ``assets/moved_modules.txt``, a line for each path. Its first word is the path, below
 ``torchrl_llm.``; the others say where it leads:
@@ -30,8 +30,8 @@ def moved_modules() -> dict[str, tuple[str, ...]]:
     """Path to the words that say where it leads, all below ``torchrl_llm.``.
 
     Example:
-        >>> moved_modules()["envs.sandbox"]
-        ('sandbox',)
+        >>> moved_modules()["data.topk"]
+        ('compat.topk_selector',)
     """
     lines = _TABLE.read_text(encoding="utf-8").splitlines()
     return {path: tuple(words) for path, *words in map(str.split, lines)}
@@ -51,7 +51,7 @@ class _Alias(Loader):
     def exec_module(self, module: ModuleType) -> None:
         module.__spec__ = self._spec  # the import system has put the alias's in its place
         if not hasattr(module, "__path__"):
-            module.__path__ = []  # what was a package has old paths below it
+            module.__path__ = []  # it may have paths below it
 
 
 class _Gathered(Loader):

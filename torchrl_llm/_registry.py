@@ -432,8 +432,8 @@ def _load(kind: str) -> None:
     _check_kind(kind)
     for room in KINDS[kind]:
         package = import_module(room)
-        for found in pkgutil.iter_modules(package.__path__):
-            import_module(f"{room}.{found.name}")
+        for found in pkgutil.walk_packages(package.__path__, f"{room}."):
+            import_module(found.name)
 
 
 @cache

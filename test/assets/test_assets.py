@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.resources
+import tomllib
+from pathlib import Path
 
 import pytest
 import torch
@@ -28,6 +30,17 @@ def test_the_model_ships_as_package_data_and_is_small():
     sizes = {entry.name: len(entry.read_bytes()) for entry in folder.iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= sizes.keys()
     assert sum(sizes.values()) < 5_000_000
+
+
+def test_a_wheel_has_every_file_that_lies_beside_the_code():
+    package = Path(str(importlib.resources.files("torchrl_llm")))
+    project = tomllib.loads((package.parent / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["torchrl_llm"]
+    packed = {file for pattern in patterns for file in package.glob(pattern)}
+    beside = {
+        file for file in package.rglob("*") if file.is_file() and "__pycache__" not in str(file)
+    }
+    assert not [file for file in beside - packed if file.suffix not in (".py", ".pyc")]
 
 
 def test_the_loaders_give_it_when_nothing_else_is_named(model, tokenizer):

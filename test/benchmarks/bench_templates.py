@@ -18,7 +18,6 @@ from conftest import _make_tokenizer
 from harness import compare, report
 
 from torchrl_llm.data.history import History
-from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.text.templates import resolve_template
 
 WORDS = (
@@ -66,22 +65,6 @@ def main() -> None:
             assert row["input_ids"].tolist() == other["input_ids"]
             assert row["assistant_masks"].tolist() == list(map(bool, other["assistant_masks"]))
         rows.append(compare(f"256 x 6 to ids and mask, {name}", ours, theirs, aim="<= 1.3"))
-
-    renderer = ChatFormatter(tokenizer)._renderer
-    prepared = [[renderer._prepare(m, i) for i, m in enumerate(chat)] for chat in chats]
-
-    def texts_by(render):
-        return [render(chat, None, True) for chat in prepared]
-
-    assert texts_by(renderer._traced.render) == texts_by(renderer._whole)
-    rows.append(
-        compare(
-            "256 x 6 to text, from memory (ours) against the template",
-            lambda: texts_by(renderer._traced.render),
-            lambda: texts_by(renderer._whole),
-            aim="-",
-        )
-    )
 
     texts = history.apply_chat_template(chat_template_name="qwen")
     rows.append(

@@ -60,7 +60,7 @@ FAULTS = [Fault(i, *line) for i, line in enumerate([
     ("chunked head forgets the largest logit", "log_probs = (picked - log_sum).clamp_(max=0.0)", "log_probs = (picked - log_total).clamp_(max=0.0)", "test_chunked_head.py"),
     # data
     ("a response gets the number of the next turn", "self.turn.new_full((count,), self.num_turns)", "self.turn.new_full((count,), self.num_turns + 1)", "test_record.py"),
-    ("truncation on the wrong side", 'left = self.tokenizer.truncation_side == "left"', 'left = self.tokenizer.truncation_side == "right"', "test_tokenized_dataset.py"),
+    ("messages from inside a conversation count as its beginning", ".all(1) & (starts[:, 0] % width == 0)", ".all(1)", "test_message_grid.py"),
     ("sampled tokens counted at the wrong end of the row", "(source[-response.shape[0] :] == Source.SAMPLED)", "(source[: response.shape[0]] == Source.SAMPLED)", "test_waves.py"),
     ("names of weights are not in their digest", '(f"{name}|{data.dtype}|', '(f"{data.dtype}|', "test_fingerprint.py"),
     # formatter

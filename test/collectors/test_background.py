@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from torchrl_llm.collectors.collecting_thread import PauseGate
+from torchrl_llm._threads import PauseGate
 
 
 def test_a_pause_that_is_interrupted_while_it_waits_leaves_the_gate_open(monkeypatch):

@@ -78,7 +78,7 @@ def test_with_a_channel_it_is_a_worker(policy):
     thread = threading.Thread(target=host.run)
     thread.start()
     delivery = channel.get(timeout_s=30)
-    host.set_policy_version(4)
+    host.load_weights(None, 4, "wait")
     host.stop()
     thread.join(30)
     assert not thread.is_alive()

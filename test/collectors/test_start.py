@@ -16,8 +16,8 @@ import pytest
 import torch
 from collectors.collecting import Failing, Gated, make_env, make_policy
 
+from torchrl_llm._threads import BackgroundLoop, PauseGate
 from torchrl_llm.collectors import LLMCollector
-from torchrl_llm.collectors.collecting_thread import BackgroundLoop, PauseGate
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import MCAdvantage

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import importlib
+
+import pytest
+from fork_server import run_program
+
+from torchrl_llm.errors import ConfigError
 
 # Type variables, optional packages' classes, and what no program of TorchRL's users needs.
 PROGRAM = """
@@ -54,7 +58,36 @@ print("walked")
 
 
 def test_every_name_of_every_module_is_there():
-    run = subprocess.run(
-        [sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300, check=False
-    )
+    run = run_program(PROGRAM)
     assert run.stdout.splitlines() == ["walked"], run.stdout + run.stderr[-2000:]
+
+
+def test_a_path_of_torchrl_gives_the_same_module_and_not_a_second_one():
+    theirs = importlib.import_module("torchrl_llm.envs.transforms.format")
+    ours = importlib.import_module("torchrl_llm.compat.template_transform")
+    assert theirs is ours
+    assert ours.__spec__.name == ours.__name__ == "torchrl_llm.compat.template_transform"
+
+
+def test_a_name_that_is_left_out_can_be_imported_and_says_why_at_use():
+    from torchrl_llm.modules.backends.sglang import AsyncSGLang, get_open_port
+
+    assert get_open_port() > 0
+    assert not isinstance(1, AsyncSGLang)
+    for use in (AsyncSGLang, lambda: AsyncSGLang.from_pretrained("a")):
+        with pytest.raises(ConfigError, match="AsyncSGLang is left out: SGLang is not offered"):
+            use()
+
+
+def test_the_older_data_classes_are_those_of_torchrl():
+    import torchrl.data.llm as theirs
+
+    from torchrl_llm import data
+    from torchrl_llm.compat import torchrl_classes
+
+    names = set(torchrl_classes.__all__) - {"pre_tokenization_hook"}
+    assert {"PairwiseDataset", "PromptData", "RewardData", "RolloutFromModel"} < names
+    assert all(getattr(data, name) is getattr(theirs, name) for name in names)
+    for module in ("prompt", "reward"):
+        wanted = importlib.import_module(f"torchrl.data.llm.{module}").DEFAULT_DATASET
+        assert wanted == importlib.import_module(f"torchrl_llm.data.{module}").DEFAULT_DATASET

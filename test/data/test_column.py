@@ -9,7 +9,8 @@ import pytest
 import torch
 from tensordict import NonTensorStack, TensorDict, lazy_stack
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.record import TokenRecord
 
 

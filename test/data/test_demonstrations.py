@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 
-from torchrl_llm.data.column import chat_of
+from torchrl_llm.data.chat import chat_of
 from torchrl_llm.data.column_names import as_messages
 from torchrl_llm.data.conversation_rules import check_conversation, check_written, keep_turns
 from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows

@@ -8,9 +8,9 @@ import pickle
 import pytest
 import tensordict
 import torch
-import torchrl_llm.data.chat as chat_module
 from tensordict import TensorDict, lazy_stack
 
+import torchrl_llm.data.chat as chat_module
 from torchrl_llm.data import Chat, ChatHistory
 from torchrl_llm.data.history import ContentBase, History
 from torchrl_llm.data.record import TokenRecord
@@ -41,7 +41,7 @@ def either_setting(request):
 
 def test_one_conversation_has_its_messages_and_several_have_a_batch(batch):
     assert History.from_chats(FIRST).batch_size == torch.Size([2])
-    assert batch.batch_size == torch.Size([2, -1])
+    assert (batch.shape, batch.batch_size) == (torch.Size([2, -1]), torch.Size([2]))
     assert batch.role == [["user", "assistant"], ["user", "assistant", "user"]]
     assert batch.content == [["Hi", "Yo"], ["A", "B", "C"]]
     assert batch.is_complete == [[True, True], [True, True, True]]
@@ -167,7 +167,7 @@ def test_the_last_index_is_the_message(batch):
 def test_batch_indices_work_as_on_any_tensorclass(batch):
     assert batch[[1, 0]].content == [["A", "B", "C"], ["Hi", "Yo"]]
     assert batch[torch.tensor([True, False])].batch_size == torch.Size([1, 2])
-    assert batch[None].batch_size == torch.Size([1, 2, -1])
+    assert batch[None].shape == torch.Size([1, 2, -1])
     assert batch[..., 1].content == ["Yo", "B"]
     assert batch[:, None][1, 0, -1].content == "C"
 
@@ -271,7 +271,7 @@ def test_it_stacks_reshapes_copies_and_travels_inside_a_tensordict(batch):
     td = TensorDict(batch_size=[2])
     td["history", "prompt"] = batch
     assert torch.stack([td, td])["history", "prompt"][1, 0, -1].content == "Yo"
-    assert torch.cat([td, td])["history", "prompt"].batch_size == torch.Size([4, -1])
+    assert torch.cat([td, td])["history", "prompt"].shape == torch.Size([4, -1])
     assert td.reshape(2, 1)["history", "prompt"][1].content == [["A", "B", "C"]]
     assert td.expand(3, 2)["history", "prompt"].chats[-1] == Chat(SECOND)
     assert td[..., 0]["history", "prompt"].content == ["Hi", "Yo"]

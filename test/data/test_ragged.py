@@ -8,7 +8,6 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm.data.containers import Tokens
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.ragged import (
     lazy_rows,
@@ -20,6 +19,7 @@ from torchrl_llm.data.ragged import (
     write_rows,
 )
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.views import Tokens
 
 
 def rows():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import pickle
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -16,7 +17,6 @@ from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import Chat, FinishReason, History, Source, TokenRecord
-from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenTrace
 from torchrl_llm.data.nodes import own_rows
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -29,6 +29,7 @@ from torchrl_llm.data.token_facts import (
     register_fact,
     unregister_fact,
 )
+from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenTrace
 from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError, DataError
@@ -378,12 +379,13 @@ def test_records_extend_cut_pickle_and_answer_with_facts(facts):
     for twin in (record, pickle.loads(pickle.dumps(record)), copy.deepcopy(record)):
         assert twin.facts["surprise"].tolist() == wanted
     assert record.cut(1, 3).facts["surprise"].tolist() == [-0.5, 1.0]
-    assert set(record.columns()) == {*RECORD_COLUMNS, "surprise"}
+    assert set(record.columns()) == {*RECORD_COLUMNS, "surprise", "route"}
 
 
 def test_wires_keep_apart_records_with_and_without_a_fact(facts):
     bare = TokenRecord.from_prompt(torch.tensor([5, 6, 7]), torch.tensor([0, 1, 1]), 1)
-    chats = [Chat([{"role": "user", "content": "q"}], r) for r in (bare, _record(), bare)]
+    one = replace(_record(), facts={"surprise": _record().facts["surprise"]})
+    chats = [Chat([{"role": "user", "content": "q"}], r) for r in (bare, one, bare)]
     packed = pack_rows(split_batch(TensorDict(history=History.of(chats), batch_size=[3])))
     for rows in (pickle.loads(pickle.dumps(packed)), PackedRows.open(encode(packed))):
         back = [chat.record for chat in rows.unpack()["history"].chats]

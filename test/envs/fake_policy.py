@@ -6,9 +6,9 @@ import torch
 from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm.data.column import Column
-from torchrl_llm.data.containers import ChatHistory, Text, TokenTrace
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows, read_rows
+from torchrl_llm.data.views import ChatHistory, Text, TokenTrace
 
 
 def answer_four(prompt):

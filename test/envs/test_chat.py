@@ -12,13 +12,13 @@ from tensordict import TensorDict, is_tensor_collection, list_to_stack, set_list
 from torchrl.envs import TransformedEnv
 from torchrl.envs.utils import check_env_specs, step_mdp
 
-from torchrl_llm.data.column import Chat
-from torchrl_llm.data.containers import Text
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.views import Text
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.transforms import StepCounter
 from torchrl_llm.errors import ConfigError, DataError

@@ -6,11 +6,10 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
 import threading
 
 import pytest
+from fork_server import run_program
 
 from torchrl_llm import _log
 from torchrl_llm.errors import CheckpointError, ConfigError
@@ -259,8 +258,7 @@ def test_a_killed_process_leaves_what_was_answered(tmp_path):
         "log.ask(asked, 'actor', list('12345'), questions)\n"
     )
     path = tmp_path / "calls.jsonl"
-    done = subprocess.run([sys.executable, "-c", program, str(path)], env=os.environ, timeout=120)
-    assert done.returncode == -signal.SIGKILL
+    assert run_program(program, str(path)).returncode == -signal.SIGKILL
     log = CallLog(path)
     # Two were answered, the third was under way.
     assert (log.total().calls, log.total().lost) == (3, 1)

@@ -240,20 +240,22 @@ def test_time_grows_with_the_length_alone(piece):
     gc.collect()
     gc.disable()  # the heap of a long test session is not what is measured
     try:
-        small, large = (_best_of_two(piece * (n // len(piece))) for n in (50_000, 200_000))
+        # Once more where the machine was busy.
+        assert any(_grows_as_the_text(piece) for _ in range(2))
     finally:
         gc.enable()
-    assert large < 8 * small + 0.2
 
 
-def _best_of_two(text):
-    took = []
-    for _ in range(2):
-        begun = time.process_time()
-        for names in (TEAM, PISTONS):
-            assert list(parse_credit_response(text, names)) == names
-        took.append(time.process_time() - begun)
-    return min(took)
+def _grows_as_the_text(piece):
+    small, large = (_seconds(piece * (n // len(piece))) for n in (25_000, 100_000))
+    return large < 8 * small + 0.1
+
+
+def _seconds(text):
+    begun = time.process_time()
+    for names in (TEAM, PISTONS):
+        assert list(parse_credit_response(text, names)) == names
+    return time.process_time() - begun
 
 
 def test_deep_nesting_is_no_error():

@@ -7,8 +7,6 @@ import json
 import math
 import os
 import resource
-import subprocess
-import sys
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from fork_server import run_program
 
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
 from torchrl_llm.langmarl.environment import Trajectory
@@ -164,16 +163,14 @@ def test_threads_append_whole_lines(store):
 def test_a_second_process_is_kept_out_of_a_run_and_let_in_after(store, tmp_path):
     code = "import sys\nfrom torchrl_llm.langmarl.store import LocalStore\n"
     code += "with LocalStore(sys.argv[1]).lock('one'):\n    print('in')"
-    command = [sys.executable, "-c", code, str(tmp_path)]
     with store.lock("one"):
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = run_program(code, str(tmp_path))
         assert done.returncode == 1
         assert f"ConfigError: the run 'one' in {tmp_path} is being trained" in done.stderr
         assert f"process {os.getpid()} on" in done.stderr
         with store.lock("two"), pytest.raises(ConfigError, match="being trained"):
             store.lock("one").__enter__()
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.stdout == "in\n"
+    assert run_program(code, str(tmp_path)).stdout == "in\n"
 
 
 def test_a_lock_does_not_stay_with_a_child_that_was_forked(store):

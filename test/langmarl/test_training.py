@@ -33,7 +33,7 @@ def trainer_of(folder, callbacks=(), **changes):
     return make_trainer(load_config(written(folder, **changes)), callbacks=callbacks)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 def test_advice_for_each_agent_is_found_faster_than_advice_for_all(seed, tmp_path):
     found = {}
     for paradigm in ("central_credit", "central_global"):

@@ -14,7 +14,6 @@ from torchrl_llm import modules
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.cli import main
 from torchrl_llm.compat.text_tokenizer import Tokenizer
-from torchrl_llm.compat.tokenized_dataset import TokenizedDatasetLoader
 from torchrl_llm.envs.libs.mlgym import make_mlgym
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
@@ -45,9 +44,6 @@ LOADERS = {
     "context": modules.context_length,
     "ends": lambda name: modules.model_loading.end_token_ids(name, None),
     "text transform": lambda name: Tokenizer(["text"], ["tokens"], tokenizer=name),
-    "data set": lambda name: TokenizedDatasetLoader(
-        "train", 8, "a", lambda tokenizer, **_: None, tokenizer=name
-    ),
     "environment": lambda name: make_mlgym(task="prisonersDilemma", tokenizer=name),
     "chat": lambda name: main(["chat", name]),
 }

@@ -50,6 +50,12 @@ def test_each_row_has_the_score_that_it_has_alone(pad_token_id):
     torch.testing.assert_close(got, one_by_one(classifier(0)), atol=1e-5, rtol=1e-5)
 
 
+def test_ragged_rows_of_one_length_need_no_mask():
+    rows = TensorDict(tokens=ragged_rows({"full": [IDS[0], IDS[0]]}), batch_size=[2])
+    got = HFRewardModelWrapper(classifier())(rows)["reward"]
+    torch.testing.assert_close(got.detach(), one_by_one(classifier())[[0, 0]])
+
+
 def test_padding_of_any_id_has_no_influence():
     full = torch.stack([IDS[0], torch.cat([IDS[1], torch.tensor([17, 17])])])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]])

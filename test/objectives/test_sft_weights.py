@@ -8,10 +8,10 @@ import pytest
 import torch
 from objectives.rows_helper import TableActor, make_row, make_rows, pad
 from tensordict import TensorDict
-from torchrl_llm.modules.backends.scorer import CausalScorer
 
 from torchrl_llm.errors import DataError
 from torchrl_llm.functional import Normalizer
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import CompositeLoss, DistillationLoss, SFTLoss, check_invariance
 
 MEANS = [

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from fork_server import fork_server
+from recipes.script import load_recipe
 
 from torchrl_llm.data.wire import PackedRows, encode
 from torchrl_llm.recipes import launch
@@ -62,11 +63,9 @@ def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=
     os.fsync = lambda handle: None  # a kill loses nothing of what was handed to the kernel
     if operation is not None:
         kill_at(operation, told)
-    page = launch.load_page(path)
-    config = Path(page.__file__).parent / "config"
-    composed = launch.compose_files(config, config.parent.name, overrides)
+    page, config = load_recipe(path, overrides)
     remember_rows(f"{folder}.rows")
-    for run in page.train(page.load_config(composed), folder):
+    for run in page.train(config, folder):
         if only_saves:
             run.save()
             break

@@ -16,10 +16,10 @@ from tensordict import TensorDict
 
 from torchrl_llm._http import Reply
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.data.column import Chat
-from torchrl_llm.data.containers import ChatHistory
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
+from torchrl_llm.data.views import ChatHistory
 from torchrl_llm.errors import ConfigError, OverlongError, TorchRLLLMError, WorkerError
 from torchrl_llm.modules import (
     ChatServerPolicy,

@@ -14,7 +14,8 @@ from functools import partial
 import pytest
 import torch
 from omegaconf import OmegaConf
-from recipes.grpo_helper import SCRIPT, column, run_script, weights
+from recipes.grpo_helper import SCRIPT, SMALL, column, run_script, weights
+from recipes.script import run_typed
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.errors import CheckpointError, ConfigError, DataError, OverlongError
@@ -37,11 +38,12 @@ def run(monkeypatch):
 
 
 def test_a_short_run_leaves_metrics_a_curve_and_a_model_that_transformers_opens(
-    tmp_path, run, capfd
+    tmp_path, monkeypatch, capfd
 ):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    table = run(tmp_path, "train.max_steps=2", "logging.backend=[csv,tensorboard]")
+    loggers = "logging.backend=[csv,tensorboard]"
+    table = run_typed(monkeypatch, SCRIPT, tmp_path, *SMALL, "train.max_steps=2", loggers)
     assert [row["train/step"] for row in table] == ["0", "1", "2"]
     assert len(column(table, "train/reward")) == 2
     assert len(column(table, "eval/accuracy")) == 2  # before the first step and after the last

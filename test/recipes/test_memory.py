@@ -15,6 +15,7 @@ from transformers import LlamaConfig, Qwen2Config
 from torchrl_llm.cli import main
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import HeadSettings, HeadTiles, KeptTiles, logits_bytes
+from torchrl_llm.functional.logit_form import LogitForm
 from torchrl_llm.modules import empty_model, load_model
 from torchrl_llm.modules.backends.causal_decoder import make_cache
 from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config, memory
@@ -176,7 +177,7 @@ def test_gradient_checkpointing_keeps_one_state_a_layer():
 @pytest.mark.parametrize("chunk_size", [None, 1000, 50_000])
 def test_logits_are_those_that_the_head_holds(chunk_size):
     weight, hidden = torch.zeros(7001, 8, requires_grad=True), torch.zeros(40, 8)
-    settings = HeadSettings(1.0, None, False, chunk_size, False, True, torch.float32)
+    settings = HeadSettings(LogitForm(), False, chunk_size, False, True, torch.float32)
     head = HeadTiles(hidden, weight, None, None, None, 1.0, settings)
     buffer = head.buffer(head.rows[0], head.columns[0])
     kept = KeptTiles.of(head, weight)

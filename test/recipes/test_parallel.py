@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes.kill_helper import run_ranks
 from recipes.test_grpo_failures import FATES
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +26,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "sota-implementations"
 PAGE = PAGES / "grpo" / "grpo-sync.py"
 CPU = torch.device("cpu")
+QUIET = "logging.progress=false"
 SMALL = [
     "train.prompts_per_batch=4",
     "env.repeats=4",
@@ -172,7 +174,7 @@ def torchrun(tmp_path, *arguments, page=PAGE, env=(), shutdown_s=30):
     """Run a page in two processes; the exit code and what was said."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command.append(f"--shutdown-timeout={shutdown_s}")
-    quiet = ["logging.progress=false", f"hydra.run.dir={tmp_path}/run"]
+    quiet = [QUIET, f"hydra.run.dir={tmp_path}/run"]
     done = subprocess.run(
         [*command, str(page), *arguments, *quiet],
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **dict(env)},
@@ -359,8 +361,7 @@ RECIPES = {
 @pytest.mark.parametrize("page", RECIPES)
 def test_other_recipes_train_on_two_ranks(page, tmp_path):
     settings = [*RECIPES[page], "train.max_steps=2", "train.parallel=fsdp2"]
-    code, said = torchrun(tmp_path, *settings, page=PAGES / page)
-    assert code == 0, said
+    run_ranks(tmp_path / "run", [*settings, QUIET], 2, path=page)
     steps = table(tmp_path)
     assert [row["train/step"] for row in steps] == ["0", "1", "2"]
     carried, generated = 0, [int(row.get("train/tokens_generated") or 0) for row in steps]
@@ -377,11 +378,10 @@ def test_other_recipes_train_on_two_ranks(page, tmp_path):
 
 @pytest.mark.full
 def test_a_run_that_goes_on_is_the_run_uninterrupted(tmp_path):
-    options = [*SMALL, "train.parallel=fsdp2", "logging.rollouts=all"]
-    torchrun(tmp_path / "whole", *options)
-    torchrun(tmp_path / "parts", *options, "train.max_steps=2")
-    code, said = torchrun(tmp_path / "parts", *options, "checkpoint.resume=auto")
-    assert code == 0, said
+    options = [*SMALL, "train.parallel=fsdp2", "logging.rollouts=all", QUIET]
+    for folder, *more in (("whole",), ("parts", "train.max_steps=2"), ("parts",)):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        run_ranks(tmp_path / folder / "run", [*options, *more], 2)
     without_clock = [
         [{k: v for k, v in row.items() if not k.startswith("perf/")} for row in table(folder)]
         for folder in (tmp_path / "whole", tmp_path / "parts")
@@ -448,13 +448,15 @@ def test_a_short_fine_tuning_on_gsm8k_halves_its_loss(tmp_path, gsm8k_options):
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp2"])
 def test_two_ranks_fine_tune_as_one(parallel, tmp_path, gsm8k_options):
-    options = [*gsm8k_options, "train.max_steps=3", "train.batch_size=7"]
-    page = PAGES / "sft" / "sft.py"
-    code, said = torchrun(tmp_path / "two", *options, f"train.parallel={parallel}", page=page)
-    assert code == 0, said
-    losses = sft_losses(tmp_path / "two")
-    assert len(losses) == 3
-    assert losses == pytest.approx(fine_tune_alone(tmp_path / "one", *options), rel=1e-6)
+    options = [*gsm8k_options, "train.max_steps=3", "train.batch_size=7", QUIET]
+    losses = {}
+    for world, how in ((2, parallel), (1, "none")):
+        folder = tmp_path / str(world)
+        folder.mkdir()
+        run_ranks(folder / "run", [*options, f"train.parallel={how}"], world, path="sft/sft.py")
+        losses[world] = sft_losses(folder)
+    assert len(losses[2]) == 3
+    assert losses[2] == pytest.approx(losses[1], rel=1e-6)
 
 
 @pytest.mark.gpu

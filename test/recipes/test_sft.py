@@ -14,7 +14,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from recipes.grpo_helper import column, rows, weights
-from recipes.script import run_alone
+from recipes.script import run_main, run_typed
 from torchrl._utils import logger
 from transformers import AutoModelForCausalLM
 
@@ -38,7 +38,7 @@ def run(monkeypatch):
     """Run the script; the rows of metrics.csv without what a clock says."""
 
     def run(folder, *overrides):
-        run_alone(monkeypatch, SCRIPT, folder, *overrides)
+        run_main(monkeypatch, SCRIPT, folder, *overrides)
         return rows(folder)
 
     return run
@@ -72,8 +72,9 @@ def chat(*contents):
     return [{"role": role, "content": c} for role, c in zip(roles, contents, strict=False)]
 
 
-def test_a_model_learns_the_answers_of_a_table_and_gives_them(tmp_path, table, run):
-    result = run(tmp_path / "a", f"data={table}", "reward=exact", "train.max_epochs=2")
+def test_a_model_learns_the_answers_of_a_table_and_gives_them(tmp_path, table, monkeypatch):
+    overrides = [f"data={table}", "reward=exact", "train.max_epochs=2"]
+    result = run_typed(monkeypatch, SCRIPT, tmp_path / "a", *overrides)
     losses, held_out = column(result, "train/loss_sft"), column(result, "eval/loss")
     accuracy = column(result, "eval/accuracy")
     assert len(losses) == 2 * -(-270 // 32)

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ from torchrl_llm.tools.mcp import MCPServers, MCPToolTransform, _text_of
 from torchrl_llm.tools.mcp_client import MCPServerConfig
 from torchrl_llm.tools.tool_call import ToolCall
 
-pytest.importorskip("mcp")
+if find_spec("mcp") is None:  # importing it takes a second
+    pytest.skip("needs mcp: pip install torchrl_llm[mcp]", allow_module_level=True)
 
 PROGRAM = str(Path(__file__).with_name("mcp_server.py"))
 OURS = {"command": sys.executable, "args": [PROGRAM]}

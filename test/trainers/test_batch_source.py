@@ -17,10 +17,10 @@ from torchrl_llm.objectives import MCAdvantage
 from torchrl_llm.trainers.batch_source import (
     BatchSource,
     mark_truncated,
-    rollout_metrics,
     tokens_by_reason,
     trained_rows,
 )
+from torchrl_llm.trainers.episode_metrics import rollout_metrics
 
 
 def row(reward, group=0, *, length=3, cut=False):
@@ -188,7 +188,7 @@ def test_a_collector_that_has_ended_is_a_clear_error():
 
 def test_marking_changes_only_the_sampled_tokens_of_cut_rows():
     rows = [row(0, cut=True), row(1)]
-    assert mark_truncated(rows, drop=False) == 0
+    mark_truncated(rows[0], drop=False)
     rows = lazy_rows(rows)
     reasons = [r.tolist() for r in read_rows(rows, ("trace", "mask_reason"))]
     assert reasons == [[1, 1, 2, 2, 2], [1, 1, 0, 0, 0]]
@@ -199,7 +199,8 @@ def test_rows_without_a_token_to_train_on_are_left_out_of_the_forward():
     rows = [row(0, cut=True), row(1), row(0, cut=True)]
     stack = lazy_rows(rows)
     assert trained_rows(stack) is stack
-    mark_truncated(rows, drop=False)
+    for each in rows[::2]:
+        mark_truncated(each, drop=False)
     assert [r.item() for r in read_rows(trained_rows(lazy_rows(rows)), ("next", "reward"))] == [1.0]
     assert trained_rows(lazy_rows(rows[::2])) is None
 

@@ -13,7 +13,8 @@ from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives import MCAdvantage
-from torchrl_llm.trainers.batch_source import BatchSource, rollout_metrics
+from torchrl_llm.trainers.batch_source import BatchSource
+from torchrl_llm.trainers.episode_metrics import rollout_metrics
 
 
 def row(reward, group, *versions, cut=False):

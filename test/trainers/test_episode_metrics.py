@@ -9,7 +9,7 @@ from tensordict import NonTensorData, TensorDict
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.tools.tool_call import ToolCall, ToolResult
-from torchrl_llm.trainers.batch_source import rollout_metrics
+from torchrl_llm.trainers.episode_metrics import rollout_metrics
 from torchrl_llm.trainers.samples import sample_text
 
 NAN = float("nan")

@@ -10,8 +10,8 @@ import torch
 from tensordict import NonTensorData, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.trainers.batch_source import rollout_metrics
 from torchrl_llm.trainers.curriculum import successes
+from torchrl_llm.trainers.episode_metrics import rollout_metrics
 from torchrl_llm.trainers.reward_watch import RewardWatch
 
 NAN = float("nan")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from torchrl_llm.errors import DataError
-from torchrl_llm.trainers.batch_source import TokenLedger
+from torchrl_llm.trainers.ledger import TokenLedger
 
 
 def test_a_step_that_adds_up_closes_and_is_reported():

@@ -10,14 +10,14 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
-from torchrl_llm.data.wire import pack_rows, unpack_row_list
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.errors import ConfigError, DataError
 
 # Batches in which a player may never act, before that is an error.
 _MOST_BATCHES = 16
 
 
-class AgentShares:
+class AgentShares(SavedState):
     """Shares out the batches of a collector: each learner gets the rows of its players.
 
     A batch is drawn when a learner asks for one and none waits for it; what of it belongs to others
@@ -42,6 +42,9 @@ class AgentShares:
         >>> len(next(iter(shares["first"]))), len(next(iter(shares["second"])))
         (2, 1)
     """
+
+    saved = ("untrained_tokens", "_version")
+    saved_rows = ("_waiting",)
 
     def __init__(self, collector: Iterable[Any], players: Mapping[str, Collection[str]]) -> None:
         self.collector = collector
@@ -124,24 +127,6 @@ class AgentShares:
         """Sampled tokens of rows that were given to nobody, since this was called last."""
         number, self.untrained_tokens = self.untrained_tokens, 0
         return number
-
-    def state_dict(self) -> dict[str, Any]:
-        """The rows that wait; the collector has a state of its own."""
-        waiting = {each: list(batches) for each, batches in self._waiting.items()}
-        rows = [row for batches in waiting.values() for batch in batches for row in batch]
-        sizes = {each: [len(batch) for batch in batches] for each, batches in waiting.items()}
-        packed = pack_rows(rows) if rows else None
-        told = {"untrained": self.untrained_tokens, "version": self._version}
-        return {"sizes": sizes, "rows": packed, **told}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        rows = iter([] if state["rows"] is None else unpack_row_list(state["rows"]))
-        self._waiting = {
-            each: deque([next(rows) for _ in range(size)] for size in sizes)
-            for each, sizes in state["sizes"].items()
-        }
-        self.untrained_tokens, self._version = state["untrained"], state["version"]
 
 
 class Share:

@@ -17,10 +17,10 @@ from tensordict import TensorDict, TensorDictBase
 from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.nodes import new_node
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch
-from torchrl_llm.data.wire import pack_rows, unpack_row_list
+from torchrl_llm.data.saved_state import SavedState
 
 
-class Assembly:
+class Assembly(SavedState):
     """Rows by place in the environment until their trajectory is done.
 
     Args:
@@ -31,6 +31,9 @@ class Assembly:
         absent: name of each player who never acted in an episode, to how often that was and the sum
             of the rewards.
     """
+
+    saved = ("absent", "_early")
+    saved_rows = ("open", "finished")
 
     def __init__(self, num_places: int, last_only: bool) -> None:
         self.last_only = last_only
@@ -153,28 +156,10 @@ class Assembly:
         """Turns of the trajectories that are finished, and not taken yet."""
         return sum(number for number, _ in self.finished)
 
-    def state_dict(self) -> dict[str, Any]:
-        """All rows."""
-        finished = list(self.finished)
-        rows = [row for held in self.open for row in held]
-        rows += [row for _, trajectory in finished for row in trajectory]
-        return {
-            "open": [len(held) for held in self.open],
-            "finished": [(number, len(trajectory)) for number, trajectory in finished],
-            "rows": pack_rows(rows),
-            "absent": dict(self.absent),
-            "early": list(self._early),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
-        rows = iter(unpack_row_list(state["rows"]))
-        self.absent, self._early = dict(state["absent"]), list(state["early"])
-        self.open = [[next(rows) for _ in range(length)] for length in state["open"]]
+        super().load_state_dict(state)
         self.open_tokens = [sum(map(sampled_tokens, held)) for held in self.open]
-        self.finished = deque(
-            (number, [next(rows) for _ in range(length)]) for number, length in state["finished"]
-        )
 
 
 def _brings(next_td: TensorDictBase, size: int) -> list[bool]:

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from tensordict import TensorDictBase
 from torchrl._utils import logger
 
+from torchrl_llm._threads import BackgroundLoop
 from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.transport.channel import ChannelClosedError, Delivery, RowChannel
 from torchrl_llm.data.nodes import leaf
@@ -280,8 +281,7 @@ class WeightFollower:
         self._worker, self._newest, self._in_flight = worker, newest, in_flight
         self._has: tuple[int, str | None] | None = None
         self._lock = threading.Lock()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._loop = BackgroundLoop(self._look_again, name="weights")
         worker.before_batch = self.refresh
 
     def refresh(self) -> bool:
@@ -330,19 +330,16 @@ class WeightFollower:
 
     def start(self) -> None:
         """Look in a thread too, until :meth:`shutdown`."""
-        if self._in_flight != "wait" and self._thread is None:
-            self._thread = threading.Thread(target=self._follow, daemon=True, name="weights")
-            self._thread.start()
+        if self._in_flight != "wait" and not self._loop.is_running:
+            self._loop.start()
 
-    def _follow(self) -> None:
-        while not self._stop.wait(_POLL_S):
-            try:
-                self.refresh()
-            except WorkerError as error:
-                logger.warning(f"{self._worker.name} cannot see whether weights came: {error}")
+    def _look_again(self) -> bool:
+        try:
+            self.refresh()
+        except WorkerError as error:
+            logger.warning(f"{self._worker.name} cannot see whether weights came: {error}")
+        return not self._loop.stopping.wait(_POLL_S)
 
     def shutdown(self) -> None:
         """End the thread."""
-        self._stop.set()
-        if self._thread is not None:
-            self._thread.join()
+        self._loop.stop()

@@ -1,33 +1,48 @@
 """Collector in a Ray actor: the same batches, from another process.
 
-What runs in the actor, how it is watched and restarted, is in
-:mod:`torchrl_llm.collectors.ray_actor`.
+What runs in the actor is in :mod:`torchrl_llm.collectors.ray_actor`, how it comes back when it dies
+in :mod:`torchrl_llm.modules.remote.revived_actor`.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import queue as queues
+import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import nn
+from torchrl._utils import logger
 from torchrl.data import RayReplayBuffer as CoreRayReplayBuffer
 from torchrl.data import ReplayBuffer as CoreReplayBuffer
 from torchrl.envs import EnvBase
 
-from torchrl_llm._ray import require_ray
+from torchrl_llm._ray import RemoteObject, check_resources, require_ray
 from torchrl_llm._registry import FullSignature
+from torchrl_llm._threads import BackgroundLoop
 from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights, given_weights
-from torchrl_llm.collectors.ray_actor import CollectorActor, InFlight, PackedBatch, actor_options
+from torchrl_llm.collectors.ray_actor import CollectorHost, InFlight, PackedBatch, actor_options
 from torchrl_llm.collectors.transport.channel import RowChannel
-from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.modules.remote import ObjectStoreSource
+from torchrl_llm.modules.remote.revived_actor import RevivedActor, Sent, SentWeights
 from torchrl_llm.weights import WeightUpdater, engine_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
+
+_POLL_S = 0.2
+_numbers = itertools.count()
+# Process numbers from 2**15 on are those of actors; children of multiprocessing count from 1.
+# Drawn, because rows of the run that this one continues may still wait for their group.
+_NUMBERS = 2**15
+_first_number = secrets.randbelow(_NUMBERS)
 
 
 class RayLLMCollector(VersionedCollector):
@@ -78,6 +93,10 @@ class RayLLMCollector(VersionedCollector):
         **options: the other arguments of :class:`~torchrl_llm.collectors.LLMCollector`, which is
             built in the actor: ``policy`` (sent there) or ``policy_factory`` (called there),
             ``dialog_turns_per_batch``, ``yield_completed_trajectories``, ``postproc``, ...
+
+    Attributes:
+        worker_name: its name in the channel, another one after each restart.
+        receipts: of the last weights that were waited for.
 
     Raises:
         ConfigError: for arguments that contradict each other.
@@ -154,28 +173,45 @@ class RayLLMCollector(VersionedCollector):
         needs, placement = actor_options(
             remote_config, num_cpus=num_cpus, num_gpus=num_gpus, timeout_s=timeout_s
         )
-        self._ahead: Any = None
         self.receipts: list[WeightReceipt] = []
         self.weight_updater = weight_updater
-        self._actor = CollectorActor(
-            env=env,
-            collector_options=collector_options,
-            options=needs,
-            placement=placement,
-            name=name,
-            channel=channel,
-            claim_rows=claim_rows,
-            in_flight=in_flight,
-            max_restarts=max_restarts,
-            worker_timeout_s=worker_timeout_s,
+        self._collector_options = collector_options
+        self._make_host = partial(
+            CollectorHost, env, collector_options, channel=channel, claim_rows=claim_rows
         )
+        self._needs, self._placement, self._name = needs, placement, name
+        self._in_flight, self._worker_timeout_s = in_flight, worker_timeout_s
+        self._ahead: Any = None  # a batch that the actor collects already
+        self._run: Any = None
+        self._loop: BackgroundLoop | None = None
+        self._closed = False
+        self._weights = SentWeights()
+        self._pending: tuple[RemoteObject, Any, Sent] | None = None
+        self._actor = RevivedActor(
+            self._build,
+            what=f"RayLLMCollector {name!r}",
+            bring=lambda remote, sent: remote.call(
+                "load_weights", sent.source, sent.version, "wait"
+            ),
+            weights=self._weights,
+            max_restarts=max_restarts,
+            on_dead=self._give_claims_back,
+        )
+        self._actor.start()
+        version = self._actor.remote.read("collector.policy_version")
+        first = Sent(None, version if isinstance(version, int) else 0, "number")
+        self._weights.needed = self._arrived = (first,)
         turns = self._actor.remote.read("collector.dialog_turns_per_batch")
         self.requested_frames_per_batch = turns
 
-    @property
-    def worker_name(self) -> str:
-        """Its name in the channel, another one after each restart."""
-        return self._actor.worker_name
+    def _build(self) -> RemoteObject:
+        number = next(_numbers)
+        self.worker_name = f"{self._name}-{number}"
+        number = _NUMBERS + (_first_number + number) % _NUMBERS
+        factory = partial(self._make_host, number=number, name=self.worker_name)
+        what = f"RayLLMCollector {self.worker_name!r}"
+        check_resources(what, [self._needs.bundle])
+        return RemoteObject(factory, self._needs, what=what, placement=self._placement)
 
     @property
     def restarts(self) -> int:
@@ -200,7 +236,7 @@ class RayLLMCollector(VersionedCollector):
             WorkerError: the actor died, hung or did not answer in time, and may not be restarted.
             Exception: what policy or environment raised.
         """
-        if self._actor.started:
+        if self._loop is not None:
             raise ConfigError("this collector was started and collects by itself")
         if self.channel is not None:
             raise ConfigError("a collector with a channel is started: call start()")
@@ -209,10 +245,8 @@ class RayLLMCollector(VersionedCollector):
                 there, packed = self._next_packed()
                 break
             except WorkerError as error:
-                self._ahead = None
                 self._actor.check()
-                self._actor.revive(error)
-                self._actor.check()
+                self._restart(error)
         if not there:
             raise StopIteration
         if packed is None:
@@ -227,12 +261,35 @@ class RayLLMCollector(VersionedCollector):
 
     def _next_packed(self) -> tuple[bool, PackedBatch | None]:
         remote = self._actor.remote
-        ref = remote.submit("next") if self._ahead is None else self._ahead
-        self._ahead = None
+        ref, self._ahead = self._ahead or remote.submit("next"), None
         found = remote.result(ref, call="next")
         if found[0] and not self.sync_iter:
             self._ahead = remote.submit("next")
         return found
+
+    def _restart(self, error: WorkerError) -> None:
+        """Restart the actor with the latest weights, or give it up.
+
+        Args:
+            error: what it died of.
+        """
+        first_line = str(error).partition("\n")[0]
+        logger.warning(f"{self.worker_name}: {first_line}")
+        if self._actor.lose(error):
+            self._actor.revive()
+            if self._actor.is_up:
+                version = self.policy_version
+                logger.warning(f"restarted as {self.worker_name}, with weights {version}")
+
+    def _give_claims_back(self) -> None:
+        if self.channel is None:
+            return
+        counts = self.channel.forget(self.worker_name)
+        if counts.claimed or counts.in_flight:
+            logger.warning(
+                f"{self.worker_name}: {counts.claimed} claimed rows go to others, "
+                f"{counts.in_flight} tokens are lost"
+            )
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
         """Batches until the budget is used up; ``None`` for each that the actor wrote."""
@@ -259,14 +316,64 @@ class RayLLMCollector(VersionedCollector):
         """
         if self.replay_buffer is None and self.queue is None:
             raise ConfigError("start() needs a replay_buffer, a queue or a channel to collect into")
-        if self._actor.started:
+        if self._loop is not None:
             raise ConfigError("this collector was started before")
-        self._actor.start(self._write if self._local_buffer else None)
+        self._loop = BackgroundLoop(self._look_after, name=f"watch of {self._name}")
+        self._loop.start()
+
+    def _look_after(self) -> bool:
+        """One call of the actor to its end, or to that of the actor: whether others follow."""
+        try:
+            return self._collect()
+        except WorkerError as error:
+            if not self._closed:
+                self._restart(error)
+            return self._actor.is_up and not self._closed
+        except Exception as error:
+            # Whatever policy or environment raised ends this collector, and reaches the learner.
+            logger.error(f"{self.worker_name} stopped: {type(error).__name__}: {error}")
+            self._actor.fail(error)
+            return False
+
+    def _collect(self) -> bool:
+        ray, remote = require_ray("RayLLMCollector"), self._actor.remote
+        begun_s = looked_s = time.time()
+        ahead, self._ahead = self._ahead, None
+        self._run = ahead or remote.submit("next" if self._local_buffer else "run")
+        while not ray.wait([self._run], timeout=_POLL_S)[0]:
+            if self._actor.state == "ended":
+                return False
+            # With a thousand collectors each of them cannot ask five times a second.
+            if self.channel is not None and time.time() - looked_s >= self._worker_timeout_s / 10:
+                looked_s = time.time()
+                self._check_heartbeat(begun_s)
+        result = remote.result(self._run, call="collecting")
+        if not self._local_buffer:
+            logger.info(f"{self.worker_name} ended: {result}")
+            if self.channel is not None:
+                self.channel.forget(self.worker_name)
+            return False
+        there, packed = result
+        if there:
+            if not self._closed:
+                self._ahead = remote.submit("next")
+            self._write(packed)
+        return there and not self._closed
+
+    def _check_heartbeat(self, begun_s: float) -> None:
+        counts, limit_s = self.channel.workers().get(self.worker_name), self._worker_timeout_s
+        seen_s = begun_s if counts is None else max(counts.seen_s, begun_s)
+        if time.time() - seen_s > limit_s:
+            raise WorkerError(
+                f"{self.worker_name!r} gave no heartbeat for {limit_s:g} s (no policy call "
+                "ended, no claim was made); its environment or policy hangs, or worker_timeout_s "
+                "is less than one call takes"
+            )
 
     @property
     def is_running(self) -> bool:
         """Whether it was started and still collects, or is being restarted."""
-        return self._actor.is_running
+        return self._loop is not None and self._loop.is_running
 
     def check(self) -> None:
         """Raise what ended the collector for good; nothing while it lives.
@@ -336,11 +443,52 @@ class RayLLMCollector(VersionedCollector):
             WeightUpdateError: they did not arrive, or not as they were sent.
             WorkerError: the collector is dead and may not be restarted.
         """
-        self._actor.send(source, version)
-        if self.wait_for_updates:
-            self.receipts = self._actor.settle()
-            return self.receipts
-        return []
+        self._settle()
+        sent = Sent(source, version, "number" if source is None else source.kind)
+        with self._weights.lock:
+            self._weights.add(sent, timeout_s=self._needs.timeout_s)
+            if self._actor.is_up:
+                remote = self._actor.remote
+                ref = remote.submit("load_weights", source, version, self._in_flight)
+                self._pending = (remote, ref, sent)
+            else:
+                self.check()  # being restarted, it gets them before it samples
+        if not self.wait_for_updates:
+            return []
+        self.receipts = self._settle()
+        return self.receipts
+
+    def _settle(self) -> list[WeightReceipt]:
+        """Wait for the weights under way, and compare what arrived with what was sent.
+
+        Raises:
+            WeightUpdateError: they did not arrive, or not as they were sent.
+            WorkerError: it died, and will not be restarted.
+        """
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return []
+        (remote, ref, sent), needed = pending, self._weights.needed
+        try:
+            receipts = remote.result(ref, call="the update of weights")
+            for receipt in receipts:
+                digest = sent.source.digest or receipt.digest
+                if (receipt.version, receipt.digest) != (sent.version, digest):
+                    raise WeightUpdateError(
+                        f"version {sent.version} with digest {digest} was sent to "
+                        f"{self.worker_name!r}, and it got {receipt}"
+                    )
+        except WeightUpdateError:
+            # It samples with the old ones, and nobody may say otherwise.
+            self._weights.needed = self._arrived
+            raise
+        except WorkerError:
+            # Whoever watches it finds the same, and brings the weights to its successor.
+            if not self.is_running and self.restarts >= self._actor.max_restarts:
+                raise
+            return []
+        self._arrived = needed
+        return receipts
 
     def increment_version(self) -> None:
         """Count a new version of weights that have their place already."""
@@ -349,7 +497,7 @@ class RayLLMCollector(VersionedCollector):
     @property
     def policy_version(self) -> int:
         """Number of the last weights that were sent."""
-        return self._actor.weights.version
+        return self._weights.needed[-1].version
 
     # -- state and end ----------------------------------------------------------------------------
 
@@ -365,7 +513,7 @@ class RayLLMCollector(VersionedCollector):
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the post-processing of batches in the actor; see the arguments of the class."""
         self._actor.remote.call("collector.set_postproc", postproc)
-        self._actor.collector_options["postproc"] = postproc
+        self._collector_options["postproc"] = postproc  # a restarted one begins with it
 
     def state_dict(self) -> OrderedDict[str, Any]:
         """What the next batch depends on, as :meth:`LLMCollector.state_dict` has it.
@@ -384,7 +532,7 @@ class RayLLMCollector(VersionedCollector):
             state_dict: of a collector that was built alike.
         """
         self._actor.remote.call("collector.load_state_dict", state_dict["collector"])
-        self._actor.send(None, state_dict["version"])
+        self.load_weights(None, version=state_dict["version"])
 
     def shutdown(
         self,
@@ -400,9 +548,29 @@ class RayLLMCollector(VersionedCollector):
             close_env: close the environment first.
             raise_on_error: raise what ended the collector, if something did.
         """
-        self._actor.stop(10.0 if timeout is None else timeout, close_env=close_env)
+        if not self._closed:
+            self._closed = True
+            self._stop(10.0 if timeout is None else timeout, close_env=close_env)
         if raise_on_error:
-            self._actor.check()
+            self.check()
+
+    def _stop(self, limit_s: float, *, close_env: bool) -> None:
+        ray = require_ray("RayLLMCollector", running=False)
+        if ray.is_initialized() and self._actor.is_up:
+            remote = self._actor.remote
+            # A process that is dead or hangs cannot be asked, and need not be.
+            with suppress(WorkerError):
+                remote.result(remote.submit("stop", lane="control"), timeout_s=limit_s)
+                if self._run is not None:
+                    ray.wait([self._run], timeout=limit_s)
+                if close_env:
+                    remote.result(remote.submit("close", lane="control"), timeout_s=limit_s)
+        if self._loop is not None:
+            with suppress(TimeoutError):
+                self._loop.stop(limit_s)
+        if ray.is_initialized():
+            with suppress(WorkerError):  # the channel may be gone before its workers
+                self._actor.end()
 
     def __repr__(self) -> str:
         return (

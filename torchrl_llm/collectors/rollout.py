@@ -20,7 +20,7 @@ Shape legend: ``B`` rows of the environment, ``T`` steps.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -29,8 +29,8 @@ from torch import Tensor
 from torchrl._utils import logger
 from torchrl.envs import AsyncEnvPool, EnvBase, TransformedEnv
 
+from torchrl_llm._threads import PauseGate
 from torchrl_llm.collectors.assembly import Assembly
-from torchrl_llm.collectors.collecting_thread import PauseGate
 from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.rollouts import (
@@ -39,6 +39,7 @@ from torchrl_llm.data.rollouts import (
     split_batch,
     split_rollout,
 )
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.envs.delegate import delegates_of
 from torchrl_llm.envs.layers import innermost
@@ -47,20 +48,23 @@ from torchrl_llm.errors import CheckpointError, ConfigError
 Stamp = Callable[[TensorDictBase], TensorDictBase]
 
 
-def env_state(env: EnvBase) -> list[dict[str, Any]]:
-    """States of an environment and of its transforms, outermost first.
+def _layers(env: EnvBase) -> list[Any]:
+    """The transforms of an environment, outermost first, and what is below them.
 
     A ``TransformedEnv`` has its transforms in ``state_dict()`` and not the environment below.
+    """
+    if not isinstance(env, TransformedEnv):
+        return [env]
+    return [env.transform, *_layers(env.base_env)]
+
+
+def env_state(env: EnvBase) -> list[dict[str, Any]]:
+    """States of an environment and of its transforms, outermost first.
 
     Args:
         env: the environment.
     """
-    states = []
-    while isinstance(env, TransformedEnv):
-        states.append(env.transform.state_dict())
-        env = env.base_env
-    states.append(env.state_dict())
-    return states
+    return [layer.state_dict() for layer in _layers(env)]
 
 
 def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
@@ -73,11 +77,7 @@ def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
     Raises:
         CheckpointError: the environment has another number of layers.
     """
-    layers: list[Any] = []
-    while isinstance(env, TransformedEnv):
-        layers.append(env.transform)
-        env = env.base_env
-    layers.append(env)
+    layers = _layers(env)
     if len(layers) != len(states):
         raise CheckpointError(
             f"the environment has {len(layers)} layers and the saved one had {len(states)}; build "
@@ -87,7 +87,7 @@ def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
         layer.load_state_dict(state)
 
 
-class Rollout(ABC):
+class Rollout(SavedState, ABC):
     """One way to roll out.
 
     Args:
@@ -145,14 +145,6 @@ class Rollout(ABC):
     @abstractmethod
     def collect(self) -> TensorDictBase:
         """Roll out one batch."""
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next batch depends on, but for the policy."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
 
     def _act(self, carrier: TensorDictBase) -> TensorDictBase | None:
         """The policy's answers; ``None`` where the rows were given up before or meanwhile."""
@@ -218,6 +210,8 @@ def _is_chat_env(env: EnvBase) -> bool:
 
 class Lockstep(Rollout):
     """Steps one environment, all its rows at a time."""
+
+    saved = ("carrier", "turns")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -303,16 +297,13 @@ class Lockstep(Rollout):
         return self.env.step_mdp(stepped.exclude(*self._stale))
 
     def state_dict(self) -> dict[str, Any]:
-        """The carrier between two steps, the environment's state, and the count of turns."""
-        carrier = None if self.carrier is None else self.carrier.clone(recurse=False)
-        return {"carrier": carrier, "env": env_state(self.env), "turns": self.turns}
+        """The carrier between two steps, the environment's state, and what a subclass names."""
+        return {**super().state_dict(), "env": env_state(self.env)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue where :meth:`state_dict` was taken."""
         load_env_state(self.env, state["env"])
-        carrier = state["carrier"]
-        self.carrier = None if carrier is None else carrier.clone(recurse=False)
-        self.turns = state["turns"]
+        super().load_state_dict(state)
 
 
 class StepRollout(Lockstep):
@@ -323,6 +314,8 @@ class StepRollout(Lockstep):
         flatten: rows instead of ``[*B, T]``.
         **kwargs: of :class:`Rollout`.
     """
+
+    saved = (*Lockstep.saved, "steps")
 
     def __init__(self, *args: Any, reset_first: bool, flatten: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -357,15 +350,6 @@ class StepRollout(Lockstep):
         """See :attr:`Rollout.tokens_in_flight`."""
         return sum(sum(tokens_of_call(step)) for step in self.steps)
 
-    def state_dict(self) -> dict[str, Any]:
-        """As above, with the steps of a batch that was cut short."""
-        return {**super().state_dict(), "steps": list(self.steps)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        super().load_state_dict(state)
-        self.steps = list(state["steps"])
-
 
 def refuse_players(env: EnvBase, what: str) -> None:
     """Refuse an environment of several players.
@@ -391,6 +375,8 @@ class TrajectoryRollout(Lockstep):
         last_only: the last turn of each trajectory only.
         **kwargs: of :class:`Rollout`.
     """
+
+    saved = (*Lockstep.saved, "assembly")
 
     def __init__(self, *args: Any, last_only: bool, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -419,15 +405,6 @@ class TrajectoryRollout(Lockstep):
         """See :attr:`Rollout.tokens_in_flight`."""
         return self.assembly.tokens
 
-    def state_dict(self) -> dict[str, Any]:
-        """As above, with the trajectories in flight."""
-        return {**super().state_dict(), "assembly": self.assembly.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        super().load_state_dict(state)
-        self.assembly.load_state_dict(state["assembly"])
-
 
 class WaveRollout(TrajectoryRollout):
     """Batches of all trajectories that begin together, one a row of the environment.
@@ -438,6 +415,8 @@ class WaveRollout(TrajectoryRollout):
     Args:
         **kwargs: of :class:`TrajectoryRollout`; ``turns_per_batch`` is not used.
     """
+
+    saved = (*TrajectoryRollout.saved, "running")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -477,15 +456,6 @@ class WaveRollout(TrajectoryRollout):
         # Of a wave, rows that have ended are not stepped either.
         self.assembly.add_step(stepped, self.counts, running, self.take_children())
         self.carrier, self.running = carrier, still
-
-    def state_dict(self) -> dict[str, Any]:
-        """As above, with the rows that have not ended."""
-        return {**super().state_dict(), "running": self.running}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        super().load_state_dict(state)
-        self.running = state["running"]
 
 
 class AsyncTrajectoryRollout(Rollout):

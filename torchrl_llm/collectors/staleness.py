@@ -17,13 +17,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from tensordict import TensorDict
 from torch import Tensor
 
 from torchrl_llm.collectors.transport.channel import WorkerCounts
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.nodes import leaf
+from torchrl_llm.data.rollouts import invalidate_reward, mask_trained
 from torchrl_llm.errors import ConfigError, DataError
 
 _FREE = 1 << 30
@@ -174,7 +174,7 @@ class StalenessRule:
         invalid, where the row is dropped. A token that was masked before keeps its reason.
 
         Args:
-            row: with a trace; its nodes are changed, its tensors are not.
+            row: with a trace; its nodes are replaced, not changed.
             version: of the weights that are trained now.
 
         Returns:
@@ -183,16 +183,10 @@ class StalenessRule:
         verdict = self.verdict(row, version)
         if verdict == "keep":
             return verdict
-        source, reason = leaf(row, ("trace", "source")), leaf(row, ("trace", "mask_reason"))
-        if verdict == "mask":
-            stale = self.stale_tokens(row, version)
-        else:
-            stale = source == Source.SAMPLED
-            flag = leaf(row, ("next", "reward_valid"))
-            unset = torch.zeros((), dtype=torch.bool) if flag is None else torch.zeros_like(flag)
-            row.set(("next", "reward_valid"), unset)
-        stale = stale & (reason == MaskReason.TRAINED)
-        row.set(("trace", "mask_reason"), reason.masked_fill(stale, int(MaskReason.STALE)))
+        stale = self.stale_tokens(row, version) if verdict == "mask" else None
+        mask_trained(row, MaskReason.STALE, where=stale)
+        if verdict == "drop":
+            invalidate_reward(row)
         return verdict
 
 

@@ -5,7 +5,7 @@ Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` is what it reads.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -13,12 +13,13 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl_llm.data.nodes import leaf, new_node, plain_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollout_store import CHANGED, RolloutStore
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.errors import DataError
 
 _OF_THE_STORE = ("fate", "carried", "step", "collected")
 
 
-class StoredCollector:
+class StoredCollector(SavedState):
     """Batches of finished trajectories, each the rows of one step, as they were collected.
 
     What training wrote is taken off again (advantages, scores, mask reasons, what made a reward
@@ -46,6 +47,8 @@ class StoredCollector:
         >>> [len(batch) for batch in StoredCollector(RolloutStore(folder), epochs=2)]
         [2, 2]
     """
+
+    saved = ("_done",)
 
     def __init__(
         self, store: RolloutStore, *, steps: Iterable[int] | None = None, epochs: int = 1
@@ -77,14 +80,6 @@ class StoredCollector:
     def take_lost(self) -> int:
         """No tokens are lost."""
         return 0
-
-    def state_dict(self) -> dict[str, int]:
-        """How many batches it has given."""
-        return {"done": self._done}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self._done = state["done"]
 
 
 def as_collected(row: TensorDict, added: Iterable[Iterable[str]] = ()) -> TensorDict:

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset
 from torchrl.data import ReplayBuffer
 
 from torchrl_llm._imports import require
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.nodes import plain_node
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import ConfigError, DataError

@@ -14,7 +14,8 @@ from tensordict.utils import NestedKey
 from torchrl.data import Composite
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.data.text import ChatFormatter

@@ -123,7 +123,7 @@ def _messages(row: TensorDict) -> list[dict[str, Any]]:
 
 def _is_cut(row: TensorDict) -> bool:
     reason = leaf(row, ("tokens", "finish_reason"))
-    return reason is not None and int(reason) == FinishReason.LENGTH
+    return reason is not None and FinishReason(int(reason)).cut
 
 
 def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:

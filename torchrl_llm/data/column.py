@@ -1,26 +1,22 @@
-"""Conversations as immutable cells, columns of cells, and the nodes that hold them.
+"""Columns of Python objects, and the nodes that hold them.
 
-TorchRL's environments copy every non-tensor leaf at each step. A :class:`Chat` is opaque to them
-and never changes, so a copy is the same object; a :class:`Column` keeps its cells in one Python
-list and only builds per-row ``NonTensorData`` when an operation asks for them. A :class:`Message`
-is a chat that stands for a single message. Batches of single messages count as conversations along
-their last dimension, as stacked messages do in TorchRL.
+TorchRL's environments copy every non-tensor leaf at each step. A :class:`Column` keeps its cells in
+one Python list and only builds per-row ``NonTensorData`` when an operation asks for them.
 
-Next: :mod:`torchrl_llm.data.history` wraps a column of chats for people,
-:mod:`torchrl_llm.data.record` holds the tokens that a chat carries.
+Next: :mod:`torchrl_llm.data.chat` is what is in a cell, :mod:`torchrl_llm.data.history` wraps a
+column of chats for people.
 """
 
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from functools import wraps
 from multiprocessing import reduction
 from typing import Any
 
 import torch
 from tensordict import (
-    LazyStackedTensorDict,
     NonTensorData,
     NonTensorStack,
     TensorDict,
@@ -28,112 +24,12 @@ from tensordict import (
 )
 from torch import Tensor
 
+from torchrl_llm.data.chat import Chat, Message
 from torchrl_llm.data.content import ContentBase
 from torchrl_llm.data.messages import canonical_message
-from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.errors import ConfigError, DataError
 
 _ROW = torch.Size([])
-
-
-class Chat:
-    """One conversation: an immutable tuple of messages, and the record of its tokens if it has one.
-
-    Args:
-        messages: mappings with at least ``role`` and ``content``; each is copied.
-        record: the tokens of the first ``record.num_messages`` messages.
-
-    ``chat + [message]`` appends and keeps the record, for the record names the messages that it
-    covers. Equality compares messages only.
-
-    Example:
-        >>> chat = Chat([{"role": "user", "content": "Hi"}])
-        >>> longer = chat + [{"role": "assistant", "content": "Hello"}]
-        >>> len(chat), len(longer), longer[-1]["content"]
-        (1, 2, 'Hello')
-    """
-
-    __slots__ = ("messages", "record")
-    messages: tuple[dict[str, Any], ...]
-    record: TokenRecord | None
-
-    def __init__(
-        self, messages: Iterable[Mapping[str, Any]] = (), record: TokenRecord | None = None
-    ) -> None:
-        object.__setattr__(self, "messages", tuple(dict(message) for message in messages))
-        object.__setattr__(self, "record", record)
-
-    @classmethod
-    def _of(cls, messages: tuple[dict[str, Any], ...], record: TokenRecord | None) -> Chat:
-        # Messages that already belong to a Chat are shared, not copied.
-        self = cls.__new__(cls)
-        object.__setattr__(self, "messages", messages)
-        object.__setattr__(self, "record", record)
-        return self
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        raise AttributeError(f"a Chat is immutable; build a new one instead of setting {name!r}")
-
-    __delattr__ = __setattr__  # type: ignore[assignment]
-
-    def with_record(self, record: TokenRecord | None) -> Chat:
-        """The same messages with another record (``None`` takes it off)."""
-        return Chat._of(self.messages, record)
-
-    def __add__(self, more: Chat | Iterable[Mapping[str, Any]]) -> Chat:
-        tail = more.messages if isinstance(more, Chat) else Chat(more).messages
-        return Chat._of(self.messages + tail, self.record)
-
-    def __getitem__(self, index: int | slice) -> Any:
-        if not isinstance(index, slice):
-            return dict(self.messages[index])
-        messages = self.messages[index]
-        covered = self.record is not None and self.record.num_messages
-        keeps = covered and messages[:covered] == self.messages[:covered]
-        return Chat._of(messages, self.record if keeps else None)
-
-    def __len__(self) -> int:
-        return len(self.messages)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return (dict(message) for message in self.messages)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Chat) and other.messages == self.messages
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __copy__(self) -> Chat:
-        return self
-
-    def __deepcopy__(self, memo: dict) -> Chat:
-        return self
-
-    def __reduce__(self) -> tuple:
-        return rebuild_chat, (Chat, self.messages, self.record)
-
-    def __repr__(self) -> str:
-        shown = ", ".join(f"{m.get('role')}: {str(m.get('content'))[:40]!r}" for m in self.messages)
-        return f"Chat([{shown}])"
-
-
-def rebuild_chat(cls: type[Chat], messages: tuple[dict[str, Any], ...], record: Any) -> Chat:
-    """A chat from its pickle: a function, since a class method is pickled as a ``getattr``."""
-    return cls._of(messages, record)
-
-
-class Message(Chat):
-    """A cell that is one message rather than a conversation of one message."""
-
-    __slots__ = ()
-
-    @classmethod
-    def of(cls, message: Mapping[str, Any]) -> Message:
-        """The cell of one message, which is brought into its canonical form."""
-        return cls._of((canonical_message(message),), None)
-
-    def __reduce__(self) -> tuple:
-        return rebuild_chat, (Message, self.messages, self.record)
 
 
 def mapped_with_its_rows(memmap: Any) -> Any:
@@ -403,24 +299,6 @@ def row_node(column: Column) -> TensorDict:
     return TensorDict._new_unsafe(source={"messages": column}, batch_size=column.batch_size)
 
 
-def chat_of(messages: Chat | Sequence[Mapping[str, Any]], where: str) -> Chat:
-    """A conversation of canonical messages.
-
-    Args:
-        messages: message dicts; a chat is returned as it is.
-        where: names a message in errors.
-
-    Raises:
-        DataError: a message has the wrong form.
-    """
-    if isinstance(messages, Chat):
-        return messages
-    if isinstance(messages, (str, Mapping)):
-        raise DataError(f"{where}: expected a list of messages, got {messages!r:.100}")
-    made = tuple(canonical_message(m, f"{where} {i}") for i, m in enumerate(messages))
-    return Chat._of(made, None)
-
-
 def build_node(fields: dict[str, Any], batch: tuple[int, ...] | None) -> TensorDictBase:
     """The tensordict of a message, a conversation, or a batch of conversations.
 
@@ -472,103 +350,3 @@ def _picked(name: str, value: Any, index: int, count: int) -> Any:
     if len(value) != count:
         raise DataError(f"{name} has {len(value)} values, role has {count}")
     return value[index]
-
-
-# -- reading nodes of cells ------------------------------------------------------------------------
-
-
-def cells_of(node: TensorDictBase) -> Any:
-    """The cells of a node: one, or lists nested along the batch dimensions.
-
-    Raises:
-        DataError: the node has none.
-    """
-    if isinstance(node, LazyStackedTensorDict) and node.stack_dim == 0:
-        return [cells_of(row) for row in node.tensordicts]
-    value = node.get("messages", None)
-    if value is None:
-        raise DataError("this History has no messages; it is an empty view")
-    # TorchRL's step_mdp reads a column through its tensorclass, and leaves a list in its place.
-    return value if isinstance(value, (Chat, list)) else value.tolist()
-
-
-def flattened(values: Any, dims: int) -> list[Any]:
-    """Lists nested ``dims`` deep as one list in row-major order (a bare value as a list of one)."""
-    if not dims:
-        return [values]
-    for _ in range(dims - 1):
-        values = [value for row in values for value in row]
-    return list(values)
-
-
-def nested(values: list[Any], batch: tuple[int, ...]) -> Any:
-    """The inverse of :func:`flattened` for a batch shape."""
-    if not batch:
-        return values[0]
-    for size in reversed(batch[1:]):
-        values = [values[i : i + size] for i in range(0, len(values), size)]
-    return values
-
-
-def is_message(cells: Any) -> bool:
-    """Whether nested cells are single messages."""
-    while isinstance(cells, list) and cells:
-        cells = cells[0]
-    return isinstance(cells, Message)
-
-
-def conversations(node: TensorDictBase) -> tuple[tuple[int, ...], list[Chat]]:
-    """Batch shape and conversations; single messages join along the last batch dimension."""
-    cells, batch = cells_of(node), tuple(node.batch_size)
-    flat = flattened(cells, len(batch))
-    if not is_message(cells):
-        return batch, flat
-    count = batch[-1] if batch else 1
-    rows = [flat[i : i + count] for i in range(0, len(flat), count)]
-    return batch[:-1], [Chat._of(tuple(m for c in row for m in c.messages), None) for row in rows]
-
-
-def single_messages(node: TensorDictBase) -> list[Chat] | None:
-    """Single messages: as they are, or those of one conversation; ``None`` if there are more."""
-    cells, dims = cells_of(node), node.batch_dims
-    flat = flattened(cells, dims)
-    if is_message(cells):
-        return flat
-    if not dims:
-        return [Chat._of((message,), None) for message in cells.messages]
-    return flat if all(len(chat) == 1 for chat in flat) else None
-
-
-def virtual_shape(node: TensorDictBase) -> list[Any]:
-    """Batch size, with ``"messages"`` for the message dimension that conversations have."""
-    shape: list[Any] = list(node.batch_size)
-    return shape if is_message(cells_of(node)) else [*shape, "messages"]
-
-
-def read_messages(cells: Any, value: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """``value`` of each message, nested as the cells are."""
-    if isinstance(cells, list):
-        return [read_messages(cell, value) for cell in cells]
-    if isinstance(cells, Message):
-        return value(cells.messages[0])
-    return [value(message) for message in cells.messages]
-
-
-def without_placeholders(chat: Chat) -> Chat:
-    """A chat without its messages of role ``"<none>"``, TorchRL's filler of ragged rows."""
-    if all(message["role"] != "<none>" for message in chat.messages):
-        return chat
-    return Chat._of(tuple(m for m in chat.messages if m["role"] != "<none>"), None)
-
-
-def pick_messages(cells: Any, index: Any) -> Any:
-    """The messages at ``index`` of each conversation: a :class:`Message` for an integer."""
-    if isinstance(cells, list):
-        return [pick_messages(cell, index) for cell in cells]
-    if isinstance(index, slice):
-        return cells[index]
-    if isinstance(index, Tensor):
-        index = (index.nonzero().flatten() if index.dtype == torch.bool else index).tolist()
-    if isinstance(index, (list, range)):
-        return Chat._of(tuple(cells.messages[i] for i in index), None)
-    return Message._of((cells.messages[index],), None)

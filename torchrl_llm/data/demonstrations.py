@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor
 
-from torchrl_llm.data.column import chat_of
+from torchrl_llm.data.chat import chat_of
 from torchrl_llm.data.column_names import (
     MESSAGES,
     as_messages,

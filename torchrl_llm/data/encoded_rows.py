@@ -43,7 +43,7 @@ def encode_rows(chats: Sequence[Any], formatter: ChatFormatter | None, asker: st
     """Encode whole conversations.
 
     Args:
-        chats: ``B`` conversations, :class:`~torchrl_llm.data.column.Chat` or lists of messages.
+        chats: ``B`` conversations, :class:`~torchrl_llm.data.chat.Chat` or lists of messages.
         formatter: what encodes; ``None`` where neither model nor user gave a tokenizer.
         asker: what to call the asker in the error.
 

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from enum import IntEnum
 
+import torch
+from torch import Tensor
+
 __all__ = ["FinishReason", "MaskReason", "Source", "TruncationReason"]
 
 
@@ -56,6 +59,28 @@ class FinishReason(_Code):
     LENGTH = 1
     ABORT = 2
     TOOL_CALLS = 3
+
+    @property
+    def whole(self) -> bool:
+        """The model ended it."""
+        return self in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+
+    @property
+    def cut(self) -> bool:
+        """It met its limit of tokens before the model ended it."""
+        return self is FinishReason.LENGTH
+
+    @classmethod
+    def cut_rows(cls, codes: Tensor) -> Tensor:
+        """Which responses were cut.
+
+        Args:
+            codes: integer codes of any shape.
+
+        Returns:
+            bool, of the same shape.
+        """
+        return torch.stack([codes == each for each in cls if each.cut]).any(0)
 
 
 class TruncationReason(_Code):

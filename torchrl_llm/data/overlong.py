@@ -28,7 +28,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
     group_value,
     trajectory_of,
 )
-from torchrl_llm.data.rollouts import mask_trained, sampled_tokens
+from torchrl_llm.data.rollouts import invalidate_reward, mask_trained, sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
 from torchrl_llm.errors import ConfigError, OverlongError
@@ -246,7 +246,6 @@ def _marked(row: TensorDict, start: int) -> TensorDict:
 
 
 def _without_reward(row: TensorDict) -> TensorDict:
-    row, valid = _copy(row), leaf(row, ("next", "reward_valid"))
-    flag = torch.zeros((), dtype=torch.bool) if valid is None else torch.zeros_like(valid)
-    set_copied(row, ("next", "reward_valid"), flag)
+    row = _copy(row)
+    invalidate_reward(row)
     return row

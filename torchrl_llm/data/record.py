@@ -1,10 +1,10 @@
 """The record of a conversation's tokens: ids, and for each id where it came from.
 
 A :class:`TokenRecord` belongs to one conversation and is immutable. It rides inside the
-:class:`~torchrl_llm.data.column.Chat` whose first ``num_messages`` messages it encodes, so whatever
+:class:`~torchrl_llm.data.chat.Chat` whose first ``num_messages`` messages it encodes, so whatever
 carries the chat carries the record. Its columns are the wired facts of
 :data:`~torchrl_llm.data.token_facts.FACTS`. Batches of records become the ``tokens``,
-``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.containers`).
+``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.views`).
 
 Shape legend: ``T`` tokens of the conversation so far, ``R`` tokens of one response.
 """
@@ -13,14 +13,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, find_fact
+from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, TokenFact, added_facts, find_fact
+from torchrl_llm.errors import DataError
+
+
+class Completion(NamedTuple):
+    """One sampled response.
+
+    Attributes:
+        token_ids: int64 ``[R]`` on the CPU, every sampled token, the one that ended it included.
+        log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the distribution that was
+            sampled (temperature and truncation applied); greedy: under temperature 1.
+        finish_reason: how it ended, decided by the last id and the length, never by text or pads.
+        support: the ids that truncation kept for each token, int32 on the CPU; ``None`` where it
+            was not asked for.
+        versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
+            counts versions itself because its weights may change within a response; ``None`` where
+            the updater of the weights counts.
+        facts: columns ``[R]`` of further per-token facts on the CPU, by the names that they were
+            registered with (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for
+            none.
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+    finish_reason: FinishReason
+    support: Support | None = None
+    versions: Tensor | None = None
+    facts: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,6 +176,16 @@ class TokenRecord:
         held = int(self.turn.max()) + 1 if self.turn.numel() else 0
         return max(held, self.earlier_turns)
 
+    @property
+    def continues(self) -> bool:
+        """Whether an answer to this prompt goes on with the response that the prompt ends with.
+
+        A prompt that was only cut is a prompt as it is; one that was followed by anything lost its
+        finish reason.
+        """
+        reason = self.finish_reason
+        return reason is not None and not reason.whole and self.response_start is not None
+
     def extend(self, token_ids: Tensor, source: Tensor, num_messages: int) -> TokenRecord:
         """Append tokens that were not sampled (closers, new messages, generation prompt).
 
@@ -168,7 +205,7 @@ class TokenRecord:
         support: Support | None = None,
         facts: Mapping[str, Tensor] | None = None,
     ) -> TokenRecord:
-        """Append a sampled response, which adds one message.
+        """Append a sampled response, see :func:`respond_records`.
 
         Args:
             token_ids: int64 ``[R]``.
@@ -181,23 +218,8 @@ class TokenRecord:
         Raises:
             DataError: a fact is not registered, or of another dtype or length.
         """
-        count = token_ids.shape[0]
-        return TokenRecord(
-            token_ids=torch.cat([self.token_ids, token_ids]),
-            source=torch.cat([self.source, self.source.new_full((count,), Source.SAMPLED)]),
-            turn=torch.cat([self.turn, self.turn.new_full((count,), self.num_turns)]),
-            policy_version=torch.cat(
-                [self.policy_version, self.policy_version.new_full((count,), policy_version)]
-            ),
-            log_probs=torch.cat([self.log_probs, log_probs.to(torch.float32)]),
-            num_messages=self.num_messages + 1,
-            finish_reason=finish_reason,
-            response_start=self.token_ids.shape[0],
-            fork_cause=self.fork_cause,
-            support=self.support_with(support, count),
-            earlier_turns=self.earlier_turns,
-            facts=self.facts_with(facts or {}, count),
-        )
+        response = Completion(token_ids, log_probs.float(), finish_reason, support, None, facts)
+        return respond_records([self], [response], policy_version)[0]
 
     def facts_with(self, more: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
         """Registered facts of these tokens and ``count`` that follow, defaults where not given."""
@@ -287,6 +309,113 @@ def extend_records(
             records, counts, num_messages, zip(*columns.values(), strict=True), strict=True
         )
     ]
+
+
+def respond_records(
+    prompts: Sequence[TokenRecord], completions: Sequence[Completion], policy_version: int
+) -> list[TokenRecord]:
+    """Append a completion to each prompt; which adds one message.
+
+    Args:
+        prompts: ``B`` records.
+        completions: ``B`` sampled responses.
+        policy_version: version of the weights that sampled them, where a completion does not tell
+            it.
+
+    Returns:
+        ``B`` records, whose tensors are views of one tensor a field. All registered facts are among
+        them, with their defaults where neither prompt nor completion has them.
+
+    Raises:
+        DataError: a completion's fact is not registered, or of another dtype or length.
+
+    Example:
+        >>> prompt = TokenRecord.from_prompt(torch.tensor([5]), torch.tensor([1]), 1)
+        >>> done = Completion(torch.tensor([7]), torch.tensor([-0.5]), FinishReason.STOP)
+        >>> [record] = respond_records([prompt], [done], 3)
+        >>> record.policy_version.tolist(), record.turn.tolist(), record.num_messages
+        ([-1, 3], [-1, 0], 2)
+    """
+    sizes = [completion.token_ids.shape[0] for completion in completions]
+    longest = max(sizes, default=0)
+    turns = [_turn(prompt) for prompt in prompts]
+    # One tensor of each turn number serves every row: slices of it are free.
+    by_turn = {t: torch.full((longest,), t, dtype=torch.int16) for t in set(turns)}
+    sampled = torch.full((longest,), int(Source.SAMPLED), dtype=torch.int8)
+    versions = torch.full((longest,), policy_version, dtype=torch.int32)
+    fields = {
+        "token_ids": [c.token_ids for c in completions],
+        "source": [sampled[:size] for size in sizes],
+        "turn": [by_turn[t][:size] for t, size in zip(turns, sizes, strict=True)],
+        "policy_version": [
+            versions[:size] if c.versions is None else c.versions
+            for c, size in zip(completions, sizes, strict=True)
+        ],
+        "log_probs": [c.log_probs for c in completions],
+    }
+    lengths = [p.token_ids.shape[0] + size for p, size in zip(prompts, sizes, strict=True)]
+    columns = {
+        name: _join([getattr(p, name) for p in prompts], fields[name]).split(lengths)
+        for name in RECORD_COLUMNS
+    }
+    for fact in _given_facts(prompts, completions, sizes):
+        before = [p.facts.get(fact.name) for p in prompts]
+        new = [None if c.facts is None else c.facts.get(fact.name) for c in completions]
+        starts = [len(prompt.token_ids) for prompt in prompts]
+        columns[fact.name] = _join(_filled(fact, before, starts), _filled(fact, new, sizes)).split(
+            lengths
+        )
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    return [
+        TokenRecord.of(
+            rows[row],
+            num_messages=prompt.num_messages + (not prompt.continues),
+            finish_reason=completion.finish_reason,
+            response_start=_response_start(prompt),
+            fork_cause=prompt.fork_cause,
+            support=prompt.support_with(completion.support, sizes[row]),
+            earlier_turns=prompt.earlier_turns,
+        )
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
+    ]
+
+
+def _given_facts(
+    prompts: Sequence[TokenRecord], completions: Sequence[Completion], sizes: Sequence[int]
+) -> list[TokenFact]:
+    """The registered facts, after a check of those that came with completions and prompts."""
+    for completion, size in zip(completions, sizes, strict=True):
+        for name, values in (completion.facts or {}).items():
+            fact = find_fact(name)
+            if not fact.wired or name in RECORD_COLUMNS:
+                raise DataError(
+                    f"a completion cannot carry {name!r} in its facts: only facts that were "
+                    "registered with wired=True travel with it"
+                )
+            fact.check(values, size)
+    for name in {name for prompt in prompts for name in prompt.facts}:
+        find_fact(name)
+    return added_facts()
+
+
+def _filled(fact: TokenFact, rows: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
+    """Rows of a fact, with its default where a row has none."""
+    pairs = zip(rows, sizes, strict=True)
+    return [fact.filled(size) if row is None else row for row, size in pairs]
+
+
+def _turn(prompt: TokenRecord) -> int:
+    # A response that was cut goes on in the same turn; one that was only forced begins a turn.
+    begun = prompt.continues and bool((prompt.turn[prompt.response_start :] >= 0).any())
+    return prompt.num_turns - begun
+
+
+def _response_start(prompt: TokenRecord) -> int:
+    return prompt.response_start if prompt.continues else prompt.token_ids.shape[0]
+
+
+def _join(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
+    return torch.cat([part for pair in zip(before, after, strict=True) for part in pair])
 
 
 def rebuild_record(columns: dict[str, Any], rest: dict[str, Any]) -> TokenRecord:

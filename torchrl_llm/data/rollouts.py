@@ -22,12 +22,12 @@ from tensordict import (
 )
 from torch import Tensor
 
-from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.nodes import SHARED_BYTES, cell, leaf, new_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 
-_REASON = ("trace", "mask_reason")
+_REASON, _VALID = ("trace", "mask_reason"), ("next", "reward_valid")
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.
 _TOKEN_VIEWS = (Tokens, LogProbs, Masks, TokenTrace, TokenSupport)
 
@@ -172,7 +172,9 @@ def ends_trajectory(row: TensorDict) -> bool:
     return done is None or bool(done.any())
 
 
-def mask_trained(row: TensorDict, reason: MaskReason, *, start: int = 0) -> None:
+def mask_trained(
+    row: TensorDict, reason: MaskReason, *, start: int = 0, where: Tensor | None = None
+) -> None:
     """Give the tokens of a row that would be trained a reason why they are not.
 
     Args:
@@ -180,12 +182,25 @@ def mask_trained(row: TensorDict, reason: MaskReason, *, start: int = 0) -> None
             stays as it is.
         reason: theirs from now on; tokens that are masked already keep their own.
         start: index of the first token that may get it.
+        where: bool ``[T]``, the tokens that may get it; all if not given.
     """
     reasons, source = leaf(row, _REASON), leaf(row, ("trace", "source"))
     if reasons is not None and source is not None:
         wanted = (source == Source.SAMPLED) & (reasons == MaskReason.TRAINED)
         wanted[:start] = False
+        wanted = wanted if where is None else wanted & where
         set_copied(row, _REASON, reasons.masked_fill(wanted, int(reason)))
+
+
+def invalidate_reward(row: TensorDict) -> None:
+    """Say that a row has no reward, so that it is in no group's baseline.
+
+    Args:
+        row: without batch dimension; its flag is replaced, not changed.
+    """
+    valid = leaf(row, _VALID)
+    flag = torch.zeros((), dtype=torch.bool) if valid is None else torch.zeros_like(valid)
+    set_copied(row, _VALID, flag)
 
 
 def sampled_tokens(row: TensorDictBase) -> int:

@@ -5,8 +5,7 @@ indexing. Task environments expect ``query`` (the user's message, or a list of m
 whatever their reward reads, usually ``answer``. A generated task is the same thing with rows made
 on the fly by index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
 
-Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment,
-:mod:`torchrl_llm.compat.tokenized_dataset` tokenizes them.
+Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment.
 """
 
 from __future__ import annotations

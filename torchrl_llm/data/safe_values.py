@@ -26,8 +26,9 @@ from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, Ten
 from tensordict import is_tensorclass as _is_tensorclass
 from torch import Tensor
 
-from torchrl_llm.data import containers, enums
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data import enums, views
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.content import ContentItem
 from torchrl_llm.data.history import History
 from torchrl_llm.data.nodes import cell, typed_node
@@ -59,7 +60,7 @@ _READERS = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
 _ENUMS = {name: getattr(enums, name) for name in enums.__all__}
 _CLASSES: dict[str, type] = {
     "History": History,
-    **{name: getattr(containers, name) for name in containers.__all__},
+    **{name: getattr(views, name) for name in views.__all__},
 }
 _Class = TypeVar("_Class", bound=type)
 

@@ -36,7 +36,7 @@ from tensordict import (
 )
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.nodes import Path, cell, new_node, plain_node, typed_node
 from torchrl_llm.data.ragged import RaggedColumn, lazy_rows
 from torchrl_llm.data.record import TokenRecord

@@ -19,7 +19,8 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_non_tensor
 from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import formatter_arguments, make_mode

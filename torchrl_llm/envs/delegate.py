@@ -301,7 +301,7 @@ class Delegate(ToolTransform):
     def _note(self, child: _Child, row: TensorDict, message: Any) -> None:
         """What the child's last turn says, or that it is no answer."""
         auxiliary = row.get(("next", "tools", "auxiliary"), None)
-        cut = int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
+        cut = FinishReason(int(row.get(("tokens", "finish_reason")))).cut
         unfinished = message is None or cut or (auxiliary is not None and bool(auxiliary.any()))
         child.answer = "" if message is None else message_text(message)
         child.error = "NoAnswer" if unfinished or not child.answer.strip() else ""

@@ -7,7 +7,8 @@ from typing import Any
 
 from tensordict import TensorDict, TensorDictBase
 
-from torchrl_llm.data.column import Chat, Column
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import message_text
@@ -99,7 +100,7 @@ class Conversation:
         refused = False
         while True:
             td = self._env.step(self.policy(td, **generate_kwargs))
-            cut = td["tokens", "finish_reason"].item() == FinishReason.LENGTH
+            cut = FinishReason(td["tokens", "finish_reason"].item()).cut
             td = self._env.step_mdp(td)
             if self._chat(td)[-1]["role"] == "assistant" or refused:
                 break

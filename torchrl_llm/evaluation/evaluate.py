@@ -243,7 +243,7 @@ def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]
         "valid": valid,
         "success": success.reshape(size, -1).any(-1).cpu(),
         "length": _lengths(td, size),
-        "cut": td.get(("tokens", "finish_reason")).reshape(size).cpu() == FinishReason.LENGTH,
+        "cut": FinishReason.cut_rows(td.get(("tokens", "finish_reason")).reshape(size).cpu()),
     }
 
 

@@ -45,6 +45,7 @@ from torchrl_llm.functional.head_tiles import (
     matmul_dtype,
     without_autocast,
 )
+from torchrl_llm.functional.logit_form import LogitForm
 
 
 class HeadScores(NamedTuple):
@@ -119,8 +120,7 @@ def chunked_log_probs(
     if in_place_head_grad and not (weight_VD.is_leaf and weight_VD.requires_grad):
         raise ValueError("in_place_head_grad needs a leaf weight that requires gradients")
     settings = HeadSettings(
-        scale,
-        softcap,
+        LogitForm(scale, softcap),
         entropy,
         chunk_size,
         in_place_head_grad,
@@ -165,7 +165,7 @@ def chunked_greedy_ids(
         tensor([1, 0])
     """
     dtype = matmul_dtype(hidden_ND, weight_VD)
-    settings = HeadSettings(scale, softcap, False, chunk_size, False, False, dtype)
+    settings = HeadSettings(LogitForm(scale, softcap), False, chunk_size, False, False, dtype)
     adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
     best = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.int64)
     top = hidden_ND.new_full(best.shape, -torch.inf, dtype=settings.sum_dtype)
@@ -370,7 +370,7 @@ def _tile_gradient(
         grad = torch.mul(tile, rescale.mul_(grad_log_probs).neg_(), out=into)
     else:
         logits = head.logits(rows, columns, weight, into)
-        if head.settings.softcap is not None:
+        if head.settings.form.squashes:
             capped = logits.clone()
         log_p = logits.sub_(log_sum)
         if upstream.entropy is None:
@@ -404,8 +404,7 @@ def _compiled(inputs, targets, temperature, settings: HeadSettings) -> HeadScore
         targets,
         temperature if per_row else None,
         1.0 if per_row else temperature,
-        settings.scale,
-        settings.softcap,
+        *settings.form,
         settings.entropy,
         settings.chunk_size,
         settings.dtype,
@@ -417,7 +416,7 @@ def _read(arguments):
     """Inputs, targets, temperature and settings from the arguments of an operator."""
     *inputs, targets, temperature_N, temperature = arguments[:8]
     scale, softcap, entropy, chunk_size, dtype = arguments[8:13]
-    settings = HeadSettings(scale, softcap, entropy, chunk_size, False, False, dtype)
+    settings = HeadSettings(LogitForm(scale, softcap), entropy, chunk_size, False, False, dtype)
     return inputs, targets, temperature if temperature_N is None else temperature_N, settings
 
 

@@ -25,6 +25,7 @@ from torchrl_llm.functional.head_tiles import (
     matmul_dtype,
     without_autocast,
 )
+from torchrl_llm.functional.logit_form import LogitForm
 
 Direction = Literal["reverse", "forward"]
 
@@ -125,14 +126,14 @@ def chunked_divergence(
     _check_direction(direction)
     _check(hidden_ND, weight_VD, teacher_hidden_NE, teacher_weight_VE, temperature)
     dtype = matmul_dtype(hidden_ND, weight_VD)
-    settings = HeadSettings(scale, softcap, False, chunk_size, False, False, dtype)
+    settings = HeadSettings(LogitForm(scale, softcap), False, chunk_size, False, False, dtype)
     teacher = _Head(
         teacher_hidden_NE.detach(),
         teacher_weight_VE.detach(),
         _detached(teacher_bias),
         *((None, None) if teacher_low_rank is None else map(_detached, teacher_low_rank)),
     )
-    teacher_settings = settings._replace(scale=teacher_scale, softcap=teacher_softcap)
+    teacher_settings = settings._replace(form=LogitForm(teacher_scale, teacher_softcap))
     if dtype is not torch.float64:
         kind = matmul_dtype(teacher.hidden, teacher.weight)
         teacher_settings = teacher_settings._replace(dtype=kind)
@@ -225,7 +226,7 @@ def _gradients(tensors, temperature, settings, teacher_settings, direction, resu
             teacher_weight = teacher.slice_of_weight(columns)
             for rows in model.rows:
                 logits = model.logits(rows, columns, weight, model.buffer(rows, columns))
-                capped = None if settings.softcap is None else logits.clone()
+                capped = logits.clone() if settings.form.squashes else None
                 log_p = logits.sub_(log_sum[rows])
                 into = teacher.buffer(rows, columns)
                 log_q = teacher.logits(rows, columns, teacher_weight, into)
@@ -301,11 +302,9 @@ def _compiled(tensors, temperature, settings, teacher_settings, direction) -> Te
         *tensors,
         temperature if per_row else None,
         1.0 if per_row else temperature,
-        settings.scale,
-        settings.softcap,
+        *settings.form,
         settings.dtype,
-        teacher_settings.scale,
-        teacher_settings.softcap,
+        *teacher_settings.form,
         teacher_settings.dtype,
         settings.chunk_size,
         direction,
@@ -317,7 +316,7 @@ def _read(arguments):
     """Tensors, temperature, both settings and direction from the arguments of an operator."""
     temperature_N, temperature, *heads, chunk_size, direction = arguments[10:20]
     settings, teacher_settings = (
-        HeadSettings(scale, softcap, False, chunk_size, False, False, dtype)
+        HeadSettings(LogitForm(scale, softcap), False, chunk_size, False, False, dtype)
         for scale, softcap, dtype in (heads[:3], heads[3:])
     )
     temperature = temperature if temperature_N is None else temperature_N

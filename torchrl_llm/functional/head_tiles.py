@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from torchrl_llm.functional import head_kernels
+from torchrl_llm.functional.logit_form import LogitForm
 
 # Logits alive at once. On a CPU a tile should stay in the cache. On a GPU 2,048 entries of 8,192
 # tokens fill the device; their float32 logits and bfloat16 gradients are 96 MiB.
@@ -31,8 +32,7 @@ class HeadSettings(NamedTuple):
     """What a head does besides its matrix product, and how it is computed.
 
     Attributes:
-        scale: factor on the logits.
-        softcap: cap of the scaled logits, or ``None``.
+        form: what it does to the logits.
         entropy: whether entropies are asked for.
         chunk_size: the most logits alive at once, or ``None`` for the device's default.
         in_place: add the weight's gradient to ``weight.grad`` in the backward.
@@ -40,8 +40,7 @@ class HeadSettings(NamedTuple):
         dtype: type of the factors of the matrix products.
     """
 
-    scale: float
-    softcap: float | None
+    form: LogitForm
     entropy: bool
     chunk_size: int | None
     in_place: bool
@@ -187,15 +186,15 @@ class HeadTiles:
         height, width = _tile_shape(num_rows, num_columns, settings.chunk_size, kind)
         self.rows = _slices(num_rows, height)
         self.columns = _slices(num_columns, width)
-        plain = bias is None and settings.softcap is None
+        plain = bias is None and not settings.form.squashes
         self.fused = plain and head_kernels.available(hidden.device, settings.dtype)
         self._buffer = None
         # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
         self.late = None
-        factor = settings.scale
+        factor = settings.form.scale
         if isinstance(temperature, Tensor):
             temperature = temperature.to(settings.sum_dtype)
-        if settings.softcap is None:
+        if not settings.form.squashes:
             factor = factor / temperature
         elif isinstance(temperature, Tensor) or temperature != 1.0:
             self.late = 1.0 / temperature
@@ -232,11 +231,8 @@ class HeadTiles:
         if self.bias is not None:
             factor = self.factor[rows] if isinstance(self.factor, Tensor) else self.factor
             into.add_(self.bias[columns, None].to(into.dtype) * factor)
-        if self.settings.softcap is not None:
-            into.div_(self.settings.softcap).tanh_().mul_(self.settings.softcap)
-            if self.late is not None:
-                into.mul_(self._late(rows))
-        return into
+        self.settings.form.squash_(into)
+        return into if self.late is None else into.mul_(self._late(rows))
 
     def uncap(self, grad: Tensor, logits: Tensor, rows: slice) -> Tensor:
         """Gradient before the cap, in place, from the one after it."""
@@ -244,7 +240,7 @@ class HeadTiles:
             late = self._late(rows)
             grad.mul_(late)
             logits = logits / late
-        return grad.mul_(1.0 - (logits / self.settings.softcap).square_())
+        return grad.mul_(self.settings.form.slope(logits))
 
     def slice_of_weight(self, columns: slice) -> Tensor:
         """``[v, D]`` in the type of the products."""

@@ -31,6 +31,7 @@ from torch import Tensor
 
 from torchrl_llm.functional.chunked_head import HeadScores, chunked_log_probs
 from torchrl_llm.functional.head_tiles import matmul_dtype, without_autocast
+from torchrl_llm.functional.logit_form import LogitForm
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
@@ -224,7 +225,7 @@ def support_log_probs(
     cut = counts_N > 0
     if bool(cut.all()):
         settings = _Settings(
-            scale, softcap, entropy, chunk_size, matmul_dtype(hidden_ND, weight_VD)
+            LogitForm(scale, softcap), entropy, chunk_size, matmul_dtype(hidden_ND, weight_VD)
         )
         adapter, adapter_weight = low_rank if low_rank is not None else (None, None)
         return HeadScores(
@@ -267,8 +268,7 @@ def support_log_probs(
 
 
 class _Settings(NamedTuple):
-    scale: float
-    softcap: float | None
+    form: LogitForm
     entropy: bool
     chunk_size: int | None
     factors: torch.dtype
@@ -330,7 +330,7 @@ class _SupportHead(torch.autograd.Function):
                 if entropies is not None:
                     entropies[chunk.index_n] = torch.special.entr(log_p.exp()).sum(-1)
                 if any(ctx.needs_input_grad):
-                    ctx.kept.append((chunk, hit, log_p, capped if s.softcap is not None else None))
+                    ctx.kept.append((chunk, hit, log_p, capped if s.form.squashes else None))
         ctx.settings = s
         ctx.temperature = temperature
         ctx.save_for_backward(*tensors)
@@ -357,10 +357,10 @@ class _SupportHead(torch.autograd.Function):
                     entr = torch.special.entr(probs)
                     slope = entr - probs * entr.sum(-1, keepdim=True)
                     grad += grad_entropy[chunk.index_n, None] * slope
-                grad *= s.scale
+                grad *= s.form.scale
                 grad /= _per_token(ctx.temperature, chunk.index_n)
                 if capped is not None:
-                    grad *= 1.0 - (capped / s.softcap).square()
+                    grad *= s.form.slope(capped)
                 _add_gradients(grads, chunk, grad.masked_fill(~chunk.valid_nk, 0.0), tensors, s)
         found = [None if g is None else g.to(x.dtype) for g, x in zip(grads, tensors, strict=True)]
         return (*found, None, None, None, None, None)
@@ -386,8 +386,8 @@ def _capped_logits(chunk: _Chunk, tensors: tuple, s: _Settings) -> Tensor:
             logits[:, part] += torch.bmm(low, own[:, :, None])[:, :, 0]
         if bias is not None:
             logits[:, part] += bias[ids].to(kind)
-    logits *= s.scale
-    return logits if s.softcap is None else torch.tanh(logits / s.softcap) * s.softcap
+    logits *= s.form.scale
+    return s.form.squash_(logits)
 
 
 def _add_gradients(

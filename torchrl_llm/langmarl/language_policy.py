@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.envs.transforms.context_strategy import chat_env_of
 from torchrl_llm.errors import CheckpointError, ConfigError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase, is_tensorclass
 from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
@@ -138,10 +138,9 @@ class HFRewardModelWrapper(TensorDictModuleBase):
 
 def _ragged(tensordict: Any, key: NestedKey) -> bool:
     """Whether a column is one tensor per row, so that nothing of it is padding."""
-    node = getattr(tensordict, "_tensordict", tensordict)
-    parent = node if isinstance(key, str) else node.get(key[:-1], None)
-    parent = getattr(parent, "_tensordict", parent)
-    return isinstance(node, LazyStackedTensorDict) or isinstance(parent, LazyStackedTensorDict)
+    nodes = [tensordict, tensordict if isinstance(key, str) else tensordict.get(key[:-1], None)]
+    nodes = [node._tensordict if is_tensorclass(node) else node for node in nodes]
+    return any(isinstance(node, LazyStackedTensorDict) for node in nodes)
 
 
 def _one_a_row(output: Any, size: int) -> Tensor:

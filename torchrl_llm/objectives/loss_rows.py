@@ -337,7 +337,7 @@ def read_support(tensordict: Any, rows: TokenRows, key: NestedKey) -> Support | 
         tensordict: the rows, ragged or padded.
         rows: their tokens.
         key: node of the columns ``counts``, ``[T_b]`` per row, and ``token_ids``, ``[S_b]``; see
-            :class:`~torchrl_llm.data.containers.TokenSupport`.
+            :class:`~torchrl_llm.data.views.TokenSupport`.
 
     Returns:
         The support ``[N]``; ``None`` where nothing that counts was cut.

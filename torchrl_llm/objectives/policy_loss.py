@@ -139,6 +139,7 @@ class Surrogate(NamedTuple):
     clipped: Tensor
 
 
+Actor = nn.Module | TokenScorer
 Aggregation = Literal[
     "token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant", "none"
 ]

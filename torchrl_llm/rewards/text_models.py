@@ -22,11 +22,11 @@ from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm._chat_server import PATH, ask_chat
 from torchrl_llm._http import HTTPClient, server_root
-from torchrl_llm.data.containers import ChatHistory
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.input_modes import response_reader
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.views import ChatHistory
 from torchrl_llm.errors import BackendError, ConfigError, RewardError
 from torchrl_llm.rewards.reward_runner import run_rows
 

@@ -272,9 +272,7 @@ class ToolTransform(Transform):
     def _is_cut(self, turns: Turns, row: int) -> bool:
         """Whether the calls of a row are not carried out because its response was cut."""
         reason = turns.finish[row]
-        return reason == FinishReason.ABORT or (
-            reason == FinishReason.LENGTH and not self.accept_cut
-        )
+        return not (reason.whole or (reason.cut and self.accept_cut))
 
     def _refusal(self, calls: Calls, allowed: int, *, cut: bool) -> list[ToolResult]:
         """One answer to all calls that are too many, or stand in a response that was cut."""

@@ -12,29 +12,34 @@ ledger that does not close means that tokens vanished or were counted twice, and
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
-from math import isnan, nan
 from typing import Any, Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
-from torch import Tensor
 from torchrl._utils import logger
 from torchrl.data import ReplayBuffer
 
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
-from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
-from torchrl_llm.data.failures import WORLD, failures_of, tell_failures_of
+from torchrl_llm.data.enums import FinishReason, MaskReason, Source
+from torchrl_llm.data.failures import tell_failures_of
 from torchrl_llm.data.nodes import leaf, set_copied
 from torchrl_llm.data.overlong import FittedRows, LengthRule
-from torchrl_llm.data.ragged import lazy_rows, read_rows, row_values
+from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.replay_buffers.trajectory_queues import task_path, trajectory_of, was_cut
-from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens, unpadded
+from torchrl_llm.data.rollouts import (
+    ends_trajectory,
+    invalidate_reward,
+    mask_trained,
+    row_list,
+    sampled_tokens,
+    unpadded,
+)
 from torchrl_llm.data.row_transform import RowTransform
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.trainers.episode_metrics import Episodes, episode_metrics
 from torchrl_llm.trainers.kept_rollouts import RowOutcomes
+from torchrl_llm.trainers.ledger import TokenLedger
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
 _REWARD = ("next", "reward")
@@ -42,7 +47,7 @@ _REWARD = ("next", "reward")
 _MAX_STALE_BATCHES = 100
 
 
-class BatchSource:
+class BatchSource(SavedState):
     """Fills a replay buffer with the rows of one step.
 
     A step takes one batch of the collector. With a ``staleness`` rule, whose collectors run during
@@ -78,6 +83,8 @@ class BatchSource:
         ConfigError: the storage cannot hold exactly the rows of a step, or the collector counts no
             versions and ``staleness`` is given.
     """
+
+    saved = ("ledger", "_dropped")
 
     def __init__(
         self,
@@ -215,13 +222,13 @@ class BatchSource:
                 continue
             aged = False
             if self._staleness is not None and self._too_old(row):
-                row = row.clone(False)  # metrics report the rows as they were collected
+                row = row.copy()  # metrics report the rows as they were collected
                 aged = self._aged(row)
                 num_stale += aged and ends_trajectory(row)
             if not aged and self._truncated != "keep" and _was_cut(row):
-                row = row.clone(False)
-                drop = self._truncated == "drop"
-                self._dropped["truncated"] += mark_truncated([row], drop=drop)
+                row, drop = row.copy(), self._truncated == "drop"
+                mark_truncated(row, drop=drop)
+                self._dropped["truncated"] += sampled_tokens(row) if drop else 0
             judged.append(row)
         return judged, num_stale
 
@@ -307,15 +314,6 @@ class BatchSource:
             )
         return kept
 
-    def state_dict(self) -> dict[str, Any]:
-        """The ledger's carry; collector and buffer have states of their own."""
-        return {"ledger": self.ledger.state_dict(), "dropped": dict(self._dropped)}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self.ledger.load_state_dict(state["ledger"])
-        self._dropped = dict(state["dropped"])
-
 
 def _with_reward(row: TensorDict, rewarded: TensorDict) -> TensorDict:
     """A row with the reward of its copy."""
@@ -328,33 +326,20 @@ def _with_reward(row: TensorDict, rewarded: TensorDict) -> TensorDict:
     return made
 
 
-def mark_truncated(rows: Iterable[TensorDict], *, drop: bool) -> int:
-    """Take the sampled tokens of responses that were cut by their length limit out of the loss.
+def mark_truncated(row: TensorDict, *, drop: bool) -> None:
+    """Take the sampled tokens of a response that was cut by its length limit out of the loss.
 
     Args:
-        rows: each with ``("tokens", "finish_reason")`` and a trace; changed in place.
-        drop: also make their reward invalid, so that they leave their group's baseline.
-
-    Returns:
-        Sampled tokens of the rows that were dropped; 0 without ``drop``.
+        row: with a trace; its mask reasons are replaced, not changed.
+        drop: also make its reward invalid, so that it leaves its group's baseline.
     """
-    dropped = 0
-    for row in rows:
-        if not _was_cut(row):
-            continue
-        source, reason = row.get(("trace", "source")), row.get(("trace", "mask_reason"))
-        cut = reason.masked_fill(source == Source.SAMPLED, int(MaskReason.TRUNCATED))
-        row.set(("trace", "mask_reason"), cut)
-        if drop:
-            valid = row.get(("next", "reward_valid"), None)
-            flag = torch.zeros((), dtype=torch.bool) if valid is None else torch.zeros_like(valid)
-            row.set(("next", "reward_valid"), flag)
-            dropped += sampled_tokens(row)
-    return dropped
+    mask_trained(row, MaskReason.TRUNCATED)
+    if drop:
+        invalidate_reward(row)
 
 
 def _was_cut(row: TensorDict) -> bool:
-    return was_cut(row) or int(row.get(("tokens", "finish_reason"))) == FinishReason.LENGTH
+    return was_cut(row) or FinishReason(int(row.get(("tokens", "finish_reason")))).cut
 
 
 def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
@@ -390,171 +375,3 @@ def trained_rows(rows: LazyStackedTensorDict) -> LazyStackedTensorDict | None:
         return rows
     left = [row for row, keep in zip(rows.unbind(0), kept, strict=True) if keep]
     return lazy_rows(left) if left else None
-
-
-def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
-    """What the policy did in a step, from every row that was collected.
-
-    Args:
-        rows: 1-d stack of rows with rewards, one row per turn.
-
-    Returns:
-        ``train/reward`` (mean return of the valid episodes as advantages see it, a KL penalty
-        included; NaN without any), ``train/reward_std`` and ``train/success`` (of the last turn,
-        where rows say it) over the same episodes, ``train/invalid`` and ``train/truncated``
-        (fractions of the rows), ``train/response_length`` (mean tokens); those of
-        :func:`~torchrl_llm.trainers.episode_metrics.episode_metrics`. For each component of the
-        reward, before its weight, ``train/reward_<name>`` over those of the same episodes in which
-        it is valid, and ``train/invalid_<name>``. ``train/reward_errors``: rows whose reward
-        raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
-        tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
-        ``train/out_of_context``, where episodes have several turns: the fraction of them that
-        ended because the conversation had filled the model's context.
-    """
-    episodes = Episodes(rows)
-    invalid = episodes.rewards.isnan()
-    mean = episodes.mean(episodes.returns)
-    lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
-    finish = row_values(rows, ("tokens", "finish_reason"), torch.sum)
-    metrics = {
-        "train/reward": mean,
-        "train/reward_std": episodes.mean((episodes.returns - mean).square()) ** 0.5,
-        "train/invalid": invalid.float().mean().item(),
-        "train/truncated": (finish == FinishReason.LENGTH).float().mean().item(),
-        "train/response_length": sum(lengths) / len(lengths),
-    }
-    success = row_values(rows, ("next", "success"), torch.any, None)
-    if success is not None and not isnan(mean):
-        metrics["train/success"] = episodes.mean(success[episodes.last].double())
-    metrics |= _component_metrics(rows, episodes) | _error_metrics(rows, invalid)
-    return metrics | _context_metrics(rows, episodes) | episode_metrics(rows, episodes)
-
-
-def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
-    """Rows by what failed in them."""
-    failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
-    worlds = sum(WORLD in sources for sources in failed)
-    metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
-    if worlds:
-        metrics["train/env_errors"] = worlds
-    if leaf(rows[0], ("next", "tools")) is not None:
-        tools = [any(name.startswith("tool ") for name in sources) for sources in failed]
-        metrics["train/tool_errors"] = sum(tools)
-    return metrics
-
-
-def _context_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
-    """How many episodes ended with the context, where they have several turns."""
-    turns = row_values(rows, "turn", torch.any, None)
-    reasons = row_values(rows, ("next", "truncation_reason"), torch.sum, None)
-    if turns is None or reasons is None:
-        return {}
-    full = int((reasons == TruncationReason.MAX_SEQ_LEN).sum())
-    if not full and not turns.any():
-        return {}
-    return {"train/out_of_context": full / len(episodes.last)}
-
-
-def _component_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
-    """Return and failures of each component of the reward, where it has some."""
-    node = rows[0].get(("next", "rewards"), None)
-    metrics: dict[str, float] = {}
-    for name in () if node is None else node.keys():
-        path = ("next", "rewards", name)
-        values = row_values(rows, (*path, "value"), torch.sum).double()
-        valid = row_values(rows, (*path, "valid"), torch.all)
-        metrics[f"train/reward_{name}"] = episodes.mean(episodes.sums(values.where(valid, nan)))
-        metrics[f"train/invalid_{name}"] = (~valid).float().mean().item()
-    return metrics
-
-
-_FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost")
-
-
-@dataclass(kw_only=True)
-class TokenLedger:
-    """Sampled tokens of one step by what became of them.
-
-    Attributes:
-        carried: tokens that were pending when the step began.
-        generated: tokens whose fate this step began to decide: of the rows that came, and those
-            that were lost.
-        trained: tokens that entered the loss, each counted once whatever the number of epochs.
-        stale: sampled by weights that were too old.
-        filtered: of groups whose rewards are all equal, or otherwise filtered.
-        truncated: of responses cut by a length limit, where those are masked or dropped; and what
-            is beyond the length that a row may have.
-        invalid: of rows without a valid reward, or of groups with fewer than two valid members.
-        surplus: complete and valid, but more than the step needed.
-        lost: sampled by a worker that died, or in a delivery that did not arrive or was refused.
-        pending: still waiting for their group at the end of the step.
-
-    Example:
-        >>> ledger = TokenLedger()
-        >>> ledger.count(generated=10, trained=7, filtered=3)
-        >>> ledger.close()
-        0
-        >>> ledger.metrics()["train/tokens_trained"]
-        7
-    """
-
-    carried: int = 0
-    generated: int = 0
-    trained: int = 0
-    stale: int = 0
-    filtered: int = 0
-    truncated: int = 0
-    invalid: int = 0
-    surplus: int = 0
-    lost: int = 0
-    pending: int = 0
-    totals: dict[str, int] = field(default_factory=dict, repr=False)
-
-    def count(self, **tokens: int) -> None:
-        """Add tokens under their names, ``count(generated=64, trained=60)``.
-
-        Raises:
-            AttributeError: for a name that is not a column of the ledger.
-        """
-        for name, number in tokens.items():
-            setattr(self, name, getattr(self, name) + int(number))
-
-    @property
-    def spent(self) -> int:
-        """Tokens whose fate is decided in this step."""
-        return sum(getattr(self, name) for name in _FATES)
-
-    def close(self) -> int:
-        """Check the sum and begin the next step.
-
-        Returns:
-            Tokens that are pending, carried into the next step.
-
-        Raises:
-            DataError: the columns do not add up.
-        """
-        spent = self.spent
-        if self.carried + self.generated != spent + self.pending:
-            columns = " + ".join(f"{name} {getattr(self, name)}" for name in (*_FATES, "pending"))
-            raise DataError(
-                f"the token ledger does not close: carried {self.carried} + generated "
-                f"{self.generated} = {self.carried + self.generated} tokens, but {columns} = "
-                f"{spent + self.pending}"
-            )
-        self.totals = {name: getattr(self, name) for name in ("generated", *_FATES, "pending")}
-        self.carried = self.pending
-        for name in ("generated", *_FATES, "pending"):
-            setattr(self, name, 0)
-        return self.carried
-
-    def metrics(self) -> dict[str, int]:
-        """The columns of the last closed step, named ``train/tokens_<column>``."""
-        return {f"train/tokens_{name}": number for name, number in self.totals.items()}
-
-    def state_dict(self) -> dict[str, int]:
-        """What the next step starts from."""
-        return {"carried": self.carried}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self.carried = state["carried"]

@@ -1,17 +1,21 @@
-"""Metrics of whole episodes: turns, groups without variance, calls of tools, seconds of rewards."""
+"""Metrics of the rollouts of a step: rewards, lengths, turns, groups without variance, failures."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
+from math import isnan, nan
 from typing import Any
 
 import torch
 from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
-from torchrl_llm.data.ragged import row_values
+from torchrl_llm.data.enums import FinishReason, TruncationReason
+from torchrl_llm.data.failures import WORLD, failures_of
+from torchrl_llm.data.nodes import leaf
+from torchrl_llm.data.ragged import read_rows, row_values
 from torchrl_llm.data.replay_buffers.trajectory_queues import agent_of, task_path, trajectory_of
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.functional.advantages import are_equal
@@ -150,4 +154,80 @@ def _tools(calls: list[dict[str, Any]]) -> dict[str, float]:
         metrics[f"train/tool_calls_{name}"] = len(own)
         metrics[f"train/tool_failures_{name}"] = sum(bool(call["error"]) for call in own)
         metrics[f"perf/tool_{name}_s"] = sum(call.get("seconds", 0.0) for call in own)
+    return metrics
+
+
+def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
+    """What the policy did in a step, from every row that was collected.
+
+    Args:
+        rows: 1-d stack of rows with rewards, one row per turn.
+
+    Returns:
+        ``train/reward`` (mean return of the valid episodes as advantages see it, a KL penalty
+        included; NaN without any), ``train/reward_std`` and ``train/success`` (of the last turn,
+        where rows say it) over the same episodes, ``train/invalid`` and ``train/truncated``
+        (fractions of the rows), ``train/response_length`` (mean tokens); those of
+        :func:`episode_metrics`. For each component of the
+        reward, before its weight, ``train/reward_<name>`` over those of the same episodes in which
+        it is valid, and ``train/invalid_<name>``. ``train/reward_errors``: rows whose reward
+        raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
+        tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
+        ``train/out_of_context``, where episodes have several turns: the fraction of them that
+        ended because the conversation had filled the model's context.
+    """
+    episodes = Episodes(rows)
+    invalid = episodes.rewards.isnan()
+    mean = episodes.mean(episodes.returns)
+    lengths = [ids.shape[0] for ids in read_rows(rows, ("tokens", "response"))]
+    finish = row_values(rows, ("tokens", "finish_reason"), torch.sum)
+    metrics = {
+        "train/reward": mean,
+        "train/reward_std": episodes.mean((episodes.returns - mean).square()) ** 0.5,
+        "train/invalid": invalid.float().mean().item(),
+        "train/truncated": FinishReason.cut_rows(finish).float().mean().item(),
+        "train/response_length": sum(lengths) / len(lengths),
+    }
+    success = row_values(rows, ("next", "success"), torch.any, None)
+    if success is not None and not isnan(mean):
+        metrics["train/success"] = episodes.mean(success[episodes.last].double())
+    metrics |= _component_metrics(rows, episodes) | _error_metrics(rows, invalid)
+    return metrics | _context_metrics(rows, episodes) | episode_metrics(rows, episodes)
+
+
+def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
+    """Rows by what failed in them."""
+    failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
+    worlds = sum(WORLD in sources for sources in failed)
+    metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
+    if worlds:
+        metrics["train/env_errors"] = worlds
+    if leaf(rows[0], ("next", "tools")) is not None:
+        tools = [any(name.startswith("tool ") for name in sources) for sources in failed]
+        metrics["train/tool_errors"] = sum(tools)
+    return metrics
+
+
+def _context_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
+    """How many episodes ended with the context, where they have several turns."""
+    turns = row_values(rows, "turn", torch.any, None)
+    reasons = row_values(rows, ("next", "truncation_reason"), torch.sum, None)
+    if turns is None or reasons is None:
+        return {}
+    full = int((reasons == TruncationReason.MAX_SEQ_LEN).sum())
+    if not full and not turns.any():
+        return {}
+    return {"train/out_of_context": full / len(episodes.last)}
+
+
+def _component_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
+    """Return and failures of each component of the reward, where it has some."""
+    node = rows[0].get(("next", "rewards"), None)
+    metrics: dict[str, float] = {}
+    for name in () if node is None else node.keys():
+        path = ("next", "rewards", name)
+        values = row_values(rows, (*path, "value"), torch.sum).double()
+        valid = row_values(rows, (*path, "valid"), torch.all)
+        metrics[f"train/reward_{name}"] = episodes.mean(episodes.sums(values.where(valid, nan)))
+        metrics[f"train/invalid_{name}"] = (~valid).float().mean().item()
     return metrics

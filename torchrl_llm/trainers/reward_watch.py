@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -20,13 +20,14 @@ from torchrl_llm.data.failures import Failure, failures_of
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.rollouts import ends_trajectory, row_list
 from torchrl_llm.data.row_text import row_text
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.trainers.episode_metrics import Episodes
 
 # A reward that gives each of its errors a new name must not fill the memory.
 _MOST_SORTS = 1000
 
 
-class FailureTally:
+class FailureTally(SavedState):
     """How often each sort of failure happened, and what the first of each said.
 
     Example:
@@ -35,6 +36,8 @@ class FailureTally:
         >>> tally.most_frequent()
         "reward failed 2 times, 2 of them by KeyError: 'x' at reward.py:3, in score"
     """
+
+    saved = ("_totals", "_counts", "_messages")
 
     def __init__(self) -> None:
         self._totals: Counter[str] = Counter()
@@ -66,18 +69,8 @@ class FailureTally:
             f"{': ' if message else ''}{message}{where}"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """All counts."""
-        names = ("totals", "counts", "messages")
-        return {name: dict(getattr(self, f"_{name}")) for name in names}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self._totals, self._counts = Counter(state["totals"]), Counter(state["counts"])
-        self._messages = dict(state["messages"])
-
-
-class RewardWatch:
+class RewardWatch(SavedState):
     """Looks at the rewards of each step.
 
     Args:
@@ -101,6 +94,8 @@ class RewardWatch:
         >>> watch.see(rows(0.0, 1.0)), watch.see(rows(float("nan"))), watch.is_all_invalid
         (None, None, True)
     """
+
+    saved = ("_equal", "failures")
 
     def __init__(
         self,
@@ -165,15 +160,6 @@ class RewardWatch:
             f"answers of this step:\n{answers}\n{_advice(rows, ends)}"
         )
 
-    def state_dict(self) -> dict[str, Any]:
-        """Steps without a signal, and what failed."""
-        return {"equal": list(self._equal), "failures": self.failures.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self._equal = list(state["equal"])
-        self.failures.load_state_dict(state["failures"])
-
 
 def _advice(rows: LazyStackedTensorDict, ends: Sequence[TensorDict]) -> str:
     """What to look at."""
@@ -182,7 +168,7 @@ def _advice(rows: LazyStackedTensorDict, ends: Sequence[TensorDict]) -> str:
         return "All of them are right: the prompts are too easy for this model."
     advice = ["the form that the reward wants: a right answer in another form is worth nothing"]
     finish = read_rows(rows, ("tokens", "finish_reason"), None)
-    cut = [int(reason) == FinishReason.LENGTH for reason in finish or ()]
+    cut = [FinishReason(int(reason)).cut for reason in finish or ()]
     if any(cut):
         share = f"{sum(cut) / len(cut):.0%}"
         advice.append(f"inference_model.max_tokens, which cut {share} of the answers")

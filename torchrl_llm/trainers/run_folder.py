@@ -25,6 +25,8 @@ CHECKPOINTS = "checkpoints"
 STEP = "train/step"
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
+# Ten times as fast, where PyYAML was built with it.
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_VALUES, _MOST_LEVELS, _MOST_DIGITS = 100_000, 32, 16
 
 
@@ -142,7 +144,7 @@ def read_yaml(file: Path) -> Any:
         OSError: it is not there.
     """
     try:
-        found = yaml.safe_load(plain_file(file).read_text(encoding="utf-8"))
+        found = yaml.load(plain_file(file).read_text(encoding="utf-8"), Loader=_LOADER)
         number = _num_values(found, {})
     # ValueError: no UTF-8, or a number or date that there is not.
     except (yaml.YAMLError, ValueError, RecursionError) as error:

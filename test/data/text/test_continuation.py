@@ -13,7 +13,7 @@ from data.text.scenarios import expected_cause, plain_ids, squeezed
 from data.text.tokenizers_of_the_zoo import make_tokenizer
 from data.text.zoo import ZOO
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support

@@ -9,7 +9,7 @@ from data.text import scenarios
 from data.text.tokenizers_of_the_zoo import make_tokenizer
 from data.text.zoo import ZOO
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, TemplateError

@@ -74,7 +74,7 @@ def examples(name, a):
         return counted("word", a["num_words"] - 1, a["relation"])
     if kind == "number_sentences":
         enough, less = (
-            " ".join(["It is so."] * n) or "." for n in (a["num_sentences"], a["num_sentences"] - 1)
+            " ".join(["It is so."] * n) for n in (a["num_sentences"], a["num_sentences"] - 1)
         )
         return (enough, less) if a["relation"] == "at least" else (less, enough)
     if kind == "number_paragraphs":

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm.data.column import Chat
-from torchrl_llm.data.containers import ChatHistory
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.history import History
+from torchrl_llm.data.views import ChatHistory
 
 HOSTILE = [
     "<script>window.pwned=1</script>",

@@ -14,7 +14,7 @@ import torch
 
 from torchrl_llm.modules.backends import FakeBackend, OpenAIBackend, SamplingParams
 from torchrl_llm.modules.backends.sampling import sampling_log_probs
-from torchrl_llm.modules.backends.vllm import receiver
+from torchrl_llm.weights import vllm_extension
 
 VOCAB = 40
 FIVE = torch.tensor([5])
@@ -252,7 +252,7 @@ class FakeServer:
             thread.join(10)
 
 
-class Worker(receiver.WeightReceiver):
+class Worker(vllm_extension.WeightReceiver):
     """A worker whose model is a plain module."""
 
     def __init__(self, module):

@@ -200,7 +200,9 @@ def test_rows_beyond_a_sliding_window_are_not_packed():
 
 
 def test_unknown_layouts_are_refused(tiny_model):
-    with pytest.raises(ConfigError, match="auto or one of padded, bucketed, packed, shared"):
+    with pytest.raises(
+        ConfigError, match="one of 'auto', 'padded', 'bucketed', 'packed', 'shared', got 'pack'"
+    ):
         CausalScorer(tiny_model, layout="pack")
 
 

@@ -395,5 +395,7 @@ def test_copies_and_pickles_leave_the_recorder_behind(make_tiny_model, recorders
 
 
 def test_another_mode_is_refused(tiny_model):
-    with pytest.raises(ConfigError, match="one of auto, plain, graph, got 'fast'"):
+    with pytest.raises(
+        ConfigError, match="decode must be one of 'auto', 'plain', 'graph', got 'fast'"
+    ):
         TransformersBackend(tiny_model, decode="fast")

@@ -15,7 +15,7 @@ from conformance.policies import WrapperConformance
 from tensordict import TensorDict
 
 from torchrl_llm._ray import ActorOptions
-from torchrl_llm.data.containers import Text
+from torchrl_llm.data.views import Text
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.modules import (
     EnginePool,

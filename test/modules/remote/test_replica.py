@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -96,8 +97,10 @@ def test_weights_give_up_when_requests_run_on_and_the_old_ones_stay(gated):
 
 def test_requests_give_up_when_an_update_does_not_end():
     replica = Replica(Gated, timeout_s=0.1)
-    with replica._gate.alone(1.0), pytest.raises(WorkerError, match=r"went on for 0\.1 s"):
-        replica.generate(IDS, PARAMS, ANY)
+    with replica._gate.pause(), ThreadPoolExecutor(1) as threads:
+        asked = threads.submit(replica.generate, IDS, PARAMS, ANY)
+        with pytest.raises(WorkerError, match=r"went on for 0\.1 s"):
+            asked.result(10)
 
 
 def test_a_request_is_answered_by_the_weights_that_it_asks_for_or_not():

@@ -1,44 +1,304 @@
-"""Every instruction of IFEval, with responses that follow it and responses that do not."""
+"""Every instruction of IFEval: recorded verdicts, and equal ones where that program is installed.
+
+``TABLE`` holds what lm_eval 0.4.13 says, ``langdetect`` seeded by 0, with nltk 3.10.
+"""
 
 from __future__ import annotations
 
+import json
+import random
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
 import pytest
 
-from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
+from torchrl_llm.errors import MissingExtraError, RewardError
+from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check, paper_instructions, verify
 
-ENGLISH = "the river was calm that evening and the boats came home"
+DATA = Path(__file__).parents[4] / "shared" / "data" / "ifeval" / "input_data.jsonl"
+# The published program draws another letter at random where "!" and "#" are asked for.
+DRAWN = {1122, 1129}
 
-# Instruction, arguments, responses that follow, responses that do not.
+# Instruction, arguments, answers that follow, answers that do not.
 TABLE = [
     (
         "keywords:existence",
         {"keywords": ["river", "Boats"]},
-        ["A RIVER, two boats.", "riverbank and boatswain boats", "**river**\n\nboats"],
-        ["river and boat", "", "boats", "r i v e r boats"],
+        ["A RIVER with two boats.", "riverbank and boatswain boats"],
+        ["river and boat", "boats only"],
     ),
     (
         "keywords:existence",
-        {"keywords": ["größe", "c++ (new)"]},
-        ["GRÖSSE? Groesse? No: GRÖẞE. C++ (NEW)!", "Die Größe von c++ (new)"],
-        ["Grosse c++ (new)", "größe ccc new"],  # no pattern: the plus is a plus
+        {"keywords": ["c++", "gr.y"]},
+        ["C++ is gray", "ccc GREY", "c+ grXy"],
+        ["c gry"],
     ),
     (
         "keywords:forbidden_words",
         {"forbidden_words": ["rock", "c++"]},
-        ["rocket and bedrock", "rocks_", "c+ and c", "écrock"],
-        ["A Rock.", "rock", "*rock*", "hard-rock", "“ROCK”", "I like C++.", ""],
+        ["rocket and bedrock", "rock_s"],
+        ["A Rock.", "I like C++.", "I like CC.", "hard-rock"],
     ),
     (
         "keywords:frequency",
-        {"keyword": "story", "frequency": 2, "relation": "at least"},
-        ["Story, story", "history of a Story", "STORY\nstory story"],
-        ["story", "", "stories and tories"],
+        {"keyword": " sto.y ", "frequency": 2, "relation": "at least"},
+        ["Story and history", "stody story"],
+        ["one story", "sto\ny story"],
     ),
     (
         "keywords:frequency",
-        {"keyword": "story", "frequency": 2, "relation": "less than"},
-        ["one story", "none at all"],
-        ["story story", "history story", "   "],
+        {"keyword": "aa", "frequency": 2, "relation": "less than"},
+        ["aaa", "b"],
+        ["aaaa", "AAaa"],
+    ),
+    (
+        "keywords:letter_frequency",
+        {"letter": "I", "let_frequency": 2, "let_relation": "at least"},
+        ["I in", "İ i"],
+        ["ı ı", "i"],
+    ),
+    (
+        "keywords:letter_frequency",
+        {"letter": "e", "let_frequency": 2, "let_relation": "less than"},
+        ["one", "é e", "none"],
+        ["eE"],
+    ),
+    (
+        "language:response_language",
+        {"language": "de"},
+        [
+            "Das ist ein ganz gewöhnlicher Satz.",
+            "12345",
+            "... !",
+            "http://de.de/das-ist-ein-satz",
+            "DAS IST EIN GANZ NORMALER SATZ.",
+        ],
+        ["This is a rather ordinary sentence."],
+    ),
+    (
+        "language:response_language",
+        {"language": "hi"},
+        ["नमस्ते, आप कैसे हैं? मैं ठीक हूँ।", "यह वाक्य है। Hello there.", "नमस्ते"],
+        ["hello there my friend", "मी घरी जात आहे आणि तो शाळेत जात आहे"],
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 3, "relation": "at least"},
+        [
+            "One. Two! Three?",
+            "One. Two. and three",
+            "1. Buy bread. 2. Eat it.",
+            '"So?" she said. "Yes." It was.',
+            "He works at Apple Inc. They pay well. Good.",
+            "See e.g. this. And i.e. that. End.",
+        ],
+        [
+            "Mr. J. Smith met Dr. No. They left.",
+            "Wow!!! Nice.",
+            "Wait... What? Yes.",
+            "No end\n\nNone here\n\nNor here",
+        ],
+    ),
+    (
+        "length_constraints:number_sentences",
+        {"num_sentences": 2, "relation": "less than"},
+        ["Only one.", "no stop at all", "At 5 p.m. we left."],
+        ["One. Two.", "1. First item", "A.m. or p.m.? 5 p.m. The end."],
+    ),
+    (
+        "length_constraints:number_paragraphs",
+        {"num_paragraphs": 2},
+        ["a***b", "***\na\n***\nb\n***", "a****b"],
+        ["a\n*** ***\nb", "a\n******\nb", "a\n* * *\nb"],
+    ),
+    (
+        "length_constraints:number_words",
+        {"num_words": 4, "relation": "at least"},
+        ["one two three four", "it's well-known", "1.5 2,5", "é ü ß ñ"],
+        ["don't a_b", "* - . !"],
+    ),
+    (
+        "length_constraints:nth_paragraph_first_word",
+        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "Weekend"},
+        ["a b\n\nWEEKEND plans", "a\n\n'\"weekend.", "a\n\n\n weekend"],
+        [
+            'a\n\n"\'weekend," he said',
+            "a\n\n\n\nweekend",
+            "\n\na\n\nweekend",
+            "a\n\n**weekend** b",
+            "a\n\nweekend-trip",
+            "a\n\nb\n\nweekend",
+            "a\n \nweekend",
+        ],
+    ),
+    (
+        "detectable_content:number_placeholders",
+        {"num_placeholders": 2},
+        ["[name] [address]", "[] [ ]", "]a[ [b] [c]"],
+        ["[[a] b]", "[a\nb] [c]", "[a][b"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.S."},
+        ["Bye.\n\nP.S. I wait.", "tip.s. here", "p. s. x", "P.P.S. x", "P. P. S. x"],
+        ["PS x"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "P.P.S"},
+        ["P.P.S I wait", "p. p. super", "P.P. S"],
+        ["P.S. x", "PPS x"],
+    ),
+    (
+        "detectable_content:postscript",
+        {"postscript_marker": "N.B"},
+        ["n.b.: x", "nobody", "N B"],
+        ["nb"],
+    ),
+    (
+        "detectable_format:number_bullet_lists",
+        {"num_bullets": 2},
+        [
+            "* one\n* two",
+            "- one\n---",
+            "*one\n\t-two",
+            "*so* it is\n- b",
+            "**a**\n* b\n* c",
+            "*\n* b\n- c",
+            "* a\n\n\n  * b",
+            "• a\n* b\n* c",
+            "+ a\n- b\n-c",
+        ],
+        ["*\n"],
+    ),
+    (
+        "detectable_format:constrained_response",
+        {},
+        ["My answer is yes.", "I doubt that My answer is no.", "**My answer is maybe.**"],
+        ["my answer is yes.", "My answer is maybe", "MY ANSWER IS NO."],
+    ),
+    (
+        "detectable_format:number_highlighted_sections",
+        {"num_highlights": 2},
+        ["*one* and *two*", "***a***", "**a** b **c**"],
+        ["**one**", "*one*", "** ** **a**", "* a\n* b", "*a\nb* *c*", "* a * b"],
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "Section", "num_sections": 2},
+        ["Section 1\na\nSection 2\nb", "Subsections: Section1 Section2"],
+        [
+            "section 1 section 2",
+            "Section  1 Section  2",
+            "Section 1 2 3",
+            "Section I Section II",
+            "Subsection 1 Subsection\n2",
+        ],
+    ),
+    (
+        "detectable_format:multiple_sections",
+        {"section_spliter": "(Part|Day)", "num_sections": 2},
+        ["Part 1", "Day 1 Part 2"],
+        ["Part One"],
+    ),
+    (
+        "detectable_format:json_format",
+        {},
+        [
+            '{"a": [1, null]}',
+            '```json\n{"a": 1}\n```',
+            "NaN",
+            "-Infinity",
+            "```JSON\n[]",
+            "[]\n```",
+            "12",
+            "```Json {}```",
+        ],
+        ["'a'", "```json\n```\n1", "```js\n1\n```", "Here: {}", '{"a": 1,}', '"a\tb"'],
+    ),
+    (
+        "detectable_format:title",
+        {},
+        ["<<A title>>\ntext", "# <<One>> <<Two>>", "<< <<a>>", "<<>> x >>"],
+        ["<<>>", "<< >>", "<<>>>", "<<<<a", "<<a\nb>>", ">>a<<", "<a>", "<<a>"],
+    ),
+    (
+        "combination:two_responses",
+        {},
+        ["one\n******\ntwo", "******\none******two\n******", "a ******* b"],
+        ["a******a ", "a************b", "a*****b", "******a", "a******b******c", "one", ""],
+    ),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": " Write a song. Use no commas!"},
+        ["Write a song. Use no commas!\n\nLa la", "  WRITE A SONG. USE NO COMMAS! La"],
+        [
+            "Sure! Write a song. Use no commas!",
+            "Write a song. Use no commas",
+            '"Write a song. Use no commas!"',
+        ],
+    ),
+    (
+        "combination:repeat_prompt",
+        {"prompt_to_repeat": "Die Straße"},
+        ["die straße x", "DIE STRAẞE"],
+        ["DIE STRASSE"],
+    ),
+    (
+        "startend:end_checker",
+        {"end_phrase": "Any other questions? "},
+        ["Done. ANY OTHER QUESTIONS?", '""any other questions?""\n'],
+        [
+            'Any other questions? "',
+            "Any other questions?'",
+            "Any other questions? Bye.",
+            "**Any other questions?**",
+        ],
+    ),
+    (
+        "startend:quotation",
+        {},
+        ['"All of it."', ' "two\nlines"\n', '""'],
+        ['"', "“curly”", "'single'", '"a" b', '"Half of it', "", "All"],
+    ),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 2, "capital_relation": "at least"},
+        ["DON'T", "U.S. ARMY", "A, B", "ÄH **OH**", "WE'LL go", "CANNOT", "NASA... NASA"],
+        ["COVID-19 was", "WELL-KNOWN", "One Two", "I/O", "A1 b2"],
+    ),
+    (
+        "change_case:capital_word_frequency",
+        {"capital_frequency": 3, "capital_relation": "less than"},
+        ["ONE two"],
+        ["ONE (TWO) [THREE]", "GONNA NOT", "I. B. M."],
+    ),
+    (
+        "change_case:english_capital",
+        {},
+        ["THE RIVER WAS CALM THAT EVENING AND THE BOATS CAME HOME.", "Ⅷ"],
+        ["THE river", "YES", "A 1", "1 2 3", "DAS WAR EIN TAG"],
+    ),
+    (
+        "change_case:english_lowercase",
+        {},
+        ["the river was calm that evening and the boats came home"],
+        [
+            "yes.",
+            "The river",
+            "das war gestern ein ganz gewöhnlicher tag",
+            "a",
+            "1 2 3",
+            "no\nmaybe, it is so",
+            "½ x",
+        ],
+    ),
+    (
+        "punctuation:no_comma",
+        {},
+        ["None here; none there.", "一，二", "واحد، اثنان", "犬、猫"],
+        ["One, two", "1,000"],
     ),
     (
         "keywords:letter_frequency",
@@ -47,195 +307,37 @@ TABLE = [
         ["quick quiet", "", "ooo"],
     ),
     (
-        "keywords:letter_frequency",
-        {"letter": "!", "let_frequency": 2, "let_relation": "less than"},
-        ["No!", "Nothing"],
-        ["No! No!", "!!"],
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 5, "relation": "at least"},
-        ["one two three four five", "don't stop the music", "1 2 3 4 5 6", "äh, öh, üh, ßß, ñ"],
-        ["one two three four", "", "... !!! ??? *** ---", "well-known thing here"],
-    ),
-    (
-        "length_constraints:number_words",
-        {"num_words": 4, "relation": "less than"},
-        ["one two three", "* a\n* b", "नमस्ते आप कैसे"],
-        ["one two three four", "it's not mine", ""],
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 3, "relation": "at least"},
-        ["One. Two! Three?", "One. Two. and three", "Is it? \"It is.\" Fine.", "一。二。三。"],
-        ["One. Two.", "", "Mr. J. Smith met Dr. No. They left.", "3.5 is more than 2.4. Yes."],
-    ),
-    (
-        "length_constraints:number_sentences",
-        {"num_sentences": 2, "relation": "less than"},
-        ["Only one.", "no full stop at all", "A heading\n\nand a line", "1. First item"],
-        ["One. Two.", "what? really!", ""],
-    ),
-    (
         "length_constraints:number_paragraphs",
         {"num_paragraphs": 3},
         ["a\n***\nb\n***\nc", "***\na***b***c\n***", "a\n\n***\n\nb\n\n***\n\nc\n"],
         ["a\n***\nb", "a***b***c***d", "a******b***c", "a\n\nb\n\nc", "", "***"],
     ),
-    (
-        "length_constraints:nth_paragraph_first_word",
-        {"num_paragraphs": 2, "nth_paragraph": 2, "first_word": "weekend"},
-        ["a b\n\nWeekend plans", "a\n\n\n\n\"weekend,\" he said", "\n\na\n \n**Weekend**: b\n\n"],
-        ["weekend\n\na", "a\n\nweekends", "a\n\nb\n\nweekend", "a\nweekend", "", "a\n\na weekend"],
-    ),
-    (
-        "detectable_content:number_placeholders",
-        {"num_placeholders": 2},
-        ["[name], [address]", "[a][b][c]", "[[name]] and [Straße]"],
-        ["[name]", "", "[] [ ]", "name] [address", "[a\nb] [c"],
-    ),
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.S."},
-        ["Bye.\n\nP.S. I wait.", "Bye. p.s. here", "Bye.\n**P. S.** x", "P.S.I love you"],
-        ["Bye.", "", "PS I wait", "Bye.\nP.P.S. I wait.", "stop.s.x", "tips. see"],
-    ),
-    (
-        "detectable_content:postscript",
-        {"postscript_marker": "P.P.S"},
-        ["P.P.S I wait", "Bye.\nP.P.S. I wait.", "p. p. s. hm"],
-        ["P.S. I wait", "", "P.P.Super", "PPS"],
-    ),
-    (
-        "detectable_format:number_bullet_lists",
-        {"num_bullets": 2},
-        ["* one\n* two", "- one\n  - two", "Title\n\n* **one**: x\n\n* two\n---\nend"],
-        ["* one", "* 1\n* 2\n- 3", "1. one\n2. two", "", "*so* it is\n**that**", "*one\n*two"],
-    ),
-    (
-        "detectable_format:constrained_response",
-        {},
-        ["My answer is yes.", "my answer is MAYBE.", "Hm.\n\n**My answer is no.** Sorry."]
-        + ["Well: my answer is no."],
-        ["My answer is yes", "Yes.", "", "My answer is perhaps.", "My answer is: no."]
-        + ["I doubt that my answer is yes.", "Is it so that **my answer is no.**"]
-        + ["my answer is no.x"],
-    ),
-    (
-        "detectable_format:number_highlighted_sections",
-        {"num_highlights": 2},
-        ["*one* and *two*", "**one**, *two*", "*a b*\n* item\n***c***", "*ü* *ö* *ä*"],
-        ["*one*", "", "**one**", "* one\n* two", "** ** **  **", "*a\nb* *c\nd*", "***one***"]
-        + ["* a **b**", "* a * b", "* x *one*"],
-    ),
-    (
-        "detectable_format:multiple_sections",
-        {"section_spliter": "Section", "num_sections": 2},
-        ["Section 1\na\nSection 2\nb", "## Section1: a\n## Section 2: b", "Section 1 2\nSection 3"],
-        ["Section 1\na", "", "section 1 section 2", "Section I, Section II"]
-        + ["Subsection 1 Section 2"],
-    ),
-    (
-        "detectable_format:json_format",
-        {},
-        ['{"a": [1, null]}', '```json\n{"a": "ü"}\n```', "  ```JSON [1]```  ", "```\n[]\n```"],
-        ["{'a': 1}", "", 'Here: {"a": 1}', '{"a": 1}\nDone.', "```json```", "NaN", "[" * 100_000]
-        + ['```{"a": 1} json```', "```jsonl\n[]\n```"],
-    ),
-    (
-        "detectable_format:title",
-        {},
-        ["<<A title>>\ntext", "text <<été>>", "# <<One>> <<Two>>"],
-        ["<A title>", "", "<<>>", "<< >> <<<>>>", "<<a\nb>>", ">>a<<", "<<a"]
-        + ["<<a title", "<<a>", ">> <<a b"],
-    ),
-    (
-        "language:response_language",
-        {"language": "hi"},
-        ["नमस्ते, आप कैसे हैं? मैं ठीक हूँ।", "यह एक छोटा सा वाक्य है।"],
-        ["Namaste, how are you today?", "", "12345", "¿Cómo estás hoy, amigo mío?"],
-    ),
-    (
-        "language:response_language",
-        {"language": "de"},
-        ["Guten Tag, das ist ein ganz gewöhnlicher Satz."],
-        ["This is a rather ordinary sentence.", "...", "Dit is een heel gewone Nederlandse zin."],
-    ),
-    (
-        "startend:end_checker",
-        {"end_phrase": "Is there anything else I can help with?"},
-        [
-            "Done. Is there anything else I can help with?",
-            '"is there anything else i can help with?"\n',
-            "IS THERE ANYTHING ELSE I CAN HELP WITH?",
-        ],
-        ["Is there anything else I can help with? Bye.", "", "Is there anything else"],
-    ),
-    (
-        "startend:quotation",
-        {},
-        ['"All of it."', ' "two\nlines"\n', '""'],
-        ['"Half of it', "'single'", "", '"', "All", "“curly”", '"a" is b'],
-    ),
-    (
-        "punctuation:no_comma",
-        {},
-        ["None here; none there.", "1.000 and 2", "…"],
-        ["One, two", "1,000", "", "一，二", "واحد، اثنان", "犬、猫"],
-    ),
-    (
-        "combination:repeat_prompt",
-        {"prompt_to_repeat": "Write a song. Use no commas!"},
-        ["Write a song. Use no commas!\n\nLa la", "  WRITE a song. Use no commas! La"]
-        + ["Write a song. Use no commas!"],
-        ["Sure! Write a song. Use no commas!", "", "Write a song.", "Write a song Use no commas!"],
-    ),
-    (
-        "combination:two_responses",
-        {},
-        ["one\n******\ntwo", "******\none******two\n******", "a ****** b"],
-        ["one", "", "a******a", "a******b******c", "a************b", "a*****b", "******a"],
-    ),
-    (
-        "change_case:english_capital",
-        {},
-        ["THE RIVER WAS CALM THAT EVENING AND THE BOATS CAME HOME.", "YES, 1 TIME!", "## OK"],
-        ["The river", "", "123", ENGLISH, "DAS WAR EIN GANZ GEWÖHNLICHER SATZ AUS DEUTSCHLAND."],
-    ),
-    (
-        "change_case:english_lowercase",
-        {},
-        [ENGLISH, "yes.", "* no\n* maybe", "is this what you wanted? 1 2 3"],
-        ["Yes.", "", "42", ENGLISH.upper(), "das war gestern ein ganz gewöhnlicher tag im sommer"],
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 3, "capital_relation": "at least"},
-        ["ONE TWO THREE", "I saw A UFO", "DON'T ask NASA, ÄH", "**WELL-KNOWN** U.S. LAW"],
-        ["ONE TWO", "", "One Two Three", "WELL-KNOWN LAW", "1 2 3", "DON'T GO"],
-    ),
-    (
-        "change_case:capital_word_frequency",
-        {"capital_frequency": 2, "capital_relation": "less than"},
-        ["none", "ONE only", "COVID-19 was"],
-        ["ONE TWO", "I and I", ""],
-    ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "arguments", "yes", "no"), TABLE)
-def test_responses_follow_or_do_not(name, arguments, yes, no):
-    assert [text for text in yes if check(name, text, arguments) is not True] == []
-    assert [text for text in no if check(name, text, arguments) is not False] == []
+def test_verdicts_are_those_of_the_published_program(name, arguments, yes, no):
+    verdict = {text: check(name, text, arguments) for text in yes + no}
+    assert [text for text, follows in verdict.items() if follows is not (text in yes)] == []
 
 
-def test_every_instruction_of_the_paper_has_examples_of_both_kinds():
+def test_every_instruction_has_at_least_four_answers_and_both_kinds():
     assert {name for name, *_ in TABLE} == set(INSTRUCTIONS)
     assert len(INSTRUCTIONS) == 25
     for name in INSTRUCTIONS:
         rows = [row for row in TABLE if row[0] == name]
-        assert sum(len(yes) for _, _, yes, _ in rows) >= 3, name
-        assert sum(len(no) for _, _, _, no in rows) >= 3, name
+        yes, no = (sum(len(row[kind]) for row in rows) for kind in (2, 3))
+        assert min(yes, no) > 0, name
+        assert yes + no >= 4, name
+
+
+def test_a_character_that_is_no_letter_is_counted_as_it_is():
+    arguments = {"letter": "!", "let_frequency": 2, "let_relation": "less than"}
+    verdicts = [
+        check("keywords:letter_frequency", text, arguments)
+        for text in ("No!", "Nothing", "No! No!", "!!")
+    ]
+    assert verdicts == [True, True, False, False]
 
 
 def test_a_response_that_nobody_can_see_follows_nothing():
@@ -256,8 +358,114 @@ def test_a_huge_response_takes_linear_time(name):
         check(name, "x" + piece * (200_000 // len(piece)) + "x", arguments)
 
 
-def test_the_numbers_of_a_list_are_no_words_of_a_language():
-    # Three words are too few for the detector, whatever numbers stand before them.
-    listed = "1. yes 2. no 3. maybe 4. 5. 6."
-    assert check("change_case:english_lowercase", listed)
-    assert not check("change_case:english_lowercase", listed.replace("yes", "für"))
+def test_a_response_of_any_length_has_a_verdict():
+    text, row = "word, " * 20_000, [{}]
+    assert verify(text + ".", ["punctuation:no_comma"], row).strict == (False,)
+    assert verify(text.replace(",", ""), ["punctuation:no_comma"], row).strict[0]
+
+
+def test_only_what_the_detector_reads_of_a_long_text_counts_addresses_aside():
+    mails = "someone@example.com " * 1_000  # 20,000 characters that it leaves out
+    german = "das ist ein ganz gew\u00f6hnlicher Satz aus einem Buch. " * 200
+    english = "this is a rather ordinary sentence from a book. " * 200
+    args = {"language": "de"}
+    assert check("language:response_language", mails + german, args)
+    assert check("language:response_language", german + english, args)
+    assert not check("language:response_language", english + german, args)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("keywords:existence", {"keywords": ["("]}, "regular expressions, and '[(]' is none"),
+        ("language:response_language", {"language": "zh"}, "one of .*'zh-cn'.*, got 'zh'"),
+        ("length_constraints:number_words", {"num_words": 3}, "takes the arguments"),
+        (
+            "keywords:letter_frequency",
+            {"letter": "ab", "let_frequency": 1, "let_relation": "at least"},
+            "one character, got 'ab'",
+        ),
+    ],
+)
+def test_what_the_published_program_would_draw_or_break_on_is_an_error(name, arguments, message):
+    with pytest.raises(RewardError, match=message):
+        check(name, "text", arguments)
+
+
+def test_what_is_nested_too_deeply_for_python_is_no_json():
+    assert not check("detectable_format:json_format", "[" * 100_000, {})
+
+
+def test_the_language_of_a_text_is_always_the_same_whatever_others_have_seeded():
+    from langdetect import DetectorFactory
+
+    text = "hello world"  # English to the detector in 4 of 7 tries
+    before, detect = DetectorFactory.seed, paper_instructions._detect
+    detect.cache_clear()
+    first = paper_instructions._language(text)
+    detect.cache_clear()
+    with ThreadPoolExecutor(4) as pool:
+        assert set(pool.map(detect.__wrapped__, [text] * 16)) == {first}
+    assert DetectorFactory.seed is before
+
+
+SENTENCES = ("length_constraints:number_sentences", {"num_sentences": 1, "relation": "at least"})
+FRENCH = ("language:response_language", {"language": "fr"})
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "arguments"),
+    [
+        ("nltk.tokenize.punkt", *SENTENCES),
+        ("punkt", *SENTENCES),
+        ("langdetect.detector_factory", *FRENCH),
+    ],
+)
+def test_without_a_package_the_error_says_which_extra_brings_it(
+    monkeypatch, package, name, arguments
+):
+    monkeypatch.setitem(sys.modules, package, None)
+    forget = (paper_instructions._splitter, paper_instructions._detectors)
+    for cached in forget:
+        cached.cache_clear()
+    with pytest.raises(MissingExtraError, match=r"torchrl_llm\[ifeval\]"):
+        check(name, "Bonjour.", arguments)
+
+
+MARKS = ["*", "* ", "- ", "***", "******", "**so**", "[name]", "<<a>>", "```", "{}", '"', "P.S. x"]
+MARKS += ["My answer is yes.", "Mr. J. Poe left at 5 p.m. Then", "NASA DON'T", "What?!", "1. ", ""]
+MARKS += ["Das ist ein Satz.", "Wow!!!", "e.g. this", "It is a sentence, and a long one."]
+
+
+def _answer(row, draw):
+    words = [str(value) for each in row["kwargs"] for value in each.values()]
+    words += [word for each in row["kwargs"] for word in each.get("keywords") or ()]
+    pieces = draw.choices(MARKS + 3 * words, k=draw.choice([1, 3, 10, 30]))
+    text = "".join(piece + draw.choice([" ", "\n", "\n\n"]) for piece in pieces)
+    return draw.choice([text, text, text.upper(), text.lower(), f'"{text.strip()}"'])
+
+
+@pytest.mark.skipif(not DATA.exists(), reason="the prompts of IFEval are not here")
+def test_verdicts_on_the_real_prompts_are_those_of_the_program_that_is_installed():
+    nltk = pytest.importorskip("nltk")
+    try:
+        nltk.data.find("tokenizers/punkt_tab")  # else lm_eval would download it
+    except LookupError:
+        pytest.skip("nltk's own punkt_tab is not installed")
+    theirs = pytest.importorskip("lm_eval.tasks.ifeval.utils", exc_type=ImportError)
+    langdetect = pytest.importorskip("langdetect")
+    seed, langdetect.DetectorFactory.seed = langdetect.DetectorFactory.seed, 0
+    draw, other = random.Random(0), []
+    try:
+        for row in map(json.loads, DATA.read_text().splitlines()):
+            ids, text = row["instruction_id_list"], _answer(row, draw)
+            example = theirs.InputExample(row["key"], ids, row["prompt"], row["kwargs"])
+            strict = theirs.test_instruction_following_strict(example, text)
+            loose = theirs.test_instruction_following_loose(example, text)
+            ours = verify(text, ids, row["kwargs"])
+            same = list(map(list, ours)) == [o.follow_instruction_list for o in (strict, loose)]
+            if not same and row["key"] not in DRAWN:
+                other.append((row["key"], text))
+    finally:
+        langdetect.DetectorFactory.seed = seed
+    assert other == []

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 
-from torchrl_llm.errors import MissingExtraError, RewardError
-from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check, instruction, language
+from torchrl_llm.errors import RewardError
+from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check, instruction
 
 WORDS = "length_constraints:number_words"
 
@@ -61,41 +58,7 @@ def test_the_table_of_the_hub_has_a_column_for_every_argument():
     assert check("punctuation:no_comma", "a", dict.fromkeys(row))
 
 
-def test_a_letter_is_one_character_and_a_language_one_that_can_be_detected():
-    row = {"letter": "ab", "let_frequency": 1, "let_relation": "at least"}
-    with pytest.raises(RewardError, match="one character, got 'ab'"):
-        check("keywords:letter_frequency", "ab", row)
-    with pytest.raises(RewardError, match="'tlh' cannot be detected"):
-        check("language:response_language", "nuqneH", {"language": "tlh"})
-    assert check("language:response_language", "你好,今天的天气很好", {"language": "zh"})
-
-
 def test_two_instructions_cannot_have_one_name():
     with pytest.raises(ValueError, match="'keywords:existence' already"):
         instruction("keywords:existence")(lambda response: True)
     assert len(INSTRUCTIONS) == 25
-
-
-def test_the_language_of_a_text_is_always_the_same_whatever_others_have_seeded():
-    from langdetect import DetectorFactory
-
-    text = "hello world"  # English to the detector in 4 of 7 tries
-    before = DetectorFactory.seed
-    language._detect.cache_clear()
-    first = language.detect_language(text)
-    language._detect.cache_clear()
-    with ThreadPoolExecutor(4) as pool:
-        assert set(pool.map(language._detect.__wrapped__, [text] * 16)) == {first}
-    assert DetectorFactory.seed is before
-
-
-def test_without_the_package_the_error_says_which_extra_brings_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "langdetect.detector_factory", None)
-    monkeypatch.setitem(sys.modules, "langdetect", None)
-    language._detectors.cache_clear()
-    language._detect.cache_clear()
-    try:
-        with pytest.raises(MissingExtraError, match=r"torchrl_llm\[ifeval\]"):
-            check("language:response_language", "Bonjour", {"language": "fr"})
-    finally:
-        language._detectors.cache_clear()

@@ -54,24 +54,24 @@ def flags(td, name):
 def test_the_reward_of_a_response():
     for response, reward, success, has_answer, has_think in [
         # all four accuracies are 1
-        ("<answer>just this</answer>", 1.0 + 0.1, True, True, False),
-        ("<think>So, so.</think><answer>just this</answer>", 1.15, True, True, True),
-        ("So, so.</think><answer>just this</answer>", 1.15, True, True, True),
+        ("<answer>this is fine</answer>", 1.0 + 0.1, True, True, False),
+        ("<think>So, so.</think><answer>this is fine</answer>", 1.15, True, True, True),
+        ("So, so.</think><answer>this is fine</answer>", 1.15, True, True, True),
         # no comma, but a capital: instruction-level 1/2 strictly and loosely
-        ("<answer>Just this</answer>", 0.3 / 2 + 0.1 / 2 + 0.1, False, True, False),
+        ("<answer>This is fine</answer>", 0.3 / 2 + 0.1 / 2 + 0.1, False, True, False),
         # loosely all: 0.2 + 0.1, and strictly no comma: 0.3 / 2
-        ("<answer>Sure:\njust this</answer>", 0.15 + 0.3 + 0.1, False, True, False),
+        ("<answer>Sure:\nthis is fine</answer>", 0.15 + 0.3 + 0.1, False, True, False),
         ("<answer>Oh, No</answer>", 0.1, False, True, False),
         # nothing to look at, whatever the rest says
-        ("just this", 0.0, False, False, False),
-        ("<think>so</think>just this", 0.05, False, False, True),
-        ("<think><answer>just this</answer></think>", 0.05, False, False, True),
+        ("this is fine", 0.0, False, False, False),
+        ("<think>so</think>this is fine", 0.05, False, False, True),
+        ("<think><answer>this is fine</answer></think>", 0.05, False, False, True),
         ("<answer></answer>", 0.1, False, True, False),
-        ("<answer>just this", 0.0, False, False, False),
+        ("<answer>this is fine", 0.0, False, False, False),
         ("", 0.0, False, False, False),
         # the last block counts, and two of them are no form
-        ("<answer>Oh, No</answer><answer>just this</answer>", 1.0, True, True, False),
-        ("<think>a</think><think>b</think><answer>just this</answer>", 1.1, True, True, True),
+        ("<answer>Oh, No</answer><answer>this is fine</answer>", 1.0, True, True, False),
+        ("<think>a</think><think>b</think><answer>this is fine</answer>", 1.1, True, True, True),
     ]:
         score = IfEvalScorer().score(response, BOTH)
         assert score[0] == pytest.approx(reward)
@@ -80,16 +80,16 @@ def test_the_reward_of_a_response():
 
 def test_the_whole_response_behind_the_reasoning_can_be_scored():
     scorer = IfEvalScorer(scored_part="response")
-    assert scorer.score("just this", BOTH).reward == pytest.approx(1.0)
-    assert scorer.score("<think>Oh, No</think>\njust this", BOTH).reward == pytest.approx(1.0)
-    assert scorer.score("<answer>Just this</answer>", BOTH).reward == pytest.approx(0.2)
-    assert scorer.score("<think>just this</think>", BOTH)[0:3] == (0.0, False, False)
-    assert scorer.score("just this", BOTH)[1:] == (True, True, False)
+    assert scorer.score("this is fine", BOTH).reward == pytest.approx(1.0)
+    assert scorer.score("<think>Oh, No</think>\nthis is fine", BOTH).reward == pytest.approx(1.0)
+    assert scorer.score("<answer>This is fine</answer>", BOTH).reward == pytest.approx(0.2)
+    assert scorer.score("<think>this is fine</think>", BOTH)[0:3] == (0.0, False, False)
+    assert scorer.score("this is fine", BOTH)[1:] == (True, True, False)
 
 
 def test_the_weights_can_be_chosen():
     scorer = IfEvalScorer(format_weights=[0, 0, 2, 1])
-    score = scorer.score("<answer>Sure:\njust this</answer>", BOTH)
+    score = scorer.score("<answer>Sure:\nthis is fine</answer>", BOTH)
     assert score.reward == pytest.approx(3.1)
     for weights in ([1, 2, 3], [1, 2, 3, float("nan")]):
         with pytest.raises(ConfigError, match="four finite numbers"):
@@ -108,7 +108,7 @@ def test_many_tags_take_linear_time():
 @pytest.mark.parametrize("mode", ["history", "text", "tokens"])
 def test_scores_are_written_in_every_input_mode(mode, tokenizer):
     texts = iter(
-        ["<answer>Oh, no</answer>", "<answer>Sure:\nfine</answer>", "<answer>fine</answer>"]
+        ["<answer>Oh, no</answer>", "<answer>Sure:\nso it is</answer>", "<answer>so it is</answer>"]
     )
     policy = AnsweringPolicy(mode, lambda prompt: next(texts), tokenizer)
     env = make_env(mode=mode, tokenizer=tokenizer)
@@ -133,7 +133,7 @@ def test_the_specs_hold_with_and_without_a_reward():
 
 def test_scores_without_a_reward(answer):
     env = make_env(IfEvalScorer(aggregate_reward=False))
-    td = env.step(answer(env.reset(), *["<answer>fine</answer>"] * 3))["next"]
+    td = env.step(answer(env.reset(), *["<answer>so it is</answer>"] * 3))["next"]
     assert flags(td, "prompt_level_strict_acc") == [[True], [True], [False]]
     assert "success" not in td.keys()
     assert "reward_answer" not in td.keys()
@@ -148,7 +148,7 @@ def test_scores_without_a_reward_leave_the_validity_of_another_reward(answer):
 
     rows = [{**row, "answer": ""} for row in ROWS]
     env = make_env(Failing(), rows).append_transform(IfEvalScorer(aggregate_reward=False))
-    td = env.step(answer(env.reset(), *["<answer>fine</answer>"] * 3))["next"]
+    td = env.step(answer(env.reset(), *["<answer>so it is</answer>"] * 3))["next"]
     assert td["reward_valid"].tolist() == [False] * 3
     assert list(td["error", "message"]) == ["no luck"] * 3
 
@@ -168,7 +168,7 @@ def test_a_row_with_an_unknown_instruction_is_invalid_and_no_other(answer):
         {**ROWS[1], "kwargs": ({},)},
     ]
     env = make_env(rows=[*ROWS, *bad])
-    td = env.step(answer(env.reset(), *["<answer>fine</answer>"] * 6))["next"]
+    td = env.step(answer(env.reset(), *["<answer>so it is</answer>"] * 6))["next"]
     assert td["reward_valid"].tolist() == [True] * 3 + [False] * 3
     assert td["reward"].flatten().isnan().tolist() == [False] * 3 + [True] * 3
     assert list(td["error", "type"]) == [""] * 3 + ["RewardError"] * 3
@@ -185,7 +185,7 @@ def test_a_row_with_an_unknown_instruction_is_invalid_and_no_other(answer):
 
 def test_rows_that_are_not_stepped_and_turns_of_tools_alone_are_not_scored(answer):
     env = make_env()
-    td = answer(env.reset(), *["<answer>fine</answer>"] * 3)
+    td = answer(env.reset(), *["<answer>so it is</answer>"] * 3)
     td["_step"] = torch.tensor([[True], [False], [True]])
     after = env.step(td)["next"]
     assert flags(after, "prompt_level_strict_acc") == [[True], [False], [False]]

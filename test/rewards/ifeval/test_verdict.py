@@ -34,12 +34,12 @@ def test_the_forms_of_a_response():
 @pytest.mark.parametrize(
     ("response", "strict", "loose"),
     [
-        ("just this", True, True),
-        ("Sure:\njust this", False, True),
-        ("just this\nBye, Jim", False, True),
-        ("Sure:\njust this\nBye", False, True),
-        ("Sure:\nJust this\nBye", False, False),
-        ("Sure:\n\nJust this", False, False),
+        ("this is fine", True, True),
+        ("Sure:\nthis is fine", False, True),
+        ("this is fine\nBye, Jim", False, True),
+        ("Sure:\nthis is fine\nBye", False, True),
+        ("Sure:\nThis is fine\nBye", False, False),
+        ("Sure:\n\nThis is fine", False, False),
         ("Sure", False, False),
         ("", False, False),
     ],

@@ -18,10 +18,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.wire import PackedRows
 from torchrl_llm.errors import ConfigError, WorkerError
 
@@ -98,13 +99,21 @@ class WorkerCounts:
 class RowChannel(ABC):
     """Bounded, many writers, one reader; every call returns or raises within its limit of time.
 
-    Handles may be copied to threads and, but for :class:`LocalChannel`, pickled to processes. The
-    conformance tests are ``test/conformance/channels.py``.
+    What is known lies in one place, in the form of a :class:`ChannelState`; a subclass says where
+    that is and how to call it. Handles may be copied to threads and, but for :class:`LocalChannel`,
+    pickled to processes. The conformance tests are ``test/conformance/channels.py``.
     """
+
+    @abstractmethod
+    def _do(self, method: str, *args: Any) -> Any:
+        """What a method of the state returns."""
+
+    @abstractmethod
+    def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
+        """What a method of the state returns, tried again until that is true or time is over."""
 
     # -- the workers' end ---------------------------------------------------------------------
 
-    @abstractmethod
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
         """Hand rows over; waits while the channel is full.
 
@@ -116,8 +125,9 @@ class RowChannel(ABC):
             ChannelClosedError: it is closed.
             WorkerError: the channel is gone, or this worker was forgotten.
         """
+        if not self._wait("try_put", delivery, timeout_s=timeout_s):
+            raise queue.Full
 
-    @abstractmethod
     def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
         """Ask for the right to collect rows.
 
@@ -133,8 +143,8 @@ class RowChannel(ABC):
             ChannelClosedError: it is closed.
             WorkerError: the channel is gone, or this worker was forgotten.
         """
+        return self._wait("try_claim", worker, num_rows, timeout_s=timeout_s)
 
-    @abstractmethod
     def report(self, worker: str, *, generated: int) -> None:
         """Say how many tokens were sampled since the worker started; also a heartbeat.
 
@@ -142,14 +152,14 @@ class RowChannel(ABC):
             ChannelClosedError: it is closed.
             WorkerError: the channel is gone, or this worker was forgotten.
         """
+        self._do("report", worker, generated)
 
-    @abstractmethod
     def version(self) -> int:
         """The version of the learner's weights."""
+        return self._do("version")
 
     # -- the learner's end --------------------------------------------------------------------
 
-    @abstractmethod
     def get(self, *, timeout_s: float) -> Delivery:
         """The next delivery, those of one worker in the order of their sequence.
 
@@ -157,42 +167,46 @@ class RowChannel(ABC):
             queue.Empty: none came in time.
             WorkerError: the channel is gone.
         """
+        delivery = self._wait("try_get", timeout_s=timeout_s)
+        if delivery is None:
+            raise queue.Empty
+        return delivery
 
-    @abstractmethod
     def grant(self, num_rows: int) -> None:
         """Allow workers to claim so many more rows.
 
         Args:
             num_rows: negative takes back what nobody claimed, as far as there is any.
         """
+        self._do("grant", num_rows)
 
-    @abstractmethod
     def set_version(self, version: int) -> None:
         """Say which version of the weights the learner is at."""
+        self._do("set_version", version)
 
-    @abstractmethod
     def workers(self) -> dict[str, WorkerCounts]:
         """What is known of every worker that called and was not forgotten; copies."""
+        return self._do("workers")
 
-    @abstractmethod
     def forget(self, worker: str) -> WorkerCounts:
         """Take a dead worker's claims back for others, and return its last counts.
 
         What it has put may still be got; what it sampled and did not put is lost. Should it be
         alive after all, its further calls are refused: others may have its claims by now.
         """
+        return self._do("forget", worker)
 
-    @abstractmethod
     def forgotten(self) -> dict[str, WorkerCounts]:
         """Last counts of the workers that were forgotten; what they had in flight is lost."""
+        return self._do("forgotten")
 
-    @abstractmethod
     def __len__(self) -> int:
         """Deliveries that wait to be got."""
+        return self._do("size")
 
-    @abstractmethod
     def close(self) -> None:
         """Refuse further calls of workers, those that wait now included; what waits may be got."""
+        self._do("close")
 
 
 class ChannelState:
@@ -271,7 +285,8 @@ class ChannelState:
         """See :meth:`RowChannel.version`."""
         return self._version
 
-    def __len__(self) -> int:
+    def size(self) -> int:
+        """See :meth:`RowChannel.__len__`."""
         return len(self.waiting)
 
     def close(self) -> None:
@@ -298,70 +313,7 @@ WAKING = frozenset({"try_put", "try_get", "grant", "forget", "close"})
 """Calls of a :class:`ChannelState` that may end a wait of others."""
 
 
-class StateChannel(RowChannel):
-    """A channel whose :class:`ChannelState` lives in one place; a subclass says how to call it."""
-
-    @abstractmethod
-    def _do(self, method: str, *args: Any) -> Any:
-        """What a method of the state returns."""
-
-    @abstractmethod
-    def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """What a method of the state returns, tried again until that is true or time is over."""
-
-    def put(self, delivery: Delivery, *, timeout_s: float) -> None:
-        """See :meth:`RowChannel.put`."""
-        if not self._wait("try_put", delivery, timeout_s=timeout_s):
-            raise queue.Full
-
-    def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
-        """See :meth:`RowChannel.claim`."""
-        return self._wait("try_claim", worker, num_rows, timeout_s=timeout_s)
-
-    def report(self, worker: str, *, generated: int) -> None:
-        """See :meth:`RowChannel.report`."""
-        self._do("report", worker, generated)
-
-    def version(self) -> int:
-        """See :meth:`RowChannel.version`."""
-        return self._do("version")
-
-    def get(self, *, timeout_s: float) -> Delivery:
-        """See :meth:`RowChannel.get`."""
-        delivery = self._wait("try_get", timeout_s=timeout_s)
-        if delivery is None:
-            raise queue.Empty
-        return delivery
-
-    def grant(self, num_rows: int) -> None:
-        """See :meth:`RowChannel.grant`."""
-        self._do("grant", num_rows)
-
-    def set_version(self, version: int) -> None:
-        """See :meth:`RowChannel.set_version`."""
-        self._do("set_version", version)
-
-    def workers(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.workers`."""
-        return self._do("workers")
-
-    def forget(self, worker: str) -> WorkerCounts:
-        """See :meth:`RowChannel.forget`."""
-        return self._do("forget", worker)
-
-    def forgotten(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.forgotten`."""
-        return self._do("forgotten")
-
-    def __len__(self) -> int:
-        return self._do("__len__")
-
-    def close(self) -> None:
-        """See :meth:`RowChannel.close`."""
-        self._do("close")
-
-
-class LocalChannel(StateChannel):
+class LocalChannel(RowChannel):
     """A channel between threads of one process.
 
     Args:
@@ -397,7 +349,7 @@ class LocalChannel(StateChannel):
 
 
 @dataclass
-class TokenAccounts:
+class TokenAccounts(SavedState):
     """Tokens received and lost.
 
     A learner that goes on from a checkpoint counts as lost what was delivered to the one before it
@@ -419,6 +371,8 @@ class TokenAccounts:
         >>> accounts.received, accounts.lost
         (8, 7)
     """
+
+    saved = ("received", "lost", "settled", "gone", "taken")
 
     received: int = 0
     lost: int = 0
@@ -459,12 +413,3 @@ class TokenAccounts:
         """Tokens lost since the last call, for the ledger of a step."""
         new, self.taken = self.lost - self.taken, self.lost
         return new
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything, as plain data."""
-        return asdict(self)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after :meth:`state_dict`."""
-        self.received, self.lost, self.taken = state["received"], state["lost"], state["taken"]
-        self.settled, self.gone = dict(state["settled"]), list(state["gone"])

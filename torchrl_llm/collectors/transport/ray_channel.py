@@ -16,12 +16,7 @@ from functools import partial
 from typing import Any
 
 from torchrl_llm._ray import START_TIMEOUT_S, get, require_ray
-from torchrl_llm.collectors.transport.channel import (
-    WAKING,
-    ChannelState,
-    Delivery,
-    StateChannel,
-)
+from torchrl_llm.collectors.transport.channel import WAKING, ChannelState, Delivery, RowChannel
 from torchrl_llm.errors import ConfigError
 
 _CALLS_AT_ONCE = 10_000
@@ -72,7 +67,7 @@ class _Server:
         return self._handed
 
 
-class RayChannel(StateChannel):
+class RayChannel(RowChannel):
     """A channel in a Ray actor; its handles are picklable and may be given to any actor or task.
 
     The actor ends with the process that made it, with :meth:`shutdown`, or when nobody holds a

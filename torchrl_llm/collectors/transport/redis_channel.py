@@ -8,7 +8,6 @@ Redis can at worst send rows that are wrong or none. The scripts that run inside
 from __future__ import annotations
 
 import json
-import queue
 import threading
 import time
 import uuid
@@ -118,7 +117,8 @@ class RedisChannel(RowChannel):
     limit. If the server comes back without its data, deliveries that waited are lost (the learner
     finds the gap), what was granted for them is granted again, and workers and learner go on.
 
-    A worker claims and puts through one handle. The learner's end is a single one; one that was
+    A worker claims and puts through one handle; rows with a value that has no safe form are a
+    :class:`~torchrl_llm.errors.DataError`. The learner's end is a single one; one that was
     killed is replaced by a handle with ``begin=True``.
 
     Args:
@@ -182,17 +182,6 @@ class RedisChannel(RowChannel):
     def _call(self, command: Callable[[bool], _T]) -> _T:
         return self._link.call(command)
 
-    @staticmethod
-    def _until(attempt: Callable[[], _T | None], timeout_s: float) -> _T | None:
-        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S[0]
-        while True:
-            done = attempt()
-            left_s = deadline - time.monotonic()
-            if done is not None or left_s <= 0:
-                return done
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(1.5 * pause_s, _PAUSE_S[1])
-
     # -- the workers' end -------------------------------------------------------------------------
 
     def _act(self, worker: str, own: _Own, action: str, *arguments: Any) -> str:
@@ -204,56 +193,51 @@ class RedisChannel(RowChannel):
             raise forgotten_error(worker)
         return answer
 
-    def put(self, delivery: Delivery, *, timeout_s: float) -> None:
-        """See :meth:`RowChannel.put`.
+    def _do(self, method: str, *args: Any) -> Any:
+        return getattr(self, f"_{method}")(*args)
 
-        Raises:
-            DataError: rows with a value that has no safe form.
-        """
-        worker = delivery.worker
-        data = delivery_to_bytes(delivery)
-        sent = "" if delivery.sent is None else delivery.sent
+    def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
+        deadline, pause_s = time.monotonic() + timeout_s, _PAUSE_S[0]
+        if method == "try_put":
+            args = (*args, delivery_to_bytes(*args))
+        while True:
+            done = self._do(method, *args)
+            left_s = deadline - time.monotonic()
+            if done or left_s <= 0:
+                return done
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(1.5 * pause_s, _PAUSE_S[1])
+
+    def _try_put(self, delivery: Delivery, data: bytes) -> bool:
+        worker, sent = delivery.worker, "" if delivery.sent is None else delivery.sent
         place = (delivery.sequence, self.max_size, delivery.claimed)
-
-        def attempt() -> bool | None:
-            with self._mutex:
-                own = self._own.setdefault(worker, _Own())
-                if delivery.sequence < own.deliveries:
-                    return True
-                # Asked first whether there is room: rows are not sent to be refused.
-                answer = self._act(worker, own, "room", *place)
-                if answer == "done":
-                    rest = (delivery.generated, sent, data)
-                    answer = self._act(worker, own, "put", *place, *rest)
-                if answer == "wait":
-                    return None
-                own.claims -= delivery.claimed
-                own.deliveries = delivery.sequence + 1
+        with self._mutex:
+            own = self._own.setdefault(worker, _Own())
+            if delivery.sequence < own.deliveries:
                 return True
+            # Asked first whether there is room: rows are not sent to be refused.
+            answer = self._act(worker, own, "room", *place)
+            if answer == "done":
+                answer = self._act(worker, own, "put", *place, delivery.generated, sent, data)
+            if answer == "wait":
+                return False
+            own.claims -= delivery.claimed
+            own.deliveries = delivery.sequence + 1
+            return True
 
-        if not self._until(attempt, timeout_s):
-            raise queue.Full
+    def _try_claim(self, worker: str, num_rows: int) -> bool:
+        with self._mutex:
+            own = self._own.setdefault(worker, _Own())
+            if self._act(worker, own, "claim", num_rows) == "wait":
+                return False
+            own.claims += num_rows
+            return True
 
-    def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
-        """See :meth:`RowChannel.claim`."""
-
-        def attempt() -> bool | None:
-            with self._mutex:
-                own = self._own.setdefault(worker, _Own())
-                if self._act(worker, own, "claim", num_rows) == "wait":
-                    return None
-                own.claims += num_rows
-                return True
-
-        return self._until(attempt, timeout_s) is not None
-
-    def report(self, worker: str, *, generated: int) -> None:
-        """See :meth:`RowChannel.report`."""
+    def _report(self, worker: str, generated: int) -> None:
         with self._mutex:
             self._act(worker, self._own.setdefault(worker, _Own()), "report", generated)
 
-    def version(self) -> int:
-        """See :meth:`RowChannel.version`."""
+    def _version(self) -> int:
         (version,) = self._link.read(lambda pipe: pipe.hget(self._keys[0], "version"))
         return _whole(version)
 
@@ -315,36 +299,26 @@ class RedisChannel(RowChannel):
         run = state.get(b"run", b"").decode(errors="replace") or uuid.uuid4().hex
         return _Lead(run, _whole(state.get(b"version")), out, closed=b"closed" in state)
 
-    def get(self, *, timeout_s: float) -> Delivery:
-        """See :meth:`RowChannel.get`.
-
-        Bytes that are no delivery are logged and passed over.
-        """
-
-        def attempt() -> Delivery | None:
-            with self._mutex:
-                if self._lead is not None and self._lead.begun and not self._waits():
-                    return None
-                _, number, data = self._leading(wants=True)
-                if not number:
-                    return None
-                lead = self._lead
-                lead.got = number
-                try:
-                    delivery = delivery_from_bytes(data)
-                except DataError as error:
-                    logger.warning(f"channel {self.name!r} held something else: {error}")
-                    return None
-                if delivery.sequence < lead.next.get(delivery.worker, 0):
-                    return None  # a server that came back with old data gives it twice
-                lead.next[delivery.worker] = delivery.sequence + 1
-                lead.out -= delivery.claimed
-                return delivery
-
-        delivery = self._until(attempt, timeout_s)
-        if delivery is None:
-            raise queue.Empty
-        return delivery
+    def _try_get(self) -> Delivery | None:
+        """The next delivery; bytes that are none are logged and passed over."""
+        with self._mutex:
+            if self._lead is not None and self._lead.begun and not self._waits():
+                return None
+            _, number, data = self._leading(wants=True)
+            if not number:
+                return None
+            lead = self._lead
+            lead.got = number
+            try:
+                delivery = delivery_from_bytes(data)
+            except DataError as error:
+                logger.warning(f"channel {self.name!r} held something else: {error}")
+                return None
+            if delivery.sequence < lead.next.get(delivery.worker, 0):
+                return None  # a server that came back with old data gives it twice
+            lead.next[delivery.worker] = delivery.sequence + 1
+            lead.out -= delivery.claimed
+            return delivery
 
     def _waits(self) -> bool:
         """Whether a full call is worth it: something waits, or the server lost this run."""
@@ -358,19 +332,16 @@ class RedisChannel(RowChannel):
         unseen = handed is not None and handed != self._lead.got.encode()
         return bool(size) or unseen or run != self._lead.run.encode()
 
-    def grant(self, num_rows: int) -> None:
-        """See :meth:`RowChannel.grant`."""
+    def _grant(self, num_rows: int) -> None:
         self._leading(num_rows)
 
-    def set_version(self, version: int) -> None:
-        """See :meth:`RowChannel.set_version`."""
+    def _set_version(self, version: int) -> None:
         with self._mutex:
             self._lead = self._lead or self._join()
             self._lead.version = version
         self._leading()
 
-    def workers(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.workers`."""
+    def _workers(self) -> dict[str, WorkerCounts]:
         if self._lead is not None:
             self._leading()  # what a restart has swallowed is noticed here at the latest
         time_, *columns = self._link.read(
@@ -388,8 +359,7 @@ class RedisChannel(RowChannel):
             counts[name.decode(errors="replace")] = known
         return counts
 
-    def forget(self, worker: str) -> WorkerCounts:
-        """See :meth:`RowChannel.forget`."""
+    def _forget(self, worker: str) -> WorkerCounts:
         with self._mutex:
             self._lead = self._lead or self._join()
             arguments = [worker]
@@ -397,18 +367,17 @@ class RedisChannel(RowChannel):
             self._lead.forgotten[worker] = data
         return _counts(data)
 
-    def forgotten(self) -> dict[str, WorkerCounts]:
-        """See :meth:`RowChannel.forgotten`."""
+    def _forgotten(self) -> dict[str, WorkerCounts]:
         (found,) = self._link.read(lambda pipe: pipe.hgetall(self._keys[-1]))
         return {
             name.decode(errors="replace"): _counts(data) for name, data in (found or {}).items()
         }
 
-    def __len__(self) -> int:
+    def _size(self) -> int:
         return self._link.read(lambda pipe: pipe.llen(self._keys[1]))[0] or 0
 
-    def close(self) -> None:
-        """See :meth:`RowChannel.close`; an hour later the server forgets the channel."""
+    def _close(self) -> None:
+        """An hour later the server forgets the channel."""
         with self._mutex:
             self._lead = self._lead or self._join()
             self._lead.closed = True

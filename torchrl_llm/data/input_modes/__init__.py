@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.input_modes.input_mode import HistoryMode, InputMode, message_text
 from torchrl_llm.data.input_modes.token_modes import TextMode, TokensMode
 from torchrl_llm.data.text import ChatFormatter

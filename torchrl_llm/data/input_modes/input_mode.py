@@ -18,12 +18,12 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite
 
-from torchrl_llm.data.column import Chat
-from torchrl_llm.data.containers import ChatHistory
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import message_text
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.data.views import ChatHistory
 from torchrl_llm.errors import DataError
 
 Message = Mapping[str, Any]

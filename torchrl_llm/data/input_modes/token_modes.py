@@ -16,14 +16,15 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl.data import Composite, Unbounded
 
-from torchrl_llm.data.column import Chat, Column
-from torchrl_llm.data.containers import Text
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
 from torchrl_llm.data.input_modes import appending, input_mode
 from torchrl_llm.data.input_modes.input_mode import InputMode, Message, merge_rows
 from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.data.text import ChatFormatter, Encoded
 from torchrl_llm.data.token_facts import TokenFact, by_node, carried_facts
+from torchrl_llm.data.views import Text
 from torchrl_llm.errors import DataError
 
 

@@ -95,7 +95,7 @@ def drop_incomplete(group: Sequence[Trajectory]) -> list[bool]:
     return [
         all(
             (reason := leaf(row, ("tokens", "finish_reason"))) is None
-            or int(reason) != FinishReason.LENGTH
+            or not FinishReason(int(reason)).cut
             for row in trajectory.rows
         )
         for trajectory in group

@@ -17,9 +17,10 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.nodes import leaf, plain_node
 from torchrl_llm.data.rollouts import sampled_tokens
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import DataError
 
@@ -172,7 +173,7 @@ class Trajectory:
         return cut is not None and bool(cut.any()) and not (ended is not None and ended.any())
 
 
-class TrajectoryQueue:
+class TrajectoryQueue(SavedState):
     """Holds rows until their trajectory is done.
 
     Rows of one trajectory have the same ``traj_id`` (and ``agent``, where there is one). Rows
@@ -183,6 +184,8 @@ class TrajectoryQueue:
         traj_key: the trajectory's identifier.
         agent_key: the agent's, of rows that have one.
     """
+
+    saved_rows = ("open",)
 
     def __init__(
         self,
@@ -248,22 +251,6 @@ class TrajectoryQueue:
         rows = [row for held in self.open.values() for row in held]
         self.open.clear()
         return rows
-
-    def state_dict(self) -> dict[str, Any]:
-        """The open trajectories in wire form."""
-        return {
-            "keys": list(self.open),
-            "lengths": [len(held) for held in self.open.values()],
-            "rows": pack_rows(row for held in self.open.values() for row in held),
-        }
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        rows = iter(unpack_row_list(state["rows"]))
-        self.open = {
-            key: [next(rows) for _ in range(length)]
-            for key, length in zip(state["keys"], state["lengths"], strict=True)
-        }
 
 
 class GroupQueue:

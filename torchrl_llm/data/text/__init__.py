@@ -4,7 +4,6 @@
 sampled token again. Each module below it holds one idea.
 """
 
-from torchrl_llm.data.text.continuation import Extension, ForkCause, OnRewrite
-from torchrl_llm.data.text.formatter import ChatFormatter, Encoded, assistant_mask
+from torchrl_llm._imports import lazy
 
-__all__ = ["ChatFormatter", "Encoded", "Extension", "ForkCause", "OnRewrite", "assistant_mask"]
+lazy(__name__)

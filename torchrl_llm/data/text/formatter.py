@@ -22,7 +22,7 @@ from torch import Tensor
 from torchrl._utils import logger
 
 from torchrl_llm._log import tell_once
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord, extend_records
 from torchrl_llm.data.text.call_syntax import NAME, VALUE
@@ -402,7 +402,7 @@ class ChatFormatter:
                 ``on_rewrite="error"``.
         """
         old, new = _sampled_last(_messages(old_messages)), _messages(new_messages)
-        if not new and finish_reason in (FinishReason.LENGTH, FinishReason.ABORT):
+        if not (new or finish_reason is None or finish_reason.whole):
             empty = torch.zeros(0, dtype=torch.int8)
             return Extension(token_ids, token_ids.shape[0], empty, False, None)
         return self._continuation.extend(
@@ -514,7 +514,7 @@ class ChatFormatter:
         covered, finish = record.num_messages, record.finish_reason
         if covered > len(messages):
             return self._fresh(messages, tools, "history_changed", record.num_turns)
-        if covered == len(messages) and finish in (None, FinishReason.LENGTH, FinishReason.ABORT):
+        if covered == len(messages) and (finish is None or not finish.whole):
             return record
         if finish is None and not bool((record.source == Source.SAMPLED).any()):
             return self._fresh(messages, tools, record.fork_cause, record.num_turns)

@@ -25,7 +25,6 @@ from transformers.utils.chat_template_utils import get_json_schema, render_jinja
 
 from torchrl_llm.data.messages import REASONING_KEYS, calls_of, reasoning_of, texts_of
 from torchrl_llm.data.text.codec import ESCAPE, Shield
-from torchrl_llm.data.text.traced import TracedTemplate
 from torchrl_llm.data.watchdog import with_limit
 from torchrl_llm.errors import ConfigError, TemplateError
 
@@ -116,7 +115,6 @@ class Renderer:
         self.variables = dict(variables)
         self.form = form
         self._locator = Locator(shield)
-        self._traced = TracedTemplate(template, variables, self._whole)
         self.has_generation = has_generation(template)
 
     def with_form(self, form: Form) -> Renderer:
@@ -149,10 +147,8 @@ class Renderer:
         if self.form.named_ids:
             messages = with_named_ids(messages)
         prepared = [self._prepare(m, i) for i, m in enumerate(messages)]
-        if generation and self.has_generation:
-            covered, blocks = self._jinja(prepared, tools, add_generation_prompt, True)
-        else:
-            covered, blocks = self._traced.render(prepared, tools, add_generation_prompt), None
+        asked = generation and self.has_generation
+        covered, blocks = self._jinja(prepared, tools, add_generation_prompt, asked)
         text, literals = self.shield.uncover(covered)
         if blocks is not None and literals:
             lengths = [
@@ -174,9 +170,6 @@ class Renderer:
         return Rendered(text, literals, found, blocks)
 
     # -- one call of the template -----------------------------------------------------------------
-
-    def _whole(self, prepared: list[dict], tools: list[dict] | None, prompt: bool) -> str:
-        return self._jinja(prepared, tools, prompt)[0]
 
     def _jinja(
         self, prepared: list[dict], tools: list[dict] | None, prompt: bool, blocks: bool = False

@@ -150,7 +150,7 @@ class ResponseParser:
         message: dict[str, Any] = {
             "role": "assistant",
             "content": self._plain(found.parsed.content),
-            "is_complete": finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS),
+            "is_complete": finish_reason.whole,
             "raw": codec.decode(response if ending.overrun else ending.body),
             **self._plain_tree(found.others),
         }

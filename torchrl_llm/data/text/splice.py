@@ -69,7 +69,7 @@ def read_ending(
     held = max((_held(ids, c.ids) for c in probe.closers), default=0)
     if held:
         return Ending(ids[:-held], ids[-held:], None)
-    stopped = finish_reason in (FinishReason.STOP, FinishReason.TOOL_CALLS)
+    stopped = finish_reason is not None and finish_reason.whole
     if ids and (ids[-1] in codec.eos_ids or (stopped and ids[-1] in codec.special_ids)):
         return Ending(ids[:-1], ids[-1:], None)
     return Ending(ids, [], None)

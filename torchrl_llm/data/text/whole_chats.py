@@ -20,7 +20,7 @@ from tensordict import is_tensorclass
 from torch import Tensor
 
 from torchrl_llm._registry import did_you_mean
-from torchrl_llm.data.column import Chat, chat_of, conversations
+from torchrl_llm.data.chat import Chat, chat_of
 from torchrl_llm.data.text.codec import Codec, Encoding, Piece, Shield
 from torchrl_llm.data.text.compose import assistant_regions, label_tokens
 from torchrl_llm.data.text.families import InverseParser
@@ -208,7 +208,7 @@ def read_text(
     if not is_tensorclass(found):
         chat = chat_of(found, "message")
     else:
-        _, chats = conversations(found._tensordict)
+        chats = found.conversations()
         if len(chats) != 1:
             raise TemplateError(f"the parser of {spec.name!r} gave {len(chats)} conversations")
         chat = chats[0]

@@ -19,7 +19,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.answer_formats import AnswerFormat, check_format, last_boxed
 from torchrl_llm.rewards.code import CodeProblem, HumanEvalRewardParser
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer, read_row
-from torchrl_llm.rewards.ifeval.instructions import Checker
 from torchrl_llm.rewards.math_reward import MATHRewardParser
 from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
 
@@ -212,8 +211,6 @@ class IFEvalEnv(TaskEnv):
         scored_part: ``"answer"``: the model is asked for an answer block, and what stands in it is
             scored. ``"response"``: there is no system prompt, and the whole response behind its
             reasoning is scored, as in the paper; use it to compare with published accuracies.
-        checker: ``"strict"``, or ``"published"`` to compare with published accuracies; see
-            :class:`~torchrl_llm.rewards.ifeval.IfEvalScorer`.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the columns ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``; without it the
@@ -240,11 +237,9 @@ class IFEvalEnv(TaskEnv):
         self,
         *,
         scored_part: Literal["answer", "response"] = "answer",
-        checker: Checker = "strict",
         **kwargs: Any,
     ) -> None:
         self.scored_part = scored_part
-        self.checker = checker
         if scored_part == "response":
             self.SYSTEM_PROMPT = None
         super().__init__(**kwargs)
@@ -261,7 +256,6 @@ class IFEvalEnv(TaskEnv):
         Raises:
             MissingExtraError: a package is missing that some instructions are checked with.
         """
-        needed = ("langdetect",) if self.checker == "strict" else ("langdetect", "nltk", "punkt")
-        for package in needed:
+        for package in ("langdetect", "nltk", "punkt"):
             require(package, extra="ifeval", feature="IFEvalEnv")
-        return IfEvalScorer(scored_part=self.scored_part, checker=self.checker)
+        return IfEvalScorer(scored_part=self.scored_part)

@@ -71,7 +71,7 @@ def read_turns(td: TensorDictBase, next_td: TensorDictBase, mode: InputMode) -> 
     finish = td.get(("tokens", "finish_reason"), None)
     calls = next_td.get(("tools", "num_calls"), None)
     nothing = [False] * size
-    cut = nothing if finish is None else (finish.reshape(size) == FinishReason.LENGTH).tolist()
+    cut = nothing if finish is None else FinishReason.cut_rows(finish.reshape(size)).tolist()
     answered = nothing if calls is None else (calls.reshape(size) > 0).tolist()
     rows = reward_parser.acting_rows(td, next_td)
     return [ModelTurn(row, messages[row], cut[row], answered[row]) for row in rows]

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from tensordict import TensorDictBase
 from torchrl.envs import Transform, TransformedEnv
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.envs.layers import innermost

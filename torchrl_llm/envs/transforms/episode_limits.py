@@ -14,7 +14,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter as _StepCounter
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path

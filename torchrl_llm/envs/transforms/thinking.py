@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import StepCounter as _StepCounter
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord

@@ -12,7 +12,7 @@ from torchrl.data import Composite
 from torchrl.envs import Transform
 
 from torchrl_llm._registry import FullSignature
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import ragged_rows
 from torchrl_llm.data.record import TokenRecord

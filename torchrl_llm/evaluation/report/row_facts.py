@@ -19,7 +19,7 @@ from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
 from torchrl_llm.data.failures import failures_of
 from torchrl_llm.data.messages import message_text

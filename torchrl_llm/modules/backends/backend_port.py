@@ -13,17 +13,19 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.scoring import Support, TokenScorer
+from torchrl_llm._checked import Ge, Gt, In, checked
+from torchrl_llm.data.record import Completion
+from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, DataError, OverlongError, TokenizerError
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
     """Every field that shapes sampling, explicit; nothing comes from a model's generation config.
@@ -57,34 +59,23 @@ class SamplingParams:
         False
     """
 
-    max_new_tokens: int
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    max_new_tokens: Annotated[int, Ge(1)]
+    temperature: Annotated[float, Ge(0)] = 1.0
+    top_p: Annotated[float, In("(0, 1]")] = 1.0
+    top_k: Annotated[int, Ge(0)] = 0
+    min_p: Annotated[float, In("[0, 1)")] = 0.0
+    repetition_penalty: Annotated[float, Gt(0)] = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    num_samples: int = 1
-    seed: int | None = None
+    num_samples: Annotated[int, Ge(1)] = 1
+    seed: Annotated[int, In("[-9223372036854775808, 9223372036854775808)")] | None = None
     ignore_eos: bool = False
     record_support: bool = False
     native: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name, valid, wanted in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", self.temperature >= 0, "at least 0 (0 is greedy)"),
-            ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
-            ("top_k", self.top_k >= 0, "at least 0 (0 is off)"),
-            ("min_p", 0 <= self.min_p < 1, "in [0, 1)"),
-            ("repetition_penalty", self.repetition_penalty > 0, "above 0"),
-            ("num_samples", self.num_samples >= 1, "at least 1"),
-            ("stop", all(self.stop), "without empty strings"),
-            ("seed", self.seed is None or -(2**63) <= self.seed < 2**63, "a number of 64 bits"),
-        ):
-            if not valid:
-                raise ConfigError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
+        if not all(self.stop):
+            raise ConfigError(f"stop must be without empty strings, got {self.stop!r}")
         if self.record_support and (self.repetition_penalty != 1 or self.native):
             changes = ["repetition_penalty"] if self.repetition_penalty != 1 else []
             raise ConfigError(
@@ -116,32 +107,6 @@ class SamplingParams:
     @property
     def _cuts(self) -> bool:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-
-
-class Completion(NamedTuple):
-    """One sampled response.
-
-    Attributes:
-        token_ids: int64 ``[R]`` on the CPU, every sampled token, the one that ended it included.
-        log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the distribution that was
-            sampled (temperature and truncation applied); greedy: under temperature 1.
-        finish_reason: how it ended, decided by the last id and the length, never by text or pads.
-        support: the ids that truncation kept for each token, int32 on the CPU; ``None`` where it
-            was not asked for.
-        versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
-            counts versions itself because its weights may change within a response; ``None`` where
-            the updater of the weights counts.
-        facts: columns ``[R]`` of further per-token facts on the CPU, by the names that they were
-            registered with (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for
-            none.
-    """
-
-    token_ids: Tensor
-    log_probs: Tensor
-    finish_reason: FinishReason
-    support: Support | None = None
-    versions: Tensor | None = None
-    facts: Mapping[str, Tensor] | None = None
 
 
 class EngineStatus(NamedTuple):

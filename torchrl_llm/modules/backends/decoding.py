@@ -220,8 +220,7 @@ class _KeptIds:
         per_row = torch.zeros(len(lengths), dtype=torch.int64)
         per_row.index_add_(0, torch.arange(len(lengths)).repeat_interleave(sizes), counts.long())
         columns = zip(ids.split(per_row.tolist()), counts.split(lengths), strict=True)
-        # Copies, as of everything else in a completion.
-        return [Support(some.clone(), own.clone()) for some, own in columns]
+        return [Support(some, own) for some, own in columns]
 
 
 def _completions(
@@ -240,16 +239,15 @@ def _completions(
     lengths = torch.minimum(stops, limits).tolist()
     stopped = (stops <= limits).tolist()
     supports = [None] * len(lengths) if kept is None else kept.split(lengths)
-    completions = []
-    for row, length in enumerate(lengths):
-        # Copies, for a view would keep the whole batch alive and pickle it.
-        log_probs = log_probs_BR[row, :length].clone()
-        reason = FinishReason.STOP if stopped[row] else FinishReason.LENGTH
-        ids = ids_BR[row, :length].clone()
-        completions.append(Completion(ids, log_probs, reason, supports[row]))
-    recorded = torch.cat([c.log_probs for c in completions])
+    # One copy for all rows, without what lies behind their ends.
+    inside = torch.arange(ids_BR.shape[1]) < torch.tensor(lengths)[:, None]
+    recorded = log_probs_BR[inside]
     if not bool(torch.isfinite(recorded).all()):
         raise BackendError(
             "the model's logits are not finite numbers; its weights or its dtype are broken"
         )
-    return completions
+    columns = (ids_BR[inside].split(lengths), recorded.split(lengths), stopped, supports)
+    return [
+        Completion(ids, scores, FinishReason.STOP if ended else FinishReason.LENGTH, support)
+        for ids, scores, ended, support in zip(*columns, strict=True)
+    ]

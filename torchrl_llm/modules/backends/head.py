@@ -17,12 +17,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.scoring import HeadStates, Support
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import (
@@ -32,6 +33,7 @@ from torchrl_llm.functional import (
     chunked_log_probs,
     support_log_probs,
 )
+from torchrl_llm.functional.logit_form import LogitForm
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
@@ -188,7 +190,7 @@ class LMHead:
     def __init__(
         self, module: nn.Module, *, scale: float = 1.0, softcap: float | None = None
     ) -> None:
-        self.module, self.scale, self.softcap = module, scale, softcap
+        self.module, self.form = module, LogitForm(scale, softcap)
         self._linear()
 
     @classmethod
@@ -210,8 +212,7 @@ class LMHead:
         module = causal.get_output_embeddings()
         if module is None:
             raise ConfigError(f"{type(causal).__name__} has no output embeddings; {_ADVICE}")
-        scale, softcap = _logit_fields(causal.config)
-        head = cls(module, scale=scale, softcap=softcap)
+        head = cls(module, **_logit_form(causal.config)._asdict())
         body = model_body(model)
         if can_be_tried(model):
             _verify(head, model, body)
@@ -335,11 +336,7 @@ class LMHead:
     def logits(self, hidden: Tensor) -> Tensor:
         """All logits of hidden states ``[..., D]``: ``[..., V]``, differentiable, not in chunks."""
         logits = self.module(hidden)
-        if self.scale != 1.0:
-            logits = logits * self.scale
-        if self.softcap is not None:
-            logits = torch.tanh(logits / self.softcap) * self.softcap
-        return logits
+        return self.form.squash(logits if self.form.scale == 1.0 else logits * self.form.scale)
 
     def _linear(self) -> tuple[nn.Linear, nn.Module | None]:
         """The linear layer and the LoRA layer around it, if any."""
@@ -371,8 +368,7 @@ class LMHead:
                 lora.unmerge()
             if not lora.disable_adapters and not lora.merged:
                 low_rank = _adapters(lora, hidden_ND)
-        form = {"scale": self.scale, "softcap": self.softcap, "low_rank": low_rank}
-        return linear.weight, {"bias": linear.bias, **form}
+        return linear.weight, {"bias": linear.bias, **self.form._asdict(), "low_rank": low_rank}
 
 
 def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -392,7 +388,7 @@ def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
     return torch.cat(states, dim=1), torch.cat(columns, dim=1)
 
 
-def _logit_fields(config: Any) -> tuple[float, float | None]:
+def _logit_form(config: Any) -> LogitForm:
     """Factor and cap of the logits from a model's configuration."""
     text = config.get_text_config(decoder=True)
     # Some families (MiniCPM3) compute their factor in a property, which to_dict does not show.
@@ -415,7 +411,7 @@ def _logit_fields(config: Any) -> tuple[float, float | None]:
                 f"the configuration's field {name}={value} is not known to the chunked head; "
                 f"{_ADVICE}"
             )
-    return float(scale), softcap
+    return LogitForm(float(scale), softcap)
 
 
 @contextmanager
@@ -510,12 +506,15 @@ class ValueHead(nn.Module):
         tensor([0., 0., 0.], grad_fn=<SqueezeBackward1>)
     """
 
+    @checked
     def __init__(
-        self, hidden_size: int, *, detach: bool = False, device: torch.device | str | None = None
+        self,
+        hidden_size: Annotated[int, Ge(1)],
+        *,
+        detach: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1:
-            raise ConfigError(f"hidden_size must be at least 1, got {hidden_size}")
         self.detach = detach
         self.linear = nn.Linear(hidden_size, 1, device=device, dtype=torch.float32)
         nn.init.zeros_(self.linear.weight)

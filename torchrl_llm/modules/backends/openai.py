@@ -13,11 +13,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._http import Cancellation, HTTPClient, RequestThreads, server_root
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.logit_scores import only_support, score_logits
@@ -75,6 +76,7 @@ class OpenAIBackend(Backend):
     max_length: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
+    @checked
     def __init__(
         self,
         url: str,
@@ -85,10 +87,10 @@ class OpenAIBackend(Backend):
         eos_token_ids: Sequence[int] | None = None,
         max_length: int | None = None,
         api_key: str | None = None,
-        timeout_s: float = 600.0,
+        timeout_s: Annotated[float, Gt(0)] = 600.0,
         start_timeout_s: float = 30.0,
         max_retries: int = 4,
-        concurrency: int = 64,
+        concurrency: Annotated[int, Ge(1)] = 64,
         on_failure: Literal["raise", "abort"] = "raise",
         on_other_prompt: Literal["raise", "warn"] = "raise",
         in_flight: InFlight = "wait",
@@ -96,17 +98,6 @@ class OpenAIBackend(Backend):
     ) -> None:
         if tokenizer is None and (vocab_size is None or eos_token_ids is None):
             raise ConfigError("without a tokenizer pass vocab_size= and eos_token_ids=")
-        for name, value, known in (
-            ("on_failure", on_failure, ("raise", "abort")),
-            ("on_other_prompt", on_other_prompt, ("raise", "warn")),
-        ):
-            if value not in known:
-                raise ConfigError(f"{name} must be one of {known}, got {value!r}")
-        if concurrency < 1 or timeout_s <= 0:
-            raise ConfigError(
-                f"concurrency must be at least 1 and timeout_s above 0, got {concurrency} and "
-                f"{timeout_s}"
-            )
         self.tokenizer = tokenizer
         self.version: int | None = None
         self.vocab_size = len(tokenizer) if vocab_size is None else vocab_size

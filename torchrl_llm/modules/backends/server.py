@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
+from torchrl_llm._checked import checked
 from torchrl_llm._http import HTTPClient
 from torchrl_llm._imports import require
 from torchrl_llm.errors import (
@@ -34,7 +35,6 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_
 
 InFlight = Literal["wait", "keep", "abort"]
 
-_IN_FLIGHT = ("wait", "keep", "abort")
 # Encoded it grows by a third; a request of this size is parsed in some ten milliseconds.
 _CHUNK_BYTES = 8 << 20
 
@@ -60,6 +60,7 @@ class VLLMServer:
         ConfigError: for a wrong address or an unknown ``in_flight``.
     """
 
+    @checked
     def __init__(
         self,
         url: str | HTTPClient,
@@ -69,8 +70,6 @@ class VLLMServer:
         in_flight: InFlight = "wait",
         exchange_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        if in_flight not in _IN_FLIGHT:
-            raise ConfigError(f"in_flight must be one of {_IN_FLIGHT}, got {in_flight!r}")
         if isinstance(url, HTTPClient) and api_key is not None:
             raise ConfigError("api_key has no effect: the client has its own")
         self._http = url if isinstance(url, HTTPClient) else HTTPClient(url, api_key=api_key)

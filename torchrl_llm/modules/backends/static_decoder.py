@@ -25,7 +25,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -37,6 +37,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from torchrl_llm._checked import check
 from torchrl_llm._log import tell_once
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.attention import longest_plain_row
@@ -45,7 +46,7 @@ from torchrl_llm.modules.backends.cuda_graph import GraphRecorder, Step
 from torchrl_llm.modules.backends.decoding import Decoder
 from torchrl_llm.modules.backends.head import GROUPED, attention_name, causal_model, evaluating
 
-MODES = ("auto", "plain", "graph")
+DecodeMode = Literal["auto", "plain", "graph"]
 
 _RECORDED_ON = "cuda"
 # Fewer steps do not pay for a recording.
@@ -252,9 +253,8 @@ class DecoderChoice:
         ConfigError: for another mode.
     """
 
-    def __init__(self, mode: str) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"decode must be one of {', '.join(MODES)}, got {mode!r}")
+    def __init__(self, mode: DecodeMode) -> None:
+        check("decode", mode, DecodeMode)
         self.mode, self._can_record = mode, True
         # By attention implementation and by device, which may be changed between two calls.
         self._problems: dict[str, str | None] = {}

@@ -10,11 +10,13 @@ Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary,
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm._checked import check
 from torchrl_llm._log import tell_once
 from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
@@ -149,8 +151,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @layout.setter
     def layout(self, layout: str) -> None:
-        if layout not in ("auto", *LAYOUTS):
-            raise ConfigError(f"layout must be auto or one of {', '.join(LAYOUTS)}, got {layout!r}")
+        check("layout", layout, Literal[("auto", *LAYOUTS)])
         if layout not in self.layouts:
             reason = self.why_not_packed or "flash attention cannot show a row a shared prompt"
             raise ConfigError(

@@ -1,34 +1,5 @@
 """Policies: rows of a tensordict through a backend and back."""
 
-from __future__ import annotations
+from torchrl_llm._imports import lazy
 
-from torchrl_llm.data.containers import ChatHistory, LogProbs, Masks, Text, Tokens
-from torchrl_llm.modules.policies.chat_server import ChatServerPolicy
-from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
-from torchrl_llm.modules.policies.model_wrappers import (
-    FakeWrapper,
-    RemoteTransformersWrapper,
-    TransformersWrapper,
-    vLLMWrapper,
-)
-from torchrl_llm.modules.policies.policy_arguments import PolicyOptions
-from torchrl_llm.modules.policies.policy_router import PolicyRouter
-from torchrl_llm.modules.policies.scored_rows import LogProbDistribution, TokenDistribution
-
-__all__ = [
-    "ChatHistory",
-    "ChatServerPolicy",
-    "FakeWrapper",
-    "LLMWrapperBase",
-    "LogProbDistribution",
-    "LogProbs",
-    "Masks",
-    "PolicyOptions",
-    "PolicyRouter",
-    "RemoteTransformersWrapper",
-    "Text",
-    "TokenDistribution",
-    "Tokens",
-    "TransformersWrapper",
-    "vLLMWrapper",
-]
+lazy(__name__)

@@ -13,8 +13,9 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.errors import BackendError, ConfigError
 
 _SETTINGS = ("min_batch_size", "max_batch_size", "timeout_s")
@@ -47,18 +48,14 @@ class RequestBatcher:
         [2, 4]
     """
 
+    @checked
     def __init__(
         self,
         *,
-        min_batch_size: int = 1,
+        min_batch_size: Annotated[int, Ge(1)] = 1,
         max_batch_size: int | None = None,
-        timeout_s: float = 10.0,
+        timeout_s: Annotated[float, Ge(0)] = 10.0,
     ) -> None:
-        if min_batch_size < 1 or timeout_s < 0:
-            raise ConfigError(
-                f"min_batch_size must be at least 1 and batching_timeout at least 0, got "
-                f"{min_batch_size} and {timeout_s}"
-            )
         if max_batch_size is not None and max_batch_size < min_batch_size:
             raise ConfigError(
                 f"max_batch_size={max_batch_size} is below min_batch_size={min_batch_size}"

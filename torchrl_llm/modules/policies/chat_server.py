@@ -19,7 +19,7 @@ from tensordict.nn import TensorDictModuleBase
 
 from torchrl_llm._chat_server import ChatAnswer, ask_chat
 from torchrl_llm._http import Cancellation, HTTPClient, RequestThreads
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.messages import calls_of, canonical_message

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.errors import ConfigError, OverlongError
+from torchrl_llm.errors import OverlongError
 
 _GREW = (
     ". It grew over the turns of a conversation: append torchrl_llm.envs.transforms.ContextLimit("
@@ -97,15 +97,6 @@ def longest_prompt(max_length: int | None, max_prompt_length: int | None) -> int
     """
     room = None if max_length is None else max_length - 1
     return min((n for n in (room, max_prompt_length) if n is not None), default=None)
-
-
-def check_on_overlong(value: str, max_prompt_length: int | None = None) -> OnOverlong:
-    """The value itself, or a :class:`~torchrl_llm.errors.ConfigError` for an impossible one."""
-    if value not in get_args(OnOverlong):
-        raise ConfigError(f"on_overlong must be one of {get_args(OnOverlong)}, got {value!r}")
-    if max_prompt_length is not None and max_prompt_length < 1:
-        raise ConfigError(f"max_prompt_length must be at least 1, got {max_prompt_length}")
-    return value
 
 
 def _last(record: TokenRecord, kept: int) -> TokenRecord:

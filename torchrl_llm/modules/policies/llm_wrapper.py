@@ -12,7 +12,7 @@ import copy
 import inspect
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -20,20 +20,22 @@ from tensordict.nn import TensorDictModuleBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.containers import TokenSupport
+from torchrl_llm.compat.mixins.policy_attributes import WrapperAttributes
+from torchrl_llm.compat.mixins.policy_distributions import WrapperDistributions
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.ragged import read_rows, spread_rows
-from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.record import TokenRecord, respond_records
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, TokenScores
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import added_facts, node_dtypes
+from torchrl_llm.data.views import TokenSupport
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import restrict_logits
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
 from torchrl_llm.modules.policies import outputs, row_blocks, row_readers, scored_rows
 from torchrl_llm.modules.policies.batching import make_batcher
 from torchrl_llm.modules.policies.context_limit import fit_context, longest_prompt
 from torchrl_llm.modules.policies.policy_arguments import (
+    COMMON_NAMES,
     InputMode,
     PolicyOptions,
     common_names,
@@ -42,7 +44,6 @@ from torchrl_llm.modules.policies.policy_arguments import (
     settle_generation,
     take_options,
 )
-from torchrl_llm.modules.policies.wrapper_attributes import WrapperAttributes
 
 _READERS: dict[InputMode, type[row_readers.RowReader]] = {
     "history": row_readers.HistoryRows,
@@ -51,7 +52,7 @@ _READERS: dict[InputMode, type[row_readers.RowReader]] = {
 }
 
 
-class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
+class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBase, TokenScorer):
     """A policy over any :class:`~torchrl_llm.modules.backends.backend_port.Backend`.
 
     With ``generate=True`` it answers ``(input_mode, "prompt")`` and writes prompt, response and
@@ -78,6 +79,9 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         ConfigError: for arguments that contradict each other or would have no effect.
         TypeError: for an unknown argument, with the nearest name.
     """
+
+    COMMON_GENERATION_PARAMS: ClassVar[set[str]] = COMMON_NAMES
+    """Names of generation arguments that every backend takes."""
 
     @take_options
     def __init__(self, backend: Backend, *, tokenizer: Any = None, **options: Any) -> None:
@@ -259,7 +263,7 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
         messages = self.reader.parse(prompts, completions)
         if messages is not None:
             completions = outputs.with_tool_calls(completions, messages)
-        records = outputs.respond(prompts.records, completions, self.policy_version)
+        records = respond_records(prompts.records, completions, self.policy_version)
         flat = outputs.answered_columns(
             prompts.records,
             completions,
@@ -347,72 +351,6 @@ class LLMWrapperBase(WrapperAttributes, TensorDictModuleBase, TokenScorer):
     def naive_scorer(self) -> TokenScorer | None:
         """See :meth:`torchrl_llm.data.scoring.TokenScorer.naive_scorer`."""
         return self.backend.naive_scorer()
-
-    def log_prob(self, tensordict: TensorDictBase, mask_key: NestedKey | None = None) -> Tensor:
-        """Log-probs of whole rows, with gradients where they are enabled.
-
-        Args:
-            tensordict: rows as for ``generate=False``, whatever this policy does in ``forward``.
-            mask_key: mask of the tokens to score, such as ``("masks", "all_assistant_mask")``; all
-                but the first of each row by default.
-
-        Returns:
-            float32 ``[B, T]`` in nats, aligned with the ids of padded rows, and padded on the right
-            for ragged ones; 0.0 at padding, at the first token and outside the mask.
-        """
-        rows = self._whole_rows(tensordict, mask_key)
-        extras = scored_rows.support_extras(rows.supports, rows.select)
-        scores = self.token_scores(
-            rows.token_ids, rows.select, temperature=rows.temperature, extras=extras
-        )
-        mask = spread_rows(rows.select, rows.places).to(scores.log_probs.device)
-        empty = torch.zeros(mask.shape, device=mask.device)
-        return empty.masked_scatter(mask, scores.log_probs)
-
-    def get_dist(
-        self,
-        tensordict: TensorDictBase,
-        tensordict_out: TensorDictBase | None = None,
-        logits_key: NestedKey = "logits",
-        mask_key: NestedKey | None = None,
-        **form: Any,
-    ) -> scored_rows.TokenDistribution:
-        """The distribution that each token of whole rows was drawn from.
-
-        It holds logits over the whole vocabulary, ``[B, T, V]``, and is for looking at; losses use
-        :meth:`token_scores`, which never builds them.
-
-        Args:
-            tensordict: see :meth:`log_prob`.
-            tensordict_out: gets the logits under ``logits_key``, if it is given.
-            logits_key: see above.
-            mask_key: see :meth:`log_prob`.
-            form: TorchRL's ``padding_side`` of ragged rows (``"left"``, the default, or
-                ``"right"``; padded ones stay where they are); and its ``as_padded_tensor``,
-                ``as_nested_tensor``, ``padding_value`` and ``layout``, where they ask for what is
-                returned anyway: dense logits, 0.0 at padding.
-
-        Raises:
-            ConfigError: another form is asked for.
-        """
-        side = scored_rows.check_form(form)
-        rows = self._whole_rows(tensordict, mask_key, side)
-        logits = self.backend.logits(rows.token_ids).float()
-        temperature = rows.temperature
-        if isinstance(temperature, Tensor):
-            temperature = temperature[:, None, None].to(logits.device)
-        # The logits after token t are of token t + 1; nothing predicts the first.
-        shifted = torch.cat([torch.zeros_like(logits[:, :1]), logits[:, :-1] / temperature], dim=1)
-        lengths = [ids.shape[0] for ids in rows.token_ids]
-        logits = [x[:length] for x, length in zip(shifted, lengths, strict=True)]
-        for row, support in enumerate(rows.supports or ()):
-            logits[row] = restrict_logits(logits[row], *support.to(shifted.device))
-        shifted = spread_rows(logits, rows.places)
-        if tensordict_out is not None:
-            tensordict_out.set(logits_key, shifted)
-        return scored_rows.TokenDistribution(
-            shifted, spread_rows(rows.select, rows.places).to(shifted.device)
-        )
 
     def _whole_rows(
         self, tensordict: TensorDictBase, mask_key: NestedKey | None, side: str = "right"

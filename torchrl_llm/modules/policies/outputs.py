@@ -16,122 +16,13 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data import token_facts
-from torchrl_llm.data.containers import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.ragged import pad_rows, ragged_rows, read_rows, spread_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.data.token_facts import TokenFact
-from torchrl_llm.errors import DataError
+from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
-from torchrl_llm.modules.policies.row_readers import KeyNames, continues
-
-
-def respond(
-    prompts: Sequence[TokenRecord], completions: Sequence[Completion], policy_version: int
-) -> list[TokenRecord]:
-    """Append a completion to each prompt; the batched form of ``TokenRecord.respond``.
-
-    Args:
-        prompts: ``B`` records.
-        completions: ``B`` sampled responses.
-        policy_version: version of the weights that sampled them, where a completion does not tell
-            it.
-
-    Returns:
-        ``B`` records, whose tensors are views of one tensor a field. All registered facts are among
-        them, with their defaults where neither prompt nor completion has them.
-
-    Raises:
-        DataError: a completion's fact is not registered, or of another dtype or length.
-
-    Example:
-        >>> prompt = TokenRecord.from_prompt(torch.tensor([5]), torch.tensor([1]), 1)
-        >>> done = Completion(torch.tensor([7]), torch.tensor([-0.5]), FinishReason.STOP)
-        >>> [record] = respond([prompt], [done], 3)
-        >>> record.policy_version.tolist(), record.turn.tolist(), record.num_messages
-        ([-1, 3], [-1, 0], 2)
-    """
-    sizes = [completion.token_ids.shape[0] for completion in completions]
-    longest = max(sizes, default=0)
-    turns = [_turn(prompt) for prompt in prompts]
-    # One tensor of each turn number serves every row: slices of it are free.
-    by_turn = {t: torch.full((longest,), t, dtype=torch.int16) for t in set(turns)}
-    sampled = torch.full((longest,), int(Source.SAMPLED), dtype=torch.int8)
-    versions = torch.full((longest,), policy_version, dtype=torch.int32)
-    fields = {
-        "token_ids": [c.token_ids for c in completions],
-        "source": [sampled[:size] for size in sizes],
-        "turn": [by_turn[t][:size] for t, size in zip(turns, sizes, strict=True)],
-        "policy_version": [
-            versions[:size] if c.versions is None else c.versions
-            for c, size in zip(completions, sizes, strict=True)
-        ],
-        "log_probs": [c.log_probs for c in completions],
-    }
-    lengths = [p.token_ids.shape[0] + size for p, size in zip(prompts, sizes, strict=True)]
-    columns = {
-        name: _join([getattr(p, name) for p in prompts], fields[name]).split(lengths)
-        for name in token_facts.RECORD_COLUMNS
-    }
-    for fact in _given_facts(prompts, completions, sizes):
-        before = [p.facts.get(fact.name) for p in prompts]
-        new = [None if c.facts is None else c.facts.get(fact.name) for c in completions]
-        starts = [len(prompt.token_ids) for prompt in prompts]
-        columns[fact.name] = _join(_filled(fact, before, starts), _filled(fact, new, sizes)).split(
-            lengths
-        )
-    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-    return [
-        TokenRecord.of(
-            rows[row],
-            num_messages=prompt.num_messages + (not continues(prompt)),
-            finish_reason=completion.finish_reason,
-            response_start=_response_start(prompt),
-            fork_cause=prompt.fork_cause,
-            support=prompt.support_with(completion.support, sizes[row]),
-            earlier_turns=prompt.earlier_turns,
-        )
-        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True))
-    ]
-
-
-def _given_facts(
-    prompts: Sequence[TokenRecord], completions: Sequence[Completion], sizes: Sequence[int]
-) -> list[TokenFact]:
-    """The registered facts, after a check of those that came with completions and prompts."""
-    for completion, size in zip(completions, sizes, strict=True):
-        for name, values in (completion.facts or {}).items():
-            fact = token_facts.find_fact(name)
-            if not fact.wired or name in token_facts.RECORD_COLUMNS:
-                raise DataError(
-                    f"a completion cannot carry {name!r} in its facts: only facts that were "
-                    "registered with wired=True travel with it"
-                )
-            fact.check(values, size)
-    for name in {name for prompt in prompts for name in prompt.facts}:
-        token_facts.find_fact(name)
-    return token_facts.added_facts()
-
-
-def _filled(fact: TokenFact, rows: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
-    """Rows of a fact, with its default where a row has none."""
-    pairs = zip(rows, sizes, strict=True)
-    return [fact.filled(size) if row is None else row for row, size in pairs]
-
-
-def _turn(prompt: TokenRecord) -> int:
-    # A response that was cut goes on in the same turn; one that was only forced begins a turn.
-    begun = continues(prompt) and bool((prompt.turn[prompt.response_start :] >= 0).any())
-    return prompt.num_turns - begun
-
-
-def _response_start(prompt: TokenRecord) -> int:
-    return prompt.response_start if continues(prompt) else prompt.token_ids.shape[0]
-
-
-def _join(before: Sequence[Tensor], after: Sequence[Tensor]) -> Tensor:
-    return torch.cat([part for pair in zip(before, after, strict=True) for part in pair])
+from torchrl_llm.modules.policies.row_readers import KeyNames
 
 
 def answered_columns(

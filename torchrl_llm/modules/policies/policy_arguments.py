@@ -6,16 +6,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 from warnings import warn
 
 import torch
 from tensordict.utils import NestedKey
 
+from torchrl_llm._checked import Ge, check, checked
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
-from torchrl_llm.modules.policies.context_limit import OnOverlong, check_on_overlong
+from torchrl_llm.modules.policies.context_limit import OnOverlong
 
 DEFAULT_MAX_NEW_TOKENS = 256
 """Length of a response when ``max_new_tokens`` is not given."""
@@ -67,6 +68,7 @@ COMMON_NAMES = {*_COMMON}
 """Names of generation arguments that every backend takes."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
     """Arguments that every policy takes next to its model and its tokenizer.
@@ -150,7 +152,7 @@ class PolicyOptions:
     batching_timeout: float = 10.0
     prefer_tokens: bool = True
     on_overlong: OnOverlong = "error"
-    max_prompt_length: int | None = None
+    max_prompt_length: Annotated[int, Ge(1)] | None = None
     policy_version: int = 0
 
     def __post_init__(self) -> None:
@@ -162,7 +164,6 @@ class PolicyOptions:
             }
             object.__setattr__(self, "tokenizer_kwargs", kept or None)
         check_mode(self.input_mode, self.layout, vars(self))
-        check_on_overlong(self.on_overlong, self.max_prompt_length)
 
     def changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
         """Arguments of a policy with some of them changed; what then has no effect is left out.
@@ -224,8 +225,6 @@ def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[s
         ConfigError: for an unknown mode, a layout that is not offered, or the first argument
             without effect.
     """
-    if input_mode not in get_args(InputMode):
-        raise ConfigError(f"input_mode must be one of {get_args(InputMode)}, got {input_mode!r}")
     if layout not in (None, torch.strided):
         raise ConfigError(
             f"layout must be None or torch.strided, got {layout}: rows are ragged lists or padded, "
@@ -383,8 +382,7 @@ def settle_generation(
         )
     arguments = parse_generate_kwargs(kwargs, backend)
     samples = _agree("num_samples", num_samples, arguments.num_samples)
-    if samples is not None and samples < 1:
-        raise ConfigError(f"num_samples must be at least 1, got {samples}")
+    check("num_samples", samples, Annotated[int, Ge(1)] | None)
     if not generate:
         scoring = SamplingParams(max_new_tokens=DEFAULT_MAX_NEW_TOKENS)
         return GenerationArguments(scoring, False, True, samples)

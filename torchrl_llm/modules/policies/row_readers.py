@@ -18,9 +18,9 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
-from torchrl_llm.data.column import Chat, Column
-from torchrl_llm.data.containers import ChatHistory, Text
-from torchrl_llm.data.enums import FinishReason, Source
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.enums import Source
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import pad_rows
 from torchrl_llm.data.record import TokenRecord
@@ -28,12 +28,12 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.text.codec import Codec, Piece
 from torchrl_llm.data.token_facts import RECORD_COLUMNS, TokenFact, added_facts, find_fact
+from torchrl_llm.data.views import ChatHistory, Text
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion
 from torchrl_llm.modules.policies.row_blocks import chat_rows, object_rows, tensor_rows
 
 Blocks = Sequence[TensorDictBase]
-_CUT = (FinishReason.LENGTH, FinishReason.ABORT)
 _CUT_CHARACTER = "\ufffd"
 _TOKENIZER = frozenset({"add_special_tokens", "split_special_tokens", "truncation", "max_length"})
 
@@ -414,7 +414,7 @@ class HistoryRows(RowReader):
         messages = []
         for record, completion in zip(prompts.records, completions, strict=True):
             asked, said = record.token_ids, completion.token_ids
-            if continues(record):
+            if record.continues:
                 asked, begun = asked[: record.response_start], asked[record.response_start :]
                 said = torch.cat([begun, said])
             messages.append(self.formatter.parse_response(asked, said, completion.finish_reason))
@@ -427,7 +427,7 @@ class HistoryRows(RowReader):
         answers = [Chat([message]) for message in messages]
         rows = zip(prompts.records, prompts.chats, answers, records, strict=True)
         wholes = [
-            ((chat[:-1] if continues(before) else chat) + answer).with_record(record)
+            ((chat[:-1] if before.continues else chat) + answer).with_record(record)
             for before, chat, answer, record in rows
         ]
         size = torch.Size([len(wholes)])
@@ -451,16 +451,6 @@ class HistoryRows(RowReader):
             self.names.history: ChatHistory._from_tensordict(node),
             self.names.text: _text({"full": texts}),
         }
-
-
-def continues(record: TokenRecord) -> bool:
-    """Whether an answer to this prompt goes on with the response that the prompt ends with.
-
-    Args:
-        record: of a prompt. One that was only cut is a prompt as it is; one that was followed by
-            anything lost its finish reason.
-    """
-    return record.finish_reason in _CUT and record.response_start is not None
 
 
 class TokensRows(RowReader):

@@ -1,4 +1,4 @@
-"""Whole rows that are scored: which tokens, how, and the distributions of these for inspection.
+"""Whole rows that are scored: which tokens, and how.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary.
 """
@@ -6,16 +6,17 @@ Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
-from torch.distributions import Categorical, Distribution, constraints
 
+from torchrl_llm.data.ragged import spread_rows
 from torchrl_llm.data.scoring import ScoreExtras, Support
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
+from torchrl_llm.functional import restrict_logits
 from torchrl_llm.modules.policies.row_blocks import tensor_rows
 from torchrl_llm.modules.policies.row_readers import KeyNames, RowReader
 
@@ -36,6 +37,21 @@ class WholeRows(NamedTuple):
     temperature: float | Tensor
     supports: list[Support] | None
     places: Tensor
+
+    def extras(self) -> ScoreExtras | None:
+        """What to ask a scorer for so that tokens are scored on the ids that sampling kept."""
+        return support_extras(self.supports, self.select)
+
+    def spread(self, rows: Sequence[Tensor]) -> Tensor:
+        """Values of each token as a dense ``[B, T, ...]``, 0 at padding."""
+        return spread_rows(rows, self.places)
+
+    def restricted(self, logits: Sequence[Tensor]) -> list[Tensor]:
+        """Logits ``[T_b, V]`` of each row, on the ids that sampling kept."""
+        if self.supports is None:
+            return list(logits)
+        pairs = zip(logits, self.supports, strict=True)
+        return [restrict_logits(row, *support.to(row.device)) for row, support in pairs]
 
 
 def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | Tensor:
@@ -92,97 +108,3 @@ def select_tokens(
                 f"{valid.shape[0]} tokens"
             )
     return [m[: v.shape[0]].bool() & v for m, v in zip(masks, scorable, strict=True)]
-
-
-# What get_dist returns, in TorchRL's words.
-_FORM = {
-    "as_padded_tensor": (None, True),
-    "as_nested_tensor": (None, False),
-    "padding_value": (None, 0, 0.0),
-    "padding_side": ("left", "right"),
-    "layout": (None, torch.strided),
-}
-
-
-def check_form(form: Mapping[str, Any]) -> str:
-    """Refuse another form of logits than dense ones padded with 0.0; returns the side of padding.
-
-    Args:
-        form: TorchRL's arguments of ``get_dist`` by name.
-
-    Raises:
-        ConfigError: for a value that asks for another form.
-        TypeError: for an unknown name.
-    """
-    for name, value in form.items():
-        if name not in _FORM:
-            raise TypeError(f"get_dist() has no argument {name!r}; the form takes {sorted(_FORM)}")
-        if value not in _FORM[name]:
-            raise ConfigError(
-                f"{name} must be one of {_FORM[name]}, got {value!r}: logits are dense [B, T, V], "
-                "padded with 0.0; cut them by the mask for other forms"
-            )
-    return form.get("padding_side", "left")
-
-
-class TokenDistribution(Categorical):
-    """What each token was drawn from: index ``t`` is p(x_t | x_<t), not the model's next token.
-
-    Args:
-        logits: float ``[B, T, V]``.
-        mask: bool ``[B, T]``; 0.0 outside of it.
-
-    Example:
-        >>> dist = TokenDistribution(torch.zeros(1, 2, 4), torch.tensor([[False, True]]))
-        >>> dist.log_prob(torch.tensor([[3, 3]]))
-        tensor([[ 0.0000, -1.3863]])
-    """
-
-    def __init__(self, logits: Tensor, mask: Tensor) -> None:
-        super().__init__(logits=logits, validate_args=False)
-        self.mask = mask
-
-    def log_prob(self, value: Tensor) -> Tensor:
-        """Log-probs, float ``[B, T]`` in nats, of int64 ``[B, T]``, 0.0 outside the mask."""
-        return torch.where(self.mask, super().log_prob(value), 0.0)
-
-    def entropy(self) -> Tensor:
-        """Entropies, float ``[B, T]`` in nats, 0.0 outside the mask."""
-        return torch.where(self.mask, super().entropy(), 0.0)
-
-
-class LogProbDistribution(Distribution):
-    """Given log-probs of given tokens, where a distribution is expected.
-
-    Args:
-        log_probs: float ``[B, T]`` in nats.
-        mask: bool ``[B, T]``; log-probs outside of it are 0.0. All by default.
-
-    Example:
-        >>> LogProbDistribution(torch.tensor([[0.0, -1.5]])).log_prob()
-        tensor([[ 0.0000, -1.5000]])
-    """
-
-    arg_constraints: ClassVar[dict] = {}
-    support = constraints.nonnegative_integer
-
-    def __init__(self, log_probs: Tensor, mask: Tensor | None = None) -> None:
-        super().__init__(batch_shape=log_probs.shape, validate_args=False)
-        self.mask = torch.ones_like(log_probs, dtype=torch.bool) if mask is None else mask
-        self.log_probs = log_probs
-
-    def log_prob(self, value: Tensor | None = None) -> Tensor:
-        """The log-probs, 0.0 outside the mask.
-
-        Args:
-            value: the tokens that they belong to, int64 ``[B, T]``; only its shape is checked.
-
-        Raises:
-            ValueError: for tokens of another shape.
-        """
-        if value is not None and value.shape != self.log_probs.shape:
-            raise ValueError(
-                f"these log-probs belong to tokens of shape {tuple(self.log_probs.shape)}, got "
-                f"{tuple(value.shape)}"
-            )
-        return torch.where(self.mask, self.log_probs, 0.0)

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from torchrl_llm._ray import RemoteObject, get, require_ray
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
-from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadBook, LoadSnapshot, Strategy
+from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadBook, LoadSnapshot
 from torchrl_llm.modules.remote.replica import VersionMismatch
-from torchrl_llm.modules.remote.replica_supervisor import PoolTable, ReplicaAddress
+from torchrl_llm.modules.remote.replica_supervisor import PoolTable
+from torchrl_llm.modules.remote.revived_actor import Life
 
 _REFRESH_S = 0.5
 _PAUSE_S = 0.1
@@ -49,15 +50,6 @@ class Part:
     result: Any = None
 
 
-class Balancing(NamedTuple):
-    """Arguments of a :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`."""
-
-    strategy: Strategy | Sequence[Strategy]
-    prefix_length: int | None
-    overload_threshold: float
-    sample_size: int | None
-
-
 class Dispatcher:
     """Sends parts to replicas; any number of threads may.
 
@@ -65,7 +57,7 @@ class Dispatcher:
         supervisor: of the pool.
         num_replicas: of the pool.
         what: the pool; begins error messages.
-        balancing: how a replica is chosen.
+        balance: makes what chooses a replica.
         max_retries: how often a part is tried again.
     """
 
@@ -75,7 +67,7 @@ class Dispatcher:
         *,
         num_replicas: int,
         what: str,
-        balancing: Balancing,
+        balance: Callable[[Dispatcher], LoadBalancer],
         max_retries: int,
     ) -> None:
         self.supervisor = supervisor
@@ -83,22 +75,16 @@ class Dispatcher:
         self._lock = threading.Lock()
         self._refreshing = threading.Lock()
         self._table: PoolTable | None = None
-        self._addresses: dict[int, ReplicaAddress] = {}
+        self._lives: dict[int, Life] = {}
         self._seen_s = 0.0
         self._book = LoadBook()
-        self._balancer = LoadBalancer(
-            self,
-            balancing.strategy,
-            balancing.prefix_length,
-            balancing.overload_threshold,
-            sample_size=balancing.sample_size,
-        )
+        self._balancer = balance(self)
 
-    def addresses(self) -> dict[int, ReplicaAddress]:
+    def serving(self) -> dict[int, RemoteObject]:
         """The replicas that serve, as the supervisor knows them now."""
         self.table()
         with self._lock:
-            return dict(self._addresses)
+            return {index: self._lives[index].remote for index in sorted(self._lives)}
 
     def loads(self) -> list[LoadSnapshot]:
         """What is known of the replicas, with the requests of this process up to this moment."""
@@ -131,8 +117,8 @@ class Dispatcher:
             with self._lock:
                 self._table, self._seen_s = table, time.monotonic()
                 self._book.told(table.loads)
-                if table.addresses is not None:
-                    self._addresses = dict(table.addresses)
+                if table.lives is not None:
+                    self._lives = dict(table.lives)
             return table
         finally:
             self._refreshing.release()
@@ -152,7 +138,7 @@ class Dispatcher:
         ray = require_ray(self._what)
         deadline = time.monotonic() + timeout_s
         waiting: list[Part] = list(parts)
-        running: dict[Any, tuple[Part, ReplicaAddress]] = {}
+        running: dict[Any, tuple[Part, int, Life]] = {}
         try:
             while waiting or running:
                 waiting = [part for part in waiting if not self._send(part, running)]
@@ -164,13 +150,13 @@ class Dispatcher:
                     time.sleep(pause)
                     continue
                 for ref in ray.wait(list(running), num_returns=1, timeout=pause)[0]:
-                    part, address = running.pop(ref)
-                    self._count(address.index, -part.num_rows)
-                    if not self._take(part, ref, address):
+                    part, index, life = running.pop(ref)
+                    self._count(index, -part.num_rows)
+                    if not self._take(part, ref, index, life):
                         waiting.append(part)
         finally:
-            for part, address in running.values():
-                self._count(address.index, -part.num_rows)
+            for part, index, _ in running.values():
+                self._count(index, -part.num_rows)
         if running:
             self.supervisor.submit("suspect")
 
@@ -189,30 +175,30 @@ class Dispatcher:
             return False
         index = self._balancer.select_actor_index(part.prompt, exclude=part.tried, loads=allowed)
         with self._lock:
-            address = self._addresses.get(index)
-        if address is None:
+            life = self._lives.get(index)
+        if life is None:
             return False
-        ref = address.remote.submit(part.method, *part.args)
+        ref = life.remote.submit(part.method, *part.args)
         self._count(index, part.num_rows)
-        running[ref] = (part, address)
+        running[ref] = (part, index, life)
         return True
 
-    def _take(self, part: Part, ref: Any, address: ReplicaAddress) -> bool:
+    def _take(self, part: Part, ref: Any, index: int, life: Life) -> bool:
         """Take the answer; whether the part is over."""
         try:
-            part.result = get(ref, timeout_s=60.0, what=address.remote.what)
+            part.result = get(ref, timeout_s=60.0, what=life.remote.what)
             return True
         except VersionMismatch:
             # It is about to get them, or about to be built again; both take a moment.
-            part.tried.add(address.index)
+            part.tried.add(index)
             time.sleep(_PAUSE_S)
             self.table()
             return False
         except BackendError as error:
-            part.tried.add(address.index)
+            part.tried.add(index)
             part.failures.append(error)
             if isinstance(error, WorkerError):
-                self._report(address, error)
+                self._report(index, life, error)
             else:
                 # Its engine may have died; whether it did is the supervisor's to find out.
                 self.supervisor.submit("suspect")
@@ -222,13 +208,13 @@ class Dispatcher:
                 raise
             return True
 
-    def _report(self, address: ReplicaAddress, error: Exception) -> None:
+    def _report(self, index: int, life: Life, error: Exception) -> None:
         with self._lock:
-            if self._addresses.get(address.index) is address:
-                del self._addresses[address.index]
-                self._book.lost(address.index)
+            if self._lives.get(index) is life:
+                del self._lives[index]
+                self._book.lost(index)
         reason = f"a client saw {type(error).__name__}: {error}"
-        self.supervisor.call("report", address.index, address.incarnation, reason, timeout_s=60.0)
+        self.supervisor.call("report", index, life.number, reason, timeout_s=60.0)
         self.table()
 
     def _check_alive(self) -> None:

@@ -37,11 +37,18 @@ from torchrl_llm.modules.backends.backend_port import (
     SamplingParams,
 )
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
-from torchrl_llm.modules.remote.dispatch import Balancing, Dispatcher, Part
+from torchrl_llm.modules.remote.dispatch import Dispatcher, Part
 from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource, PackedCompletions
 from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
 from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor, free_place
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
+
+
+def _fact(name: str) -> Any:
+    def of_the_replicas(pool: EnginePool) -> Any:
+        return getattr(pool._started()[1], name)
+
+    return property(of_the_replicas, doc=f"``{name}`` of the replicas.")
 
 
 class EnginePool(Backend):
@@ -126,7 +133,13 @@ class EnginePool(Backend):
         self._freed: threading.Event | None = None  # set when the supervisor's place is given back
         if sample_size is None and num_replicas > 8:
             sample_size = 2
-        self._balancing = Balancing(strategy, prefix_length, overload_threshold, sample_size)
+        self._balance = partial(
+            LoadBalancer,
+            strategy=strategy,
+            prefix_length=prefix_length,
+            overload_threshold=overload_threshold,
+            sample_size=sample_size,
+        )
         self._max_retries = max_retries
         self._on_failure = on_failure
         self._timeout_s = timeout_s
@@ -153,7 +166,7 @@ class EnginePool(Backend):
             supervisor,
             num_replicas=self.num_replicas,
             what=self.spec.what,
-            balancing=self._balancing,
+            balance=self._balance,
             max_retries=self._max_retries,
         )
 
@@ -253,30 +266,11 @@ class EnginePool(Backend):
             return False
         return self._minimum > 0 or self._dispatcher.recent().digest is not None
 
-    @property
-    def vocab_size(self) -> int:
-        """That of the replicas."""
-        return self._started()[1].vocab_size
-
-    @property
-    def max_length(self) -> int | None:
-        """That of the replicas."""
-        return self._started()[1].max_length
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]:
-        """Those of the replicas."""
-        return self._started()[1].eos_token_ids
-
-    @property
-    def native_arguments(self) -> frozenset[str]:
-        """Those of the replicas."""
-        return self._started()[1].native_arguments
-
-    @property
-    def records_support(self) -> bool:
-        """Whether the replicas do."""
-        return self._started()[1].records_support
+    vocab_size = _fact("vocab_size")
+    max_length = _fact("max_length")
+    eos_token_ids = _fact("eos_token_ids")
+    native_arguments = _fact("native_arguments")
+    records_support = _fact("records_support")
 
     @property
     def version(self) -> int:
@@ -311,8 +305,8 @@ class EnginePool(Backend):
 
     def replica_pids(self) -> dict[int, int]:
         """Process of each serving replica, by its index."""
-        addresses = self._started()[0].addresses()
-        return {index: address.remote.pid() for index, address in addresses.items()}
+        serving = self._started()[0].serving()
+        return {index: remote.pid() for index, remote in serving.items()}
 
     def loads(self) -> list[LoadSnapshot]:
         """What is known of the replicas, with the requests of this process up to this moment."""
@@ -480,13 +474,13 @@ class EnginePool(Backend):
             WorkerError: a replica died or did not answer in time, or none serves.
             Exception: what the method raised.
         """
-        addresses = self._started()[0].addresses()
-        if not addresses:
+        serving = self._started()[0].serving()
+        if not serving:
             raise WorkerError(f"{self.spec.what}: no replica serves at the moment")
         limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
         refs = [
-            addresses[index].remote.submit("apply", method, args, kwargs, lane="change")
-            for index in sorted(addresses)
+            remote.submit("apply", method, args, kwargs, lane="change")
+            for remote in serving.values()
         ]
         return get(refs, timeout_s=limit, what=f"{method} on the replicas of {self.spec.what}")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
 from torchrl_llm._ray import get
+from torchrl_llm._threads import PauseGate
 from torchrl_llm.data.ragged import RaggedColumn
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import WeightUpdateError, WorkerError
@@ -95,7 +96,7 @@ class Replica:
 
     def __init__(self, factory: Callable[[], Backend], *, timeout_s: float = 300.0) -> None:
         self.backend = factory()
-        self._gate = _Gate(timeout_s)
+        self._gate, self._timeout_s = PauseGate(), timeout_s
         self._version = 0
         # Until somebody says a version, whoever samples counts by itself.
         self._told = False
@@ -107,14 +108,10 @@ class Replica:
 
     def facts(self) -> ReplicaFacts:
         """What never changes about the backend."""
-        backend = self.backend
-        return ReplicaFacts(
-            backend.vocab_size,
-            backend.max_length,
-            tuple(backend.eos_token_ids),
-            frozenset(backend.native_arguments),
-            backend.records_support,
-            backend.num_copies,
+        facts = ReplicaFacts(*(getattr(self.backend, name) for name in ReplicaFacts._fields))
+        return facts._replace(
+            eos_token_ids=tuple(facts.eos_token_ids),
+            native_arguments=frozenset(facts.native_arguments),
         )
 
     def status(self) -> ReplicaStatus:
@@ -208,20 +205,29 @@ class Replica:
             source = get(source, timeout_s=timeout_s, what="the source of weights")
         # Requests go on until the weights are here.
         incoming = open_source(source, version=version)
-        with self._changing(timeout_s):
+        gate = nullcontext(True) if self._changes_within else self._gate.pause(timeout_s=timeout_s)
+        with gate as is_alone:
+            if not is_alone:
+                raise WeightUpdateError(
+                    f"{self._gate.num_working} requests ran on for {timeout_s:g} s while new "
+                    "weights waited; the old ones stay"
+                )
             receipts = self.backend.update_weights(incoming, version=version)
             self._version, self._told = version, True
         return receipts
 
     @contextmanager
     def _serving(self, num_prompts: int, versions: Versions) -> Iterator[None]:
+        limit = self._timeout_s
         with self._lock:
             if not self._requests:
                 self._progress = time.monotonic()
             self._requests += num_prompts
         try:
-            shared = nullcontext() if self._changes_within else self._gate.shared()
-            with shared:
+            gate = nullcontext(True) if self._changes_within else self._gate.work(timeout_s=limit)
+            with gate as enters:
+                if not enters:
+                    raise WorkerError(f"an update of weights went on for {limit:g} s")
                 if not versions.accepts(self._version):
                     raise VersionMismatch(
                         f"the replica holds version {self._version} of the weights; the request "
@@ -234,58 +240,6 @@ class Replica:
                 self._completed += num_prompts
                 self._progress = time.monotonic()
 
-    def _changing(self, timeout_s: float) -> AbstractContextManager[None]:
-        return nullcontext() if self._changes_within else self._gate.alone(timeout_s)
-
     @property
     def _changes_within(self) -> bool:
         return self.backend.counts_versions or self.backend.begins_to_count
-
-
-class _Gate:
-    """Many share it, or one has it alone; who waits to be alone comes before new sharers."""
-
-    def __init__(self, timeout_s: float) -> None:
-        self._changed = threading.Condition()
-        self._timeout_s = timeout_s
-        self._sharers = 0
-        self._waiting = 0
-        self._alone = False
-
-    @contextmanager
-    def shared(self) -> Iterator[None]:
-        with self._changed:
-            if not self._changed.wait_for(
-                lambda: not (self._alone or self._waiting), self._timeout_s
-            ):
-                raise WorkerError(f"an update of weights went on for {self._timeout_s:g} s")
-            self._sharers += 1
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._sharers -= 1
-                self._changed.notify_all()
-
-    @contextmanager
-    def alone(self, timeout_s: float) -> Iterator[None]:
-        with self._changed:
-            self._waiting += 1
-            try:
-                if not self._changed.wait_for(
-                    lambda: not (self._alone or self._sharers), timeout_s
-                ):
-                    raise WeightUpdateError(
-                        f"{self._sharers} requests ran on for {timeout_s:g} s while new weights "
-                        "waited; the old ones stay"
-                    )
-                self._alone = True
-            finally:
-                self._waiting -= 1
-                self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._alone = False
-                self._changed.notify_all()

@@ -23,13 +23,11 @@ from torchrl_llm._ray import ActorOptions, RemoteObject, get, require_ray
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.remote.balancer import LoadSnapshot
-from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource
 from torchrl_llm.modules.remote.replica import Replica, ReplicaFacts, ReplicaStatus
+from torchrl_llm.modules.remote.revived_actor import Life, RevivedActor, Sent, SentWeights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _STARTERS = 256
-_BACKOFF_S = 0.5
-_MOST_DELTAS = 8
 _STATES = ("serving", "waiting", "starting", "failed")
 
 
@@ -77,22 +75,14 @@ class PoolSpec:
             )
 
 
-class ReplicaAddress(NamedTuple):
-    """Where a replica is; another incarnation is another process."""
-
-    index: int
-    incarnation: int
-    remote: RemoteObject
-
-
 class PoolTable(NamedTuple):
     """What a client knows of a pool.
 
     Attributes:
-        membership: rises when a replica comes or goes.
+        membership: another number when a replica has come or gone.
         version: of the weights that every replica holds at least.
         digest: of these weights; ``None`` for those that the factory made.
-        addresses: of the replicas that serve, by index; ``None`` where the client knows them.
+        lives: of the replicas that serve, by index; ``None`` where the client knows them.
         loads: of all replicas.
         failed: why replicas were given up, by index.
     """
@@ -100,33 +90,23 @@ class PoolTable(NamedTuple):
     membership: int
     version: int
     digest: str | None
-    addresses: dict[int, ReplicaAddress] | None
+    lives: dict[int, Life] | None
     loads: list[LoadSnapshot]
     failed: dict[int, str]
-
-
-class _Sent(NamedTuple):
-    source: Any  # None for one that could be opened only once
-    version: int
-    kind: str
-
-    def open(self, timeout_s: float) -> WeightSource:
-        if isinstance(self.source, WeightSource):
-            return self.source
-        return get(self.source, timeout_s=timeout_s, what="the source of weights")
 
 
 @dataclass(eq=False)
 class _Member:
     index: int
-    incarnation: int = 0
-    remote: RemoteObject | None = None
-    # "waiting": built, and for weights that can be had only when they are sent next.
-    state: Literal["starting", "waiting", "serving", "failed"] = "starting"
-    reason: str = ""
-    failures: int = 0
+    actor: RevivedActor
     status: ReplicaStatus | None = None
-    probe: tuple[Any, float] | None = None
+    probe: _Probe | None = None
+
+
+class _Probe(NamedTuple):
+    life: Life
+    ref: Any
+    asked_s: float
 
 
 class Supervisor:
@@ -139,20 +119,30 @@ class Supervisor:
 
     def __init__(self, spec: PoolSpec, place: str) -> None:
         self._spec, self._place = spec, place
-        self._members = [_Member(index) for index in range(spec.num_replicas)]
-        self._lock = threading.RLock()
-        self._updating = threading.Lock()
+        self._weights = SentWeights()
+        self._members = [_Member(i, self._actor(i)) for i in range(spec.num_replicas)]
         self._stopped = threading.Event()
         self._starting = threading.Lock()
         self._facts: ReplicaFacts | None = None
         self._look = threading.Event()
-        self._membership = 0
-        self._version = 0
-        self._digest: str | None = None
-        # What a new replica must be given, in this order, to hold the current weights.
-        self._sent: tuple[_Sent, ...] = ()
+        # The version of the weights, and their digest as they arrived.
+        self._current: tuple[int, str | None] = (0, None)
         self._group: Any = None
-        self._rebuilt = 0
+
+    def _actor(self, index: int) -> RevivedActor:
+        limit = self._spec.options.timeout_s
+
+        def bring(remote: RemoteObject, sent: Sent) -> None:
+            args = (sent.source, sent.version, limit)
+            remote.call("update_weights", *args, timeout_s=limit + 1)
+
+        return RevivedActor(
+            partial(self._create, index),
+            what=f"replica {index} of {self._spec.what}",
+            bring=bring,
+            weights=self._weights,
+            max_restarts=self._spec.max_failures - 1,
+        )
 
     # -- start and end ------------------------------------------------------------------------
 
@@ -173,16 +163,15 @@ class Supervisor:
             return self._facts
 
     def _start(self) -> ReplicaFacts:
+        actors = [member.actor for member in self._members]
         try:
             self._reserve()
-            with ThreadPoolExecutor(min(_STARTERS, len(self._members))) as pool:
-                remotes = list(pool.map(self._create, range(len(self._members))))
-            facts = [remote.call("facts") for remote in remotes]
+            with ThreadPoolExecutor(min(_STARTERS, len(actors))) as pool:
+                list(pool.map(RevivedActor.start, actors))
+            facts = [actor.remote.call("facts") for actor in actors]
         except BaseException:
             self.stop()
             raise
-        for member, remote in zip(self._members, remotes, strict=True):
-            self._admit(member, remote)
         threading.Thread(target=self._watch, daemon=True).start()
         return facts[0]
 
@@ -190,10 +179,8 @@ class Supervisor:
         """End all replicas and give their place back."""
         self._stopped.set()
         ray = require_ray(self._spec.what)
-        with self._lock:
-            for member in self._members:
-                if member.remote is not None:
-                    member.remote.shutdown()
+        for member in self._members:
+            member.actor.end()
         if self._group is not None:
             ray.util.remove_placement_group(self._group)
 
@@ -238,29 +225,23 @@ class Supervisor:
         """Where the replicas are and what they do.
 
         Args:
-            known: the membership that the caller knows; the addresses are left out where it is
-                still so.
+            known: the membership that the caller knows; the lives are left out where it is still
+                so.
         """
-        with self._lock:
-            addresses = None
-            if known != self._membership:
-                addresses = {
-                    m.index: ReplicaAddress(m.index, m.incarnation, m.remote)
-                    for m in self._members
-                    if m.state == "serving"
-                }
-            return PoolTable(
-                self._membership,
-                self._version,
-                self._digest,
-                addresses,
-                [_load(member) for member in self._members],
-                {m.index: m.reason for m in self._members if m.state == "failed"},
-            )
+        lives = {m.index: m.actor.current for m in self._members if m.actor.state == "serving"}
+        membership = hash(tuple((index, life.number) for index, life in lives.items()))
+        failed = {m.index: m.actor.failure for m in self._members if m.actor.state == "failed"}
+        return PoolTable(
+            membership,
+            *self._current,
+            None if membership == known else lives,
+            [_load(member) for member in self._members],
+            {index: f"{type(why).__name__}: {why}" for index, why in failed.items()},
+        )
 
-    def report(self, index: int, incarnation: int, reason: str) -> None:
+    def report(self, index: int, life: int, reason: str) -> None:
         """A client says that a replica is of no use any more: it died, or its engine did."""
-        self._retire(self._members[index], incarnation, reason)
+        self._retire(self._members[index], life, WorkerError(reason))
 
     def suspect(self) -> None:
         """A client got no answer: look at once."""
@@ -268,13 +249,12 @@ class Supervisor:
 
     def stats(self) -> dict[str, Any]:
         """Version, replicas by state, and how many were built again."""
-        with self._lock:
-            states = [member.state for member in self._members]
-            return {
-                "version": self._version,
-                "rebuilt": self._rebuilt,
-                **{state: states.count(state) for state in _STATES},
-            }
+        states = [member.actor.state for member in self._members]
+        return {
+            "version": self._current[0],
+            "rebuilt": sum(member.actor.restarts for member in self._members),
+            **{state: states.count(state) for state in _STATES},
+        }
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -301,71 +281,53 @@ class Supervisor:
             WeightUpdateError: no replica got them.
             WorkerError: no replica serves, or none answered.
         """
-        with self._updating:
-            if version < self._version:
+        with self._weights.lock:
+            if version < self._current[0]:
                 raise ConfigError(
-                    f"version {version} of the weights comes after version {self._version}"
+                    f"version {version} of the weights comes after version {self._current[0]}"
                 )
-            with self._lock:
-                targets = [(m, m.incarnation, m.remote) for m in self._members]
-                targets = [t for t in targets if t[0].state in ("serving", "waiting")]
+            targets = [(m, m.actor.current) for m in self._members if m.actor.is_up]
             if not targets:
                 raise WorkerError(f"{self._spec.what}: no replica serves, so none can be updated")
             refs = [
-                remote.submit("update_weights", source, version, timeout_s, lane="change")
-                for _, _, remote in targets
+                life.remote.submit("update_weights", source, version, timeout_s, lane="change")
+                for _, life in targets
             ]
             receipts, errors = self._gather(refs, targets, timeout_s)
-            unknown = {i for i, error in errors.items() if isinstance(error, WorkerError)}
-            for member, incarnation, _ in targets:
-                # It may hold these weights or not, or take them when nobody waits any more.
-                if member.index in unknown:
-                    self._retire(member, incarnation, str(errors[member.index]))
+            if receipts:
+                sent = Sent(source if reusable else None, version, kind)
+                self._weights.add(sent, timeout_s=timeout_s)
+                self._current = (version, receipts[0].digest)
+            for member, life in targets:
+                error = errors.get(member.index)
+                if error is None:
+                    member.actor.serve()
+                elif receipts or isinstance(error, WorkerError):
+                    # It may hold these weights or not, or take them when nobody waits any more.
+                    why = WorkerError(f"version {version} did not arrive: {error}")
+                    self._retire(member, life.number, why)
             if not receipts:
                 raise next(iter(errors.values()))
-            self._remember(_Sent(source if reusable else None, version, kind), timeout_s)
-            with self._lock:
-                self._version, self._digest = version, receipts[0].digest
-            for member, incarnation, remote in targets:
-                if member.index in errors:
-                    reason = f"version {version} did not arrive: {errors[member.index]}"
-                    self._retire(member, incarnation, reason)
-                elif member.state == "waiting":
-                    self._admit(member, remote)
             return receipts
 
     def _gather(
-        self, refs: list[Any], targets: list[tuple[_Member, int, RemoteObject]], timeout_s: float
+        self, refs: list[Any], targets: list[tuple[_Member, Life]], timeout_s: float
     ) -> tuple[list[WeightReceipt], dict[int, Exception]]:
         deadline = time.monotonic() + timeout_s + self._spec.interval_s
         receipts: list[WeightReceipt] = []
         errors: dict[int, Exception] = {}
-        for ref, (member, _, remote) in zip(refs, targets, strict=True):
+        for ref, (member, life) in zip(refs, targets, strict=True):
             try:
                 left = max(0.05, deadline - time.monotonic())
-                got = remote.result(ref, timeout_s=left, call="an update of the weights")
+                got = life.remote.result(ref, timeout_s=left, call="an update of the weights")
                 if receipts and got[0].digest != receipts[0].digest:
                     raise WeightUpdateError(
-                        f"{remote.what} got {got[0].digest}, others {receipts[0].digest}"
+                        f"{life.remote.what} got {got[0].digest}, others {receipts[0].digest}"
                     )
                 receipts.extend(got)
             except Exception as error:  # the edge: what a replica raised becomes its failure
                 errors[member.index] = error
         return receipts, errors
-
-    def _remember(self, sent: _Sent, timeout_s: float) -> None:
-        """Keep what a new replica needs, and not more of it than a few times the weights."""
-        before = () if sent.kind == "full" else self._sent
-        if sent.kind == "adapter":
-            before = tuple(old for old in before if old.kind != "adapter")
-        self._sent = (*before, sent)
-        kinds = [old.kind for old in self._sent]
-        whole = kinds[0] == "full" and set(kinds[1:]) == {"delta"}
-        if whole and len(kinds) > _MOST_DELTAS and all(old.source for old in self._sent):
-            weights = {}
-            for old in self._sent:
-                weights.update(old.open(timeout_s).receive())
-            self._sent = (_Sent(ObjectStoreSource.put(weights), sent.version, "full"),)
 
     # -- watching -----------------------------------------------------------------------------
 
@@ -380,113 +342,55 @@ class Supervisor:
 
     def _probe_all(self) -> None:
         ray = require_ray(self._spec.what)
-        with self._lock:
-            up = ("serving", "waiting")
-            serving = [(m, m.incarnation) for m in self._members if m.state in up]
-            for member, _ in serving:
-                if member.probe is None:
-                    ref = member.remote.submit("status", lane="control")
-                    member.probe = (ref, time.monotonic())
-            probes = {member.probe[0]: (member, life) for member, life in serving}
+        probes = {probe.ref: (m, probe) for m in self._members if (probe := _probe(m)) is not None}
         if not probes:
             return
         refs = list(probes)
         ready, late = ray.wait(refs, num_returns=len(refs), timeout=self._spec.interval_s)
         for ref in ready:
-            member, incarnation = probes[ref]
+            member, probe = probes[ref]
+            member.probe = None
             try:
                 status = get(ref, timeout_s=5.0, what=f"the status of replica {member.index}")
+                member.status = status
+                if status.completed:
+                    member.actor.failures = 0
+                self._check(status)
             except Exception as error:  # the edge: no status is a sign of death
-                self._retire(member, incarnation, str(error))
-                continue
-            with self._lock:
-                if member.incarnation == incarnation:
-                    member.probe, member.status = None, status
-                    if status.completed:
-                        member.failures = 0
-            if status.broken is not None:
-                self._retire(member, incarnation, f"its engine is broken: {status.broken}")
-            elif status.idle_s > self._spec.stall_timeout_s:
-                self._retire(
-                    member,
-                    incarnation,
-                    f"no progress with {status.requests} requests for {status.idle_s:.0f} s",
-                )
+                self._retire(member, probe.life.number, error)
         for ref in late:
-            member, incarnation = probes[ref]
-            silent = time.monotonic() - (member.probe or (None, time.monotonic()))[1]
+            member, probe = probes[ref]
+            silent = time.monotonic() - probe.asked_s
             if silent > self._spec.health_timeout_s:
-                self._retire(member, incarnation, f"no heartbeat for {silent:.0f} s")
+                self._retire(
+                    member, probe.life.number, WorkerError(f"no heartbeat for {silent:.0f} s")
+                )
 
-    # -- rebuilding ---------------------------------------------------------------------------
+    def _check(self, status: ReplicaStatus) -> None:
+        if status.broken is not None:
+            raise WorkerError(f"its engine is broken: {status.broken}")
+        if status.idle_s > self._spec.stall_timeout_s:
+            raise WorkerError(
+                f"no progress with {status.requests} requests for {status.idle_s:.0f} s"
+            )
 
-    def _retire(self, member: _Member, incarnation: int, reason: str) -> None:
-        with self._lock:
-            alive = member.state in ("serving", "waiting")
-            if member.incarnation != incarnation or not alive or self._stopped.is_set():
-                return
-            logger.warning(f"{member.remote.what}: {reason}; it is built again")
-            member.state, member.reason = "starting", reason
-            member.failures += 1
-            member.probe = member.status = None
-            self._membership += 1
-            # One that hangs would keep its resources.
-            member.remote.shutdown()
-        threading.Thread(target=self._rebuild, args=(member,), daemon=True).start()
+    def _retire(self, member: _Member, life: int, failure: Exception) -> None:
+        """End a replica, and build it again in a thread."""
+        if member.actor.lose(failure, life):
+            logger.warning(f"{member.actor.what}: {failure}; it is built again")
+            member.status = None
+            threading.Thread(target=member.actor.revive, daemon=True).start()
 
-    def _rebuild(self, member: _Member) -> None:
-        while not self._stopped.is_set():
-            if member.failures >= self._spec.max_failures:
-                with self._lock:
-                    member.state = "failed"
-                    self._membership += 1
-                return
-            remote = None
-            try:
-                remote = self._create(member.index)
-                self._catch_up(member, remote)
-                return
-            except Exception as error:  # the edge: a failed start is tried again
-                if remote is not None:
-                    remote.shutdown()
-                with self._lock:
-                    member.failures += 1
-                    member.reason = f"{type(error).__name__}: {error}"
-                self._stopped.wait(_BACKOFF_S * 2**member.failures)
 
-    def _catch_up(self, member: _Member, remote: RemoteObject) -> None:
-        """Give a new replica the current weights and, in the moment that it has them, work."""
-        done: tuple[_Sent, ...] = ()
-        limit = self._spec.options.timeout_s
-        while True:
-            with self._updating:
-                sent = self._sent
-                if any(old.source is None for old in sent):
-                    self._admit(member, remote, state="waiting")
-                    return
-                if sent == done or self._stopped.is_set():
-                    self._admit(member, remote)
-                    return
-            todo = sent[len(done) :] if sent[: len(done)] == done else sent
-            for old in todo:
-                remote.call("update_weights", old.source, old.version, limit, timeout_s=limit + 1)
-            done = sent
-
-    def _admit(
-        self,
-        member: _Member,
-        remote: RemoteObject,
-        state: Literal["serving", "waiting"] = "serving",
-    ) -> None:
-        with self._lock:
-            if self._stopped.is_set():
-                remote.shutdown()
-                return
-            if member.remote is not remote:
-                self._rebuilt += member.remote is not None
-                member.incarnation += 1
-            member.remote, member.state = remote, state
-            self._membership += 1
+def _probe(member: _Member) -> _Probe | None:
+    """The question for its status that a replica has not answered yet; ``None`` while it starts."""
+    if not member.actor.is_up:
+        return None
+    life, probe = member.actor.current, member.probe
+    if probe is None or probe.life is not life:
+        ref = life.remote.submit("status", lane="control")
+        probe = member.probe = _Probe(life, ref, time.monotonic())
+    return probe
 
 
 def free_place(name: str) -> None:
@@ -503,9 +407,7 @@ def free_place(name: str) -> None:
 
 
 def _load(member: _Member) -> LoadSnapshot:
-    status = member.status
+    status, serves = member.status, member.actor.state == "serving"
     if status is None:
-        return LoadSnapshot(member.index, 0, None, member.state == "serving")
-    return LoadSnapshot(
-        member.index, status.requests, status.cache_usage, member.state == "serving"
-    )
+        return LoadSnapshot(member.index, 0, None, serves)
+    return LoadSnapshot(member.index, status.requests, status.cache_usage, serves)

@@ -17,8 +17,8 @@ from torchrl_llm import functional as F
 from torchrl_llm._registry import register
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path, group_value
+from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
-from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.argument_checks import check_choice, check_positive, check_share
 from torchrl_llm.objectives.credit.comparing import (
@@ -43,7 +43,7 @@ _COLUMNS = {
 }
 
 
-class PolicyShift:
+class PolicyShift(SavedState):
     r"""Keeps a few rows of a batch, and scores them once the policy has been updated.
 
     The mean of ``k3`` over their sampled tokens estimates :math:`KL(\pi_{then} \| \pi_{now})` in
@@ -69,6 +69,8 @@ class PolicyShift:
         >>> shift.measure()
         0.0
     """
+
+    saved_rows = ("_rows",)
 
     def __init__(self, policy: TokenScorer, *, num_rows: int = 8) -> None:
         if not isinstance(policy, TokenScorer):
@@ -143,14 +145,6 @@ class PolicyShift:
         if any(value is None for column in columns for value in column):
             return None
         return ScoreExtras(support=Support.of_rows(*columns, masks))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The kept rows in wire form."""
-        return {"rows": pack_rows(self._rows) if self._rows else None}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        self._rows = [] if state["rows"] is None else unpack_row_list(state["rows"])
 
 
 @register("advantages", "spo")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from torchrl_llm import modules
-from torchrl_llm.data.column import Chat
+from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.data_config import ROWS

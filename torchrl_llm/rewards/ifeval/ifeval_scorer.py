@@ -27,7 +27,7 @@ from torchrl_llm.data.ragged import ragged_rows, read_rows
 from torchrl_llm.data.specs import ColumnSpec, RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.answer_block import ResponseParts, split_response
-from torchrl_llm.rewards.ifeval.instructions import Checker, Verdict, ensure_checker, verify
+from torchrl_llm.rewards.ifeval.instructions import Verdict, verify
 from torchrl_llm.rewards.reward_parser import RewardParser, RewardScore
 from torchrl_llm.rewards.reward_runner import Outcome
 
@@ -312,13 +312,10 @@ class IfEvalScorer(RewardParser):
         scored_part: ``"answer"`` looks at the last answer block, and at nothing where there is
             none; ``"response"`` at all behind the reasoning, as the paper does, with no bonus for
             blocks.
-        checker: ``"strict"``, a reward that is harder to hack, or ``"published"``, for accuracies
-            to compare with published ones; see :func:`~torchrl_llm.rewards.ifeval.verify`.
         kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`, but for its keys.
 
     Raises:
-        ConfigError: for weights that are not four numbers, or an unknown ``scored_part`` or
-            ``checker``.
+        ConfigError: for weights that are not four numbers, or an unknown ``scored_part``.
 
     Example:
         >>> example = IFEvalExample(["punctuation:no_comma"], [{}])
@@ -344,7 +341,6 @@ class IfEvalScorer(RewardParser):
         format_weights: Sequence[float] | None = None,
         verbose: bool = False,
         scored_part: Literal["answer", "response"] = "answer",
-        checker: Checker = "strict",
         **kwargs: Any,
     ) -> None:
         if "in_keys" in kwargs:
@@ -355,7 +351,6 @@ class IfEvalScorer(RewardParser):
             raise ConfigError(f"format_weights must be four finite numbers, got {weights}")
         if scored_part not in ("answer", "response"):
             raise ConfigError(f"scored_part must be 'answer' or 'response', got {scored_part!r}")
-        ensure_checker(checker)
         if format_weights is not None and aggregate_reward is not True:
             raise ConfigError("format_weights has no effect unless aggregate_reward is True")
         self.instruction_ids_key = instruction_ids_key
@@ -371,7 +366,6 @@ class IfEvalScorer(RewardParser):
         self.format_weights = weights
         self.verbose = verbose
         self.scored_part = scored_part
-        self.checker = checker
 
     # Reading
 
@@ -420,7 +414,7 @@ class IfEvalScorer(RewardParser):
             # As it was written: without its last line, a response that ends a line is whole.
             _, closed, text = response.rpartition("</think>")
             text = text.lstrip() if closed else text
-        verdict = verify(text, answer.instruction_ids, answer.arguments, checker=self.checker)
+        verdict = verify(text, answer.instruction_ids, answer.arguments)
         if self.verbose:
             pairs = zip(answer.instruction_ids, verdict.strict, verdict.loose, strict=True)
             logger.info(f"prompt {answer.key} {answer.prompt!r}: {text!r} -> {list(pairs)}")

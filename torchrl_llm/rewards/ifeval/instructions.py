@@ -2,15 +2,14 @@
 
 An instruction knows nothing of environments, rows or rewards. Its module registers it under the
 name that datasets use (``"length_constraints:number_words"``), and :func:`check` calls it with
-arguments that were read from a row. What a row gets wrong (an unknown name, a missing argument, a
+arguments that were read from a row. What a row gets wrong (an unknown name, a missing argument, an
 unknown relation) is a ``RewardError``, never a verdict.
 
 Strict and loose (arXiv:2311.07911, section 2.2): strictly, the response as it is follows the
 instruction; loosely, at least one of eight forms of it does, which forgives an opening sentence
 ("Sure, here it is:"), a closing one, and markup by stars.
 
-Next: ``torchrl_llm.rewards.ifeval.paper_instructions`` has the instructions,
-``torchrl_llm.rewards.ifeval.published_instructions`` those of the published checker;
+Next: ``torchrl_llm.rewards.ifeval.paper_instructions`` has the instructions;
 :mod:`torchrl_llm.rewards.ifeval.ifeval_scorer` turns verdicts into rewards.
 """
 
@@ -19,19 +18,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from torchrl_llm._registry import did_you_mean
-from torchrl_llm.errors import ConfigError, RewardError
+from torchrl_llm.errors import RewardError
 
 Relation = Literal["at least", "less than"]
-Checker = Literal["strict", "published"]
 
 INSTRUCTIONS: dict[str, Instruction] = {}
-"""The instructions by name, as the strict checker reads them."""
-
-PUBLISHED: dict[str, Instruction] = {}
-"""Those of them that the published checker reads in another way."""
+"""The instructions by name."""
 
 
 def holds(count: int, relation: Relation, bound: int) -> bool:
@@ -134,12 +129,8 @@ class Instruction:
         return bool(response.strip()) and bool(self.function(response, **read))
 
 
-def instruction(
-    name: str, *, checker: Checker = "strict"
-) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-    """Register a function as the instruction of that name.
-
-    A new instruction of your own is one function, which both checkers find:
+def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
+    """Register a function as the instruction of that name; one of your own too.
 
     Example:
         >>> @instruction("example:polite")
@@ -151,58 +142,35 @@ def instruction(
     """
 
     def register(function: Callable[..., bool]) -> Callable[..., bool]:
-        registry = PUBLISHED if checker == "published" else INSTRUCTIONS
-        if name in registry:
+        if name in INSTRUCTIONS:
             raise ValueError(f"there is an instruction {name!r} already")
-        registry[name] = Instruction(name, function)
+        INSTRUCTIONS[name] = Instruction(name, function)
         return function
 
     return register
 
 
-def ensure_checker(checker: Any) -> None:
-    """Refuse what is no checker.
-
-    Raises:
-        ConfigError: for another than ``"strict"`` or ``"published"``.
-    """
-    if checker not in get_args(Checker):
-        raise ConfigError(f"checker must be 'strict' or 'published', got {checker!r}")
-
-
-def find(name: Any, checker: Checker = "strict") -> Instruction:
+def find(name: Any) -> Instruction:
     """The instruction of that name.
 
     Raises:
-        ConfigError: for an unknown checker.
         RewardError: for a name that is not registered.
     """
-    ensure_checker(checker)
-    if isinstance(name, str) and checker == "published" and name in PUBLISHED:
-        return PUBLISHED[name]
     if isinstance(name, str) and name in INSTRUCTIONS:
         return INSTRUCTIONS[name]
     hint = did_you_mean(name, INSTRUCTIONS)
     raise RewardError(f"unknown instruction {name!r}, there are {len(INSTRUCTIONS)}{hint}")
 
 
-def check(
-    name: str,
-    response: str,
-    arguments: Mapping[str, Any] | None = None,
-    *,
-    checker: Checker = "strict",
-) -> bool:
+def check(name: str, response: str, arguments: Mapping[str, Any] | None = None) -> bool:
     """Whether a response follows one instruction.
 
     Args:
         name: a key of ``INSTRUCTIONS``.
         response: what the model wrote.
         arguments: of the instruction; ``None`` values count as not given.
-        checker: see :func:`verify`.
 
     Raises:
-        ConfigError: for an unknown checker.
         MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
         RewardError: for an unknown name or wrong arguments.
 
@@ -211,11 +179,7 @@ def check(
         >>> check("punctuation:no_comma", "Neither this nor that.")
         True
     """
-    return find(name, checker).follows(response, arguments)
-
-
-# Four times the longest answer that a prompt asks for; each instruction reads it nine times.
-_LONGEST = 1 << 15
+    return find(name).follows(response, arguments)
 
 
 class Verdict(NamedTuple):
@@ -251,29 +215,20 @@ def verify(
     response: str,
     instruction_ids: Sequence[str],
     arguments: Iterable[Mapping[str, Any] | None],
-    *,
-    checker: Checker = "strict",
 ) -> Verdict:
     r"""Both verdicts on every instruction of a prompt.
-
-    For the strict checker, a response of more than 32,768 characters follows none.
 
     Args:
         response: what the model wrote.
         instruction_ids: names of the instructions.
         arguments: of each instruction; ``None`` values count as not given.
-        checker: ``"strict"`` for the words of an instruction
-            (``paper_instructions``), ``"published"`` for the
-            verdicts of the program that published accuracies are by
-            (``published_instructions``). Either gives both verdicts.
 
     Raises:
-        ConfigError: for an unknown checker.
         MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
         RewardError: for an unknown instruction, wrong arguments, or none at all.
 
     Example:
-        >>> verify("Sure:\nno comma here", ["change_case:english_lowercase"], [{}])
+        >>> verify("Sure, so:\nno comma here", ["punctuation:no_comma"], [{}])
         Verdict(strict=(False,), loose=(True,))
     """
     arguments = list(arguments)
@@ -282,13 +237,11 @@ def verify(
             "a prompt needs as many arguments as instructions, and at least one of them; got "
             f"{len(instruction_ids)} instructions and {len(arguments)} arguments"
         )
-    if checker == "strict" and len(response) > _LONGEST:
-        return Verdict(*[(False,) * len(arguments)] * 2)
     forms = loose_forms(response)
     strict, loose = [], []
     for name, given in zip(instruction_ids, arguments, strict=True):
-        instruction = find(name, checker)
-        strict.append(instruction.follows(response, given))
+        found = find(name)
+        strict.append(found.follows(response, given))
         # The response is its own first form.
-        loose.append(strict[-1] or any(instruction.follows(form, given) for form in forms[1:]))
+        loose.append(strict[-1] or any(found.follows(form, given) for form in forms[1:]))
     return Verdict(tuple(strict), tuple(loose))

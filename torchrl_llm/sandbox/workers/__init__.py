@@ -5,20 +5,6 @@ Tools and rewards use them; neither knows of conversations or tensordicts.
 Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` has both.
 """
 
-from torchrl_llm.sandbox.workers.worker_pool import (
-    DaemonThreads,
-    RemoteCallError,
-    RemoteDiedError,
-    RemoteRaisedError,
-    RemoteTimeoutError,
-    WorkerPool,
-)
+from torchrl_llm._imports import lazy
 
-__all__ = [
-    "DaemonThreads",
-    "RemoteCallError",
-    "RemoteDiedError",
-    "RemoteRaisedError",
-    "RemoteTimeoutError",
-    "WorkerPool",
-]
+lazy(__name__)

@@ -17,7 +17,7 @@ from weights.learner import assert_same_model
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.collectors.weight_update import vLLMUpdater
 from torchrl_llm.data import FinishReason
-from torchrl_llm.data.containers import Text
+from torchrl_llm.data.views import Text
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
 from torchrl_llm.modules import (
     AsyncVLLM,

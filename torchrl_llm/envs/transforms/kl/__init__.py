@@ -1,20 +1,5 @@
 """Divergence from a reference policy: measured per row, penalised in the reward."""
 
-from torchrl_llm.envs.transforms.kl.kl_penalty import (
-    KLComputation,
-    KLRewardTransform,
-    KLTransform,
-    RetrieveKL,
-)
-from torchrl_llm.envs.transforms.kl.ray_kl import RayKLRewardTransform, RayRetrieveKL
-from torchrl_llm.envs.transforms.retrieve_scores import RetrieveLogProb
+from torchrl_llm._imports import lazy
 
-__all__ = [
-    "KLComputation",
-    "KLRewardTransform",
-    "KLTransform",
-    "RayKLRewardTransform",
-    "RayRetrieveKL",
-    "RetrieveKL",
-    "RetrieveLogProb",
-]
+lazy(__name__)

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 import torch
 from torch import Tensor
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
 from torchrl_llm._ray import ActorOptions, require_ray
 from torchrl_llm.assets import embedded_model_path
@@ -28,7 +29,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 from torchrl_llm.modules.backends.vllm.backend import VLLMBackend
 from torchrl_llm.modules.backends.vllm.build import build_engine
-from torchrl_llm.modules.backends.vllm.engine_loop import IN_FLIGHT, EngineRequest, InFlight
+from torchrl_llm.modules.backends.vllm.engine_loop import EngineRequest, InFlight
 from torchrl_llm.modules.model_loading import load_tokenizer
 from torchrl_llm.modules.remote.dispatch import Part
 from torchrl_llm.modules.remote.pool import EnginePool
@@ -116,6 +117,7 @@ class AsyncVLLM(EnginePool):
         >>> policy = vLLMWrapper(engine, input_mode="history")  # doctest: +SKIP
     """
 
+    @checked
     def __init__(
         self,
         engine_args: Any = None,
@@ -123,7 +125,7 @@ class AsyncVLLM(EnginePool):
         actor_class: type[ServedEngine] | None = None,
         enable_prefix_caching: bool | None = None,
         *,
-        num_devices: int | None = None,
+        num_devices: Annotated[int, Ge(1)] | None = None,
         num_cpus: float = 1.0,
         in_flight: InFlight = "wait",
         seeded: bool = True,
@@ -133,8 +135,6 @@ class AsyncVLLM(EnginePool):
         start_timeout_s: float = 600.0,
         **settings: Any,
     ) -> None:
-        if in_flight not in IN_FLIGHT:
-            raise ConfigError(f"in_flight must be one of {IN_FLIGHT}, got {in_flight!r}")
         model, engine = _engine_options(engine_args)
         if enable_prefix_caching is not None:
             engine["enable_prefix_caching"] = enable_prefix_caching
@@ -525,8 +525,6 @@ def _on_cpu() -> bool:
 
 
 def _num_gpus(num_devices: int | None, gpus: float) -> float:
-    if num_devices is not None and num_devices < 1:
-        raise ConfigError(f"num_devices must be at least 1, got {num_devices}")
     if num_devices is None:
         return 1.0 if gpus else 0.0
     # The devices of a vLLM that computes on the CPU are processes.

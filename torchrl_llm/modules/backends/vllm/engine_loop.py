@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
+from torchrl_llm._checked import check
 from torchrl_llm.errors import BackendError, ConfigError, TorchRLLLMError, WorkerError
 
 InFlight = Literal["wait", "keep", "abort"]
-IN_FLIGHT = ("wait", "keep", "abort")
 
 
 class EngineRequest(NamedTuple):
@@ -313,8 +313,7 @@ class EngineLoop:
             BackendError: the engine failed.
             WorkerError: it made no progress for ``timeout_s`` seconds.
         """
-        if in_flight not in IN_FLIGHT:
-            raise ConfigError(f"in_flight must be one of {IN_FLIGHT}, got {in_flight!r}")
+        check("in_flight", in_flight, InFlight)
         if self._owner == threading.get_ident():
             self._depth += 1
             try:

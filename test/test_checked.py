@@ -1,0 +1,166 @@
+"""Arguments checked by their annotations, and every one of the package refuses what it should."""
+
+from __future__ import annotations
+
+import ast
+import math
+import numbers
+import pkgutil
+import warnings
+from dataclasses import dataclass, fields, is_dataclass, replace
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, Literal, get_args, get_origin
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import torchrl_llm
+from torchrl_llm._checked import CHECKED, Ge, Gt, In, checked, rules_of
+from torchrl_llm.errors import ConfigError
+
+ROOT = Path(torchrl_llm.__file__).parent
+
+
+@checked
+def draw(
+    samples: Annotated[int, Ge(1)],
+    top_p: Annotated[float, In("(0, 1]")] = 1.0,
+    *,
+    seconds: Annotated[float, Gt(0, finite=True)] | None = None,
+    kind: Literal["fast", "slow"] | list = "fast",
+    free: int = 0,
+    later: Later | None = None,
+):
+    return samples, top_p, seconds, kind, free
+
+
+class Later:
+    """A name that the annotation above reads before it is there."""
+
+
+@checked
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    steps: Annotated[int, Ge(0)] = 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"samples": 0}, "samples must be at least 1, got 0"),
+        ({"samples": 1.5}, "samples must be a whole number at least 1, got 1.5"),
+        ({"samples": True}, "samples must be at least 1, got True"),
+        ({"samples": "3"}, "samples must be a whole number at least 1, got '3'"),
+        ({"top_p": 0}, r"top_p must be in \(0, 1\], got 0"),
+        ({"top_p": math.nan}, r"top_p must be in \(0, 1\], got nan"),
+        ({"seconds": 0}, "seconds must be above 0 and finite or None, got 0"),
+        ({"seconds": math.inf}, "seconds must be above 0 and finite or None, got inf"),
+        (
+            {"kind": "fats"},
+            "kind must be one of 'fast', 'slow' or list, got 'fats'; did you mean 'fast'",
+        ),
+        ({"kind": 1}, "kind must be one of 'fast', 'slow' or list, got 1$"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_name_bound_and_value(wrong, message):
+    with pytest.raises(ConfigError, match=message):
+        draw(**{"samples": 1} | wrong)
+
+
+def test_right_values_of_every_kind_pass_by_place_and_by_name():
+    assert draw(1) == (1, 1.0, None, "fast", 0)
+    assert draw(np.int64(2), np.float32(0.5), seconds=1)[0] == 2
+    assert draw(1, torch.tensor(0.5), kind=["mine"], free="not looked at")[3] == ["mine"]
+    with pytest.raises(ConfigError, match="top_p"):
+        draw(1, 2.0)
+
+
+def test_what_is_missing_is_the_error_of_python():
+    with pytest.raises(TypeError, match="samples"):
+        draw()
+
+
+def test_a_dataclass_is_checked_also_where_a_field_is_replaced():
+    with pytest.raises(ConfigError, match="steps must be at least 0, got -1"):
+        replace(Limits(), steps=-1)
+
+
+def test_an_annotation_with_a_bound_that_cannot_be_read_is_an_error():
+    @checked
+    def of(size: Annotated[Unknown, Ge(1)] = 1):  # noqa: F821
+        return size
+
+    with pytest.raises(NameError, match="Unknown"):
+        of()
+    CHECKED.remove(of)
+
+
+def imported():
+    """Every module of the package that imports without an extra."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for found in pkgutil.walk_packages([str(ROOT)], "torchrl_llm."):
+            if ".sota" in found.name or found.name.endswith("__main__"):
+                continue
+            try:
+                yield import_module(found.name)
+            except ImportError:
+                continue
+
+
+@pytest.fixture(scope="module")
+def modules():
+    return list(imported())
+
+
+def allows(hint, value):
+    """Whether a value is what an annotation says, worked out apart from the package."""
+    if get_origin(hint) is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(hint))
+    if get_origin(hint) is Annotated:
+        kind, *bounds = get_args(hint)
+        number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
+        return number and not isinstance(value, bool) and all(b.holds(value) for b in bounds)
+    if isinstance(hint, type):
+        return isinstance(value, hint)
+    return any(allows(option, value) for option in get_args(hint))
+
+
+VALUES = st.one_of(
+    *(st.integers(-3, 3), st.floats(-2, 2), st.just(math.nan), st.booleans(), st.text(max_size=3)),
+    *(st.none(), st.builds(object)),
+)
+
+
+@settings(max_examples=6, deadline=None)
+@given(data=st.data())
+def test_every_checked_argument_of_the_package_refuses_what_it_must(modules, data):
+    tried = 0
+    for function in CHECKED:
+        for name, _, hint in rules_of(function.__wrapped__):
+            with pytest.raises(ConfigError, match=rf"^{name} must be "):
+                function(
+                    **{name: data.draw(VALUES.filter(lambda v, hint=hint: not allows(hint, v)))}
+                )
+            tried += 1
+    assert tried > 0
+
+
+def test_whoever_writes_a_bound_has_it_checked(modules):
+    def is_marked(hint):
+        return any(mark in hint for mark in ("Ge(", "Gt(", "In("))
+
+    for path in ROOT.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        for node in (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)):
+            hints = [a.annotation for a in (*node.args.args, *node.args.kwonlyargs) if a.annotation]
+            if path.name != "_checked.py" and any(is_marked(ast.unparse(hint)) for hint in hints):
+                decorators = [ast.unparse(d) for d in node.decorator_list]
+                assert "checked" in decorators, f"{path.name}: {node.name}"
+    for value in {v for m in modules for v in vars(m).values() if isinstance(v, type)}:
+        if is_dataclass(value) and any(is_marked(str(f.type)) for f in fields(value)):
+            assert value.__init__ in CHECKED, value

@@ -1,0 +1,242 @@
+"""Arguments that are checked by their annotations, before a constructor runs.
+
+An annotation says what an argument may be, and that is all there is to write::
+
+    @checked
+    def __init__(self, size: Annotated[int, Ge(1)], mode: Literal["mean", "sum"] = "mean"): ...
+
+Only annotations with a bound or a ``Literal`` are checked. What is wrong with two arguments
+together is said by the constructor itself. ``test/test_checked.py`` tries wrong values on each.
+"""
+
+from __future__ import annotations
+
+import numbers
+import re
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from inspect import signature
+from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin
+
+from torchrl_llm._registry import did_you_mean
+from torchrl_llm.errors import ConfigError
+
+T = TypeVar("T")
+CHECKED: list[Callable[..., Any]] = []
+"""Every function whose arguments are checked, in the order of import."""
+
+_INTERVAL = re.compile(r"([\[(])(.+),(.+)([\])])")
+
+
+@dataclass(frozen=True)
+class In:
+    """A number within an interval.
+
+    Attributes:
+        interval: as mathematics writes it, ``"[0, 1)"``; a side that is ``inf`` is open.
+
+    Example:
+        >>> In("[0, 1)").holds(0.0), In("[0, 1)").holds(1.0), In("(0, inf)").holds(float("inf"))
+        (True, False, False)
+    """
+
+    interval: str
+
+    def holds(self, value: Any) -> bool:
+        """Whether a number is within; NaN never is.
+
+        Args:
+            value: the number.
+        """
+        left, least, most, right = _INTERVAL.fullmatch(self.interval).groups()
+        above = value > float(least) if left == "(" else value >= float(least)
+        below = value < float(most) if right == ")" else value <= float(most)
+        return bool(above and below)
+
+    def __str__(self) -> str:
+        return f"in {self.interval}"
+
+
+@dataclass(frozen=True)
+class Ge:
+    """A number that is at least another.
+
+    Attributes:
+        least: the smallest that is allowed.
+    """
+
+    least: float
+
+    def holds(self, value: Any) -> bool:
+        """Whether a number is large enough; NaN never is.
+
+        Args:
+            value: the number.
+        """
+        return bool(value >= self.least)
+
+    def __str__(self) -> str:
+        return f"at least {self.least}"
+
+
+@dataclass(frozen=True)
+class Gt:
+    """A number above another.
+
+    Attributes:
+        limit: the largest that is too small.
+        finite: whether infinity is too large.
+    """
+
+    limit: float
+    finite: bool = False
+
+    def holds(self, value: Any) -> bool:
+        """Whether a number is large enough; NaN never is.
+
+        Args:
+            value: the number.
+        """
+        return bool(value > self.limit and not (self.finite and value == float("inf")))
+
+    def __str__(self) -> str:
+        return f"above {self.limit}" + " and finite" * self.finite
+
+
+def checked(target: T) -> T:
+    """Check the arguments of a function, or of the constructor of a class (a dataclass too).
+
+    The error comes before anything of the function runs. An argument that is left out keeps its
+    default, which is not checked.
+
+    Args:
+        target: the function or class.
+
+    Returns:
+        The same class, or a function with the same signature.
+
+    Raises:
+        ConfigError: when it is called, with the argument's name, what it must be and what it was.
+
+    Example:
+        >>> @checked
+        ... def pad(width: Annotated[int, Ge(1)], side: Literal["left", "right"] = "left"):
+        ...     return width, side
+        >>> pad(2, side="right")
+        (2, 'right')
+        >>> pad(0)
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: width must be at least 1, got 0
+        >>> pad(1, "rigth")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: side must be one of 'left', 'right', got 'rigth'; did you \
+mean 'right'?
+    """
+    if isinstance(target, type):
+        target.__init__ = checked(target.__init__)
+        return target
+    rules: list[tuple[str, int | None, Any]] = []
+    known = False
+
+    @wraps(target)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal known
+        if not known:  # annotations may name what is below in the file
+            rules.extend(rules_of(target))
+            known = True
+        for name, position, hint in rules:
+            if name in kwargs:
+                check(name, kwargs[name], hint)
+            elif position is not None and position < len(args):
+                check(name, args[position], hint)
+        return target(*args, **kwargs)
+
+    CHECKED.append(call)
+    return call
+
+
+def rules_of(target: Callable[..., Any]) -> list[tuple[str, int | None, Any]]:
+    """What the annotations of a function ask for.
+
+    Returns:
+        Name, position (``None``: by name only) and annotation of each checked argument.
+
+    Args:
+        target: the function.
+    """
+    rules = []
+    for index, (name, parameter) in enumerate(signature(target).parameters.items()):
+        hint = parameter.annotation
+        if isinstance(hint, str):
+            try:
+                hint = eval(hint, target.__globals__)
+            except NameError:
+                if "Annotated[" in hint or "Literal[" in hint:
+                    raise
+                continue  # a name that only type checkers import
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if any(map(_is_rule, _options(hint))):
+            rules.append((name, None if parameter.kind is parameter.KEYWORD_ONLY else index, hint))
+    return rules
+
+
+def check(name: str, value: Any, hint: Any) -> None:
+    """Refuse a value that an annotation does not allow.
+
+    Args:
+        name: of the argument.
+        value: its value.
+        hint: the annotation: bounds, a ``Literal``, or a union of these and of classes.
+
+    Raises:
+        ConfigError: the value is none of it.
+    """
+    options = _options(hint)
+    if any(_fits(value, option) for option in options):
+        return
+    choices = [
+        each for option in options if get_origin(option) is Literal for each in get_args(option)
+    ]
+    near = did_you_mean(value, map(str, choices)) if isinstance(value, str) and choices else ""
+    wanted = " or ".join(_wanted(option, value) for option in options)
+    raise ConfigError(f"{name} must be {wanted}, got {value!r}{near}")
+
+
+def _options(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _is_rule(hint: Any) -> bool:
+    return get_origin(hint) in (Annotated, Literal)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(hint))
+    if origin is Annotated:
+        kind, *bounds = get_args(hint)
+        is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
+        if not is_number or (kind is int and not isinstance(value, numbers.Integral)):
+            return False
+        return all(bound.holds(value) for bound in bounds)
+    if hint is None:
+        return value is None
+    kind = origin or hint
+    return isinstance(value, kind) if isinstance(kind, type) else True
+
+
+def _wanted(hint: Any, value: Any) -> str:
+    origin = get_origin(hint)
+    if origin is Literal:
+        return "one of " + ", ".join(map(repr, get_args(hint)))
+    if origin is Annotated:
+        kind, *bounds = get_args(hint)
+        whole = "a whole number " * (kind is int and not isinstance(value, numbers.Integral))
+        return whole + " and ".join(map(str, bounds))
+    return "None" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))

@@ -1,0 +1,18 @@
+"""TorchRL's older data classes under paths of this package: tokenized datasets, roll-outs.
+
+The classes are those of the installed TorchRL, imported when they are asked for; nothing of this
+package uses them. Prompts, pairs and answers of a model that is trained here are rows of an
+environment (:class:`~torchrl_llm.envs.DatasetChatEnv`) or
+:class:`~torchrl_llm.data.demonstrations.Demonstrations`.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm._imports import lazy
+
+lazy(__name__)
+
+PROMPT_DATASET = "CarperAI/openai_summarize_tldr"
+"""``DEFAULT_DATASET`` of TorchRL's ``prompt``."""
+PAIR_DATASET = "CarperAI/openai_summarize_comparisons"
+"""``DEFAULT_DATASET`` of TorchRL's ``reward``."""

@@ -1,0 +1,12 @@
+from torchrl_llm.evaluation.conversation import Conversation as Conversation
+from torchrl_llm.evaluation.evaluate import (
+    Evaluation as Evaluation,
+    Outcome as Outcome,
+    answer_record as answer_record,
+    evaluate as evaluate,
+    pass_at_k as pass_at_k,
+)
+from torchrl_llm.evaluation.held_out_loss import (
+    HeldOutLoss as HeldOutLoss,
+    held_out_loss as held_out_loss,
+)

@@ -1,0 +1,188 @@
+"""Distillation from a teacher's stored log-probs of the tokens at hand.
+
+The tokens may be those of demonstrations or of the student.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorClass
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from torchrl_llm.data.scoring import (
+    TokenScorer,
+    TokenScores,
+)
+from torchrl_llm.functional import Normalizer, k3
+from torchrl_llm.objectives.argument_checks import check_choice
+from torchrl_llm.objectives.flat_columns import sent
+from torchrl_llm.objectives.loss_rows import TokenRows
+from torchrl_llm.objectives.sft import SFTLoss, SFTReduction
+from torchrl_llm.objectives.token_loss import LLMLossOutput, check_scores
+
+
+def k3_kl_token_estimate(target_log_prob: Tensor, log_prob: Tensor) -> Tensor:
+    r"""Estimate of a divergence per token, :math:`e^d - 1 - d` with :math:`d` target minus own.
+
+    On tokens drawn from the distribution of ``log_prob`` its mean is :math:`\mathrm{KL}(\cdot \|
+    \text{target})`; on others it is never negative and zero where the two agree. TorchRL's name for
+    :func:`~torchrl_llm.functional.k3`.
+
+    Args:
+        target_log_prob: nats, under the target.
+        log_prob: nats, the same tokens under the distribution that they were drawn from.
+
+    Returns:
+        Nats, same shape.
+
+    Raises:
+        ValueError: for shapes that differ.
+
+    Example:
+        >>> k3_kl_token_estimate(torch.tensor([0.0, -1.0]), torch.tensor([-1.0, -1.0]))
+        tensor([0.7183, 0.0000])
+    """
+    if target_log_prob.shape != log_prob.shape:
+        raise ValueError(
+            f"target_log_prob and log_prob must have one shape, got {tuple(target_log_prob.shape)} "
+            f"and {tuple(log_prob.shape)}"
+        )
+    return k3(target_log_prob - log_prob)
+
+
+class DistillationLossOutput(LLMLossOutput, TensorClass["nocast"]):
+    """Output of :class:`DistillationLoss`; scalars.
+
+    Attributes:
+        loss_distill: the objective; ``[B]`` when the reduction is ``"none"``.
+        kl_to_teacher: mean of the estimate over the tokens that count, nats.
+    """
+
+    loss_distill: Tensor
+    kl_to_teacher: Tensor | None = None
+
+
+class DistillationLoss(SFTLoss):
+    r"""Divergence from a teacher whose log-probs of the tokens are in the rows, by ``k3``.
+
+    With :math:`d` the teacher's minus the student's log-prob, ``"reverse"`` is :math:`e^d - 1 - d`,
+    an estimate of KL(student || teacher) on the student's samples, and ``"forward"`` is
+    :math:`e^{-d} - 1 + d`, one of KL(teacher || student) on the teacher's.
+
+    As *losses* both have the gradient of the forward divergence: on the student's samples
+    :math:`E[(1 - e^d) \nabla \log \pi] = -\sum_v q_v \nabla \log \pi_v`, and on the teacher's
+    :math:`E[(e^{-d} - 1) \nabla \log \pi]` is the same. So it covers what the teacher does, and its
+    zero is the teacher. For the gradient of the reverse divergence take
+    :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`. :math:`e^d` explodes where the
+    student has given up a token that the teacher likes.
+
+    Rows are read as by :class:`~torchrl_llm.objectives.SFTLoss`, their weights included. The
+    teacher's log-probs come from
+    :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb`, or from
+    ``RetrieveLogProb(teacher, log_probs_full_key=("teacher_log_probs", "full"))``, at the
+    temperature of the rows.
+
+    Args:
+        actor_network: the student: a policy wrapper, or a ``CausalScorer``.
+        tokenizer: encodes conversations; that of the actor by default. Not needed for rows that
+            have ids.
+        tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
+        kl_direction: see above.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` over all tokens
+            alike.
+        normalize_by_seq_length: use the mean instead of the sum over a row's tokens; the default
+            but for ``"token_mean"``, where it has no meaning.
+        assistant_only: only the assistant's tokens count; otherwise every token but the first,
+            which the teacher must have scored with ``assistant_only=False`` too.
+        device: where the loss is computed from the log-probs; theirs by default.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+
+    Example:
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.data.ragged import write_rows
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> rows = TensorDict(batch_size=[2])
+        >>> write_rows(rows, ("tokens", "full"), [torch.tensor([3, 4, 5]), torch.tensor([3, 7])])
+        >>> masks = [torch.tensor([False, True, True]), torch.tensor([False, True])]
+        >>> write_rows(rows, ("masks", "all_assistant_mask"), masks)
+        >>> teacher = [torch.tensor([0.0, -0.1, -0.2]), torch.tensor([0.0, -0.3])]
+        >>> write_rows(rows, ("next", "teacher_log_probs", "full"), teacher)
+        >>> loss = DistillationLoss(CausalScorer(Qwen2ForCausalLM(config)))
+        >>> loss(rows).total_loss().backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys(SFTLoss._AcceptedKeys):
+        """Keys that ``set_keys`` takes, with their defaults."""
+
+        teacher_log_prob: NestedKey = ("next", "teacher_log_probs", "full")
+
+    default_keys = _AcceptedKeys
+
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        tokenizer: Any = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
+        kl_direction: Literal["reverse", "forward"] = "reverse",
+        reduction: SFTReduction = "mean",
+        normalize_by_seq_length: bool | None = None,
+        assistant_only: bool = True,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_choice("kl_direction", kl_direction, ("reverse", "forward"))
+        super().__init__(
+            actor_network,
+            tokenizer,
+            tokenizer_kwargs,
+            reduction=reduction,
+            normalize_by_seq_length=normalize_by_seq_length,
+            device=device,
+        )
+        self.kl_direction = kl_direction
+        self.assistant_only = assistant_only
+        self.masking_strategy = "rlhf" if assistant_only else "generic"
+
+    def check(self, tensordict: Any, rows: TokenRows) -> None:
+        """See :meth:`TokenLoss.check`; a teacher of the assistant's tokens teaches no others."""
+        self.column(tensordict, rows, "teacher_log_prob")
+        if not self.assistant_only:
+            keys = self.tensor_keys
+            rows.refuse_unscored(tensordict, keys.teacher_log_prob, keys.assistant_mask)
+
+    def from_scores(
+        self,
+        tensordict: Any,
+        rows: TokenRows,
+        scores: TokenScores,
+        *,
+        normalizer: Normalizer | None = None,
+    ) -> DistillationLossOutput:
+        """See :meth:`TokenLoss.from_scores`."""
+        normalizer = normalizer or self.count(tensordict, rows)
+        log_probs = check_scores(scores.log_probs, rows)
+        log_probs = log_probs.to(self.device or log_probs.device)
+        teacher = sent(self.column(tensordict, rows, "teacher_log_prob"), log_probs.device)
+        pair = (teacher, log_probs) if self.kl_direction == "reverse" else (log_probs, teacher)
+        divergence = k3_kl_token_estimate(*pair)
+        weights = self._weights(tensordict)
+        return DistillationLossOutput(
+            loss_distill=self._averaged(divergence, rows, normalizer, weights),
+            kl_to_teacher=self._over_tokens(divergence.detach(), rows, normalizer, weights),
+        )
+
+    def _forward_value_estimator_keys(self, **_: Any) -> None:
+        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        keys = self.tensor_keys
+        self.in_keys = [keys.action, keys.assistant_mask, keys.teacher_log_prob]
+        self.out_keys = list(DistillationLossOutput.__dataclass_fields__)

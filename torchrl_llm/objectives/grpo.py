@@ -1,0 +1,104 @@
+"""GRPO: PPO's clip of each token's ratio, with advantages of groups.
+
+The loss knows nothing of groups, which are in the advantages that
+:class:`~torchrl_llm.objectives.credit.MCAdvantage` writes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Unpack
+
+from torchrl_llm._registry import register
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional import ppo_clip
+from torchrl_llm.objectives import policy_loss as base
+
+
+class GRPOLossOutput(base.PolicyLossOutput):
+    """Output of :class:`GRPOLoss`; the fields are those of ``PolicyLossOutput``."""
+
+
+@register("losses", "grpo")
+class GRPOLoss(base.PolicyGradientLoss):
+    r"""The GRPO loss, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)` per token.
+
+    arXiv:2402.03300 equation 3, with TorchRL's names and defaults: token mean, clip 0.2. The
+    paper's own average is ``aggregation="sequence_mean"``. :math:`r` is the ratio of current to
+    *sampled* probability, so the first pass over fresh rows has ratio one; with a ``correction``,
+    to the probability under the trainer's own policy before the update. Divergences are averaged as
+    the objective.
+
+    Differences from TorchRL: the entropy is a metric and no bonus unless asked for; means are over
+    tokens that count; ``clip_fraction`` counts the tokens whose gradient the clip cuts.
+
+    Ludic's GRPO sums a row's tokens (``aggregation="sequence_sum"``). TRL's ``loss_type="grpo"`` is
+    ``aggregation="sequence_mean"``, its default ``"dapo"`` is the token mean here, and its
+    ``"bnpo"``, a token mean of each micro-batch by itself, is not offered: it depends on the cut.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        clip_epsilon: a number, or ``(low, high)`` as in DAPO. May be assigned between steps.
+        ratio_cap: ratios above it count as the cap, before the clip and whatever the sign of the
+            advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. With a
+            negative advantage it bounds the loss as the dual clip of arXiv:1912.09729 does; it is
+            no importance correction, which is ``correction``.
+        aggregation: ``"token_mean"``, ``"sequence_mean"`` (what TorchRL calls ``"prompt_mean"``),
+            ``"prompt_mean"`` (token mean within each ``group_id``), ``"sequence_sum"``,
+            ``"constant"`` or ``"none"``.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`:
+            entropy bonus, divergences, correction, mask.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+        TypeError: for arguments that do not exist.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.data.ragged import write_rows
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> rows = TensorDict(advantage=torch.tensor([[1.0], [-1.0]]), batch_size=[2])
+        >>> ids = [torch.tensor([3, 4, 5]), torch.tensor([6, 7])]
+        >>> write_rows(rows, ("tokens", "full"), ids)
+        >>> write_rows(rows, ("tokens", "prompt"), [x[:1] for x in ids])
+        >>> write_rows(rows, ("log_probs", "full"), [torch.full(x.shape, -3.4) for x in ids])
+        >>> loss = GRPOLoss(CausalScorer(Qwen2ForCausalLM(config)))
+        >>> output = loss(rows)
+        >>> output.total_loss().backward()
+        >>> output.clip_fraction
+        tensor(0.)
+    """
+
+    output_type = GRPOLossOutput
+    clip_epsilon = base.Bounds(max_low=1.0)
+    clip_epsilon_low = property(lambda loss: loss.clip_epsilon[0], doc="The lower bound.")
+    clip_epsilon_high = property(lambda loss: loss.clip_epsilon[1], doc="The upper bound.")
+
+    def __init__(
+        self,
+        actor_network: base.Actor,
+        *,
+        clip_epsilon: float | tuple[float, float] = 0.2,
+        ratio_cap: float | None = None,
+        aggregation: base.Aggregation = "token_mean",
+        **settings: Unpack[base.PolicyLossSettings],
+    ) -> None:
+        super().__init__(actor_network, aggregation=aggregation, **settings)
+        self.clip_epsilon = clip_epsilon
+        if ratio_cap is not None and not ratio_cap > 1.0:
+            raise ConfigError(f"ratio_cap must be above 1, got {ratio_cap}")
+        self.ratio_cap = ratio_cap
+
+    def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:
+        """See :func:`~torchrl_llm.functional.ppo_clip`."""
+        log_ratio = tokens.log_ratio
+        if self.ratio_cap is None:
+            return base.Surrogate(*ppo_clip(log_ratio, tokens.advantage, *self.clip_epsilon))
+        limit = math.log(self.ratio_cap)
+        capped = log_ratio.clamp(max=limit)
+        loss, clipped = ppo_clip(capped, tokens.advantage, *self.clip_epsilon)
+        return base.Surrogate(loss, clipped | (log_ratio > limit))

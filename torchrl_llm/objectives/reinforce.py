@@ -1,0 +1,81 @@
+"""REINFORCE: the score-function loss with an importance weight."""
+
+from __future__ import annotations
+
+from typing import Literal, Unpack
+
+from torch import Tensor
+
+from torchrl_llm import functional as F
+from torchrl_llm._registry import register
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives import policy_loss as base
+from torchrl_llm.objectives.argument_checks import check_choice, check_positive
+
+# Larger weights count as this one, 5e8: an infinite weight times an advantage of 0 is NaN.
+_MAX_WEIGHT = 2.0**29
+
+
+@register("losses", "reinforce")
+class ReinforceLoss(base.PolicyGradientLoss):
+    r"""The score-function loss :math:`-\mathrm{sg}[w] A \log \pi` with an importance weight ``w``.
+
+    Williams (1992), with the weight that makes it right for rows of an older policy. The gradient
+    is the sum over a sequence's tokens, averaged over sequences. On rows of the current policy all
+    weights are one, and so is the loss's gradient that of every clipped loss of this package.
+
+    Ludic's preset has ``level="sequence"``: the product of a sequence's ratios, unbiased, and
+    beyond all bounds on long responses; give it a ``truncation``. RLOO (arXiv:2402.14740) is this
+    loss on leave-one-out advantages.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        level: whose ratio of current to sampled probability is the weight: ``"token"``, the
+            token's; ``"sequence"``, its row's, a product; ``"none"``, no weight.
+        truncation: largest weight; ``None`` for no bound.
+        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+        TypeError: for arguments that do not exist.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> loss = ReinforceLoss(CausalScorer(Qwen2ForCausalLM(config)), truncation=2.0)
+        >>> loss.level, loss.aggregation
+        ('token', 'sequence_sum')
+    """
+
+    def __init__(
+        self,
+        actor_network: base.Actor,
+        *,
+        level: Literal["token", "sequence", "none"] = "token",
+        truncation: float | None = None,
+        aggregation: base.Aggregation = "sequence_sum",
+        **settings: Unpack[base.PolicyLossSettings],
+    ) -> None:
+        super().__init__(actor_network, aggregation=aggregation, **settings)
+        check_choice("level", level, ("token", "sequence", "none"))
+        check_positive(truncation=truncation)
+        if level == "none" and truncation is not None:
+            raise ConfigError("truncation has no effect with level='none': there is no weight")
+        self.level, self.truncation = level, truncation
+
+    def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:
+        """See :func:`~torchrl_llm.functional.reinforce`."""
+        weights = self._weights(tokens)
+        maximum = _MAX_WEIGHT if self.truncation is None else self.truncation
+        loss = F.reinforce(tokens.log_probs, tokens.advantage, weights.clamp(max=maximum))
+        return base.Surrogate(loss, weights > maximum)
+
+    def _weights(self, tokens: base.PolicyTokens) -> Tensor:
+        if self.level == "token":
+            return F.truncated_weights(tokens.log_ratio, _MAX_WEIGHT)
+        if self.level == "sequence":
+            return F.sequence_weights(tokens.log_ratio, tokens.row, tokens.num_rows)
+        return tokens.log_ratio.new_ones(tokens.log_ratio.shape)

@@ -1,0 +1,68 @@
+"""TOPR: bounds of the sequence's ratio that depend on the sign of its advantage."""
+
+from __future__ import annotations
+
+from typing import Unpack
+
+from torchrl_llm import functional as F
+from torchrl_llm._registry import register
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.objectives import policy_loss as base
+
+
+def _checked(name: str, bounds: tuple[float, float]) -> tuple[float, float]:
+    if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
+        raise ConfigError(f"{name} must be (a, b) with 0 <= a <= b, got {bounds!r}")
+    return float(bounds[0]), float(bounds[1])
+
+
+@register("losses", "topr")
+class TOPRLoss(base.PolicyGradientLoss):
+    r"""The TOPR loss, :math:`-\mathrm{sg}[\rho]_a^b A \log \pi`, summed over a sequence.
+
+    arXiv:2503.14286, the gradient of section 3, with the ratio :math:`\rho` of the whole sequence.
+    Rows with a positive advantage have weight one, as in supervised learning; rows with a negative
+    one have their ratio, at most one, which fades as they become unlikely. It needs no divergence
+    term and holds on rows of much older policies. The sign of the advantage decides, so the
+    baseline of the advantage estimator says which rows are good (the paper's section on it).
+
+    ``clip_fraction`` is the share of tokens whose weight is not the ratio itself.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        positive_bounds: ``(a, b)`` for the weight of rows whose advantage is at least 0.
+        negative_bounds: ``(a, b)`` for that of the others. ``(0, 1)`` for both is truncated
+            importance sampling.
+        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+        TypeError: for arguments that do not exist.
+
+    Example:
+        >>> from transformers import Qwen2Config, Qwen2ForCausalLM
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> config = Qwen2Config(vocab_size=32, hidden_size=16, intermediate_size=16,
+        ...     num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2)
+        >>> TOPRLoss(CausalScorer(Qwen2ForCausalLM(config))).negative_bounds
+        (0.0, 1.0)
+    """
+
+    def __init__(
+        self,
+        actor_network: base.Actor,
+        *,
+        positive_bounds: tuple[float, float] = (1.0, 1.0),
+        negative_bounds: tuple[float, float] = (0.0, 1.0),
+        aggregation: base.Aggregation = "sequence_sum",
+        **settings: Unpack[base.PolicyLossSettings],
+    ) -> None:
+        super().__init__(actor_network, aggregation=aggregation, **settings)
+        self.positive_bounds = _checked("positive_bounds", positive_bounds)
+        self.negative_bounds = _checked("negative_bounds", negative_bounds)
+
+    def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:
+        """See :func:`~torchrl_llm.functional.topr`."""
+        bounds = self.positive_bounds, self.negative_bounds
+        return base.Surrogate(*F.topr(tokens.log_probs, *tokens.of_rows, *bounds))
