@@ -44,6 +44,7 @@ ROOT_HELPERS |= {
     "_parent",
     "_progress",
     "_run_log",
+    "_settings",
     "_threads",
     "assets",
 }

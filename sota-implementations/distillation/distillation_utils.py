@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import TensorDict
 
+from torchrl_llm._checked import Ge, Gt
+from torchrl_llm._settings import Count, Group, ensure, naming, own
 from torchrl_llm.algorithms import Algorithm, make_mopd, make_opd
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.replay_buffers import ReplayBuffer
@@ -24,27 +26,20 @@ from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes import (
-    AgentConfig,
     EnvConfig,
-    InferenceModelConfig,
-    ModelConfig,
     OptimizerConfig,
-    RewardComponentsConfig,
-    TrainConfig,
-    TrainModelConfig,
 )
-from torchrl_llm.recipes.builders import device_of, make_envs, make_step_buffer, naming
-from torchrl_llm.recipes.data_config import DataConfig, check_data
-from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.recipes.builders import device_of, make_envs, make_step_buffer
+from torchrl_llm.recipes.shared_keys import SampledConfig
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, save_pretrained
-from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import LoggingConfig
 
 # Sums whose units carry, and sums whose units do not.
 DOMAINS = ("carry", "plain")
 
 
-@dataclass(kw_only=True)
-class TeacherConfig:
+class TeacherConfig(Group, key="teacher"):
     """Who teaches.
 
     Attributes:
@@ -63,9 +58,9 @@ class TeacherConfig:
     name: str | None = None
     carry: str | None = None
     plain: str | None = None
-    max_steps: int = 40
-    batch_size: int = 64
-    lr: float = 1e-3
+    max_steps: Count = 40
+    batch_size: Count = 64
+    lr: Annotated[float, Gt(0)] = 1e-3
 
     @property
     def names(self) -> dict[str, str | None]:
@@ -75,6 +70,7 @@ class TeacherConfig:
         return {"all": self.name}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.name is None or not self.by_domain,
             "teacher.name has no effect with teacher.by_domain=true: name teacher.carry and "
@@ -84,14 +80,9 @@ class TeacherConfig:
             self.carry is None is self.plain or self.by_domain,
             "teacher.carry and teacher.plain have no effect without teacher.by_domain=true",
         )
-        for name in ("max_steps", "batch_size"):
-            value = getattr(self, name)
-            ensure(value >= 1, f"teacher.{name} must be at least 1, got {value}")
-        ensure(self.lr > 0, f"teacher.lr must be above 0, got {self.lr}")
 
 
-@dataclass(kw_only=True)
-class LossConfig:
+class LossConfig(Group, key="loss"):
     """How the student learns; see :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`.
 
     Attributes:
@@ -101,60 +92,21 @@ class LossConfig:
     """
 
     estimator: Literal["advantage", "k2", "full_vocabulary"] = "full_vocabulary"
-    coeff: float = 1.0
-    outcome_coeff: float = 0.0
+    coeff: Annotated[float, Gt(0)] = 1.0
+    outcome_coeff: Annotated[float, Ge(0)] = 0.0
+
+
+class DistillationConfig(SampledConfig):
+    """Everything that ``sota-implementations/distillation`` can be told; ``seed``: teachers too."""
+
+    env: EnvConfig = own(repeats=2)
+    teacher: TeacherConfig
+    optimizer: OptimizerConfig = own(scheduler="linear")
+    loss: LossConfig
+    logging: LoggingConfig = own(experiment_name="distillation")
 
     def __post_init__(self) -> None:
-        ensure(self.coeff > 0, f"loss.coeff must be above 0, got {self.coeff}")
-        ensure(
-            self.outcome_coeff >= 0,
-            f"loss.outcome_coeff must not be negative, got {self.outcome_coeff}",
-        )
-
-
-@dataclass(kw_only=True)
-class DistillationConfig:
-    """Everything that ``sota-implementations/distillation`` can be told.
-
-    Attributes:
-        seed: seeds teachers, prompts and sampling.
-    """
-
-    agent: ClassVar[AgentConfig] = AgentConfig.of()
-    env: EnvConfig = field(default_factory=EnvConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
-    inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
-    loss: LossConfig = field(default_factory=LossConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    seed: int = 0
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Responses collected in a step."""
-        return self.train.prompts_per_batch * self.env.repeats
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps of the whole run, for the schedule."""
-        updates = -(-self.rows_per_batch // (self.train.optim_batch_size or self.rows_per_batch))
-        return self.train.max_steps * self.train.epochs * updates
-
-    def flat(self) -> dict[str, Any]:
-        """Dotted key to value, for the record of a run."""
-        return dotted(asdict(self))
-
-    def __post_init__(self) -> None:
-        check_data(self)
-        self.optimizer.settle(self.model, self.train_model)
-        self.optimizer.check_warmup(self.num_updates)
+        super().__post_init__()
         here = self.env.dataset == "arithmetic"
         ensure(
             here or not self.teacher.by_domain,

@@ -9,18 +9,20 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, fields
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from server_policy import check_chat, server_policy
 
+from torchrl_llm._checked import Gt
+from torchrl_llm._settings import Count, Group, ensure, naming, own, several
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
-from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.errors import WorkerError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
 from torchrl_llm.modules import (
@@ -36,8 +38,9 @@ from torchrl_llm.modules.policies.chat_server import RESERVED
 from torchrl_llm.recipes import AgentConfig, ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
 from torchrl_llm.recipes.data_config import ROWS, DataConfig
+from torchrl_llm.recipes.groups import check_device
 from torchrl_llm.recipes.reward_config import add_components, make_reward
-from torchrl_llm.recipes.strict_config import check_device, ensure, from_mapping, naming
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import model_folder
@@ -56,8 +59,7 @@ _SPLITS = {"ifeval": "train"}
 _MOST_TURNS = 64
 
 
-@dataclass(kw_only=True)
-class SamplerConfig:
+class SamplerConfig(Group, key="inference_model"):
     """What answers, and how.
 
     Attributes:
@@ -96,10 +98,11 @@ class SamplerConfig:
     protocol: Literal["auto", "tokens", "chat"] = "auto"
     served_model: str | None = None
     api_key_variable: str | None = None
-    request_timeout_s: float = 600.0
-    request: dict[str, Any] = field(default_factory=dict)
+    request_timeout_s: Annotated[float, Gt(0)] = 600.0
+    request: dict[str, Any] = own()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.url is None or self.backend == "transformers",
             f"inference_model.backend has no effect with {_URL}: the server answers",
@@ -110,14 +113,8 @@ class SamplerConfig:
         )
         reserved = sorted(RESERVED & set(self.request))
         ensure(not reserved, f"inference_model.request: {reserved} are not the user's to set")
-        ensure(
-            self.request_timeout_s > 0,
-            f"inference_model.request_timeout_s must be positive, got {self.request_timeout_s}",
-        )
-        try:
+        with naming("inference_model"):
             SamplingParams(**self.arguments)
-        except ConfigError as error:
-            raise ConfigError(f"inference_model: {error}") from None
         check_device(self.device, "inference_model.device")
         kind = self.backend if self.url is None else "url"
         for key in fields(self):
@@ -142,35 +139,28 @@ class SamplerConfig:
         }
 
 
-@dataclass(kw_only=True)
-class RunConfig:
+class RunConfig(Group, key="eval"):
     """How much is asked.
 
     Attributes:
         num_prompts: prompts of each task, from the start of its data; ``None`` for all.
         batch_size: responses that are written together.
         split: of the tasks that have data of their own; ``None`` for the held-out one.
-        repeats: samples a prompt.
+        repeats: samples a prompt; several, with a temperature above 0, for pass@k.
         max_steps: steps of an episode; ``None`` for the task's own limit.
         on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
             prompt that is not answered, or one cut from the left.
     """
 
-    num_prompts: int | None = None
-    batch_size: int = 64
-    repeats: int = 1
+    num_prompts: Count | None = None
+    batch_size: Count = 64
+    repeats: Count = 1
     split: str | None = None
-    max_steps: int | None = None
+    max_steps: Count | None = None
     on_overlong: Literal["error", "drop", "truncate"] = "error"
 
-    def __post_init__(self) -> None:
-        for name in ("num_prompts", "batch_size", "repeats", "max_steps"):
-            value = getattr(self, name)
-            ensure(value is None or value >= 1, f"eval.{name} must be at least 1, got {value}")
 
-
-@dataclass(kw_only=True)
-class EvaluateConfig:
+class EvaluateConfig(Group):
     """The whole configuration.
 
     Attributes:
@@ -185,17 +175,21 @@ class EvaluateConfig:
     """
 
     seed: int = 0
-    agent: AgentConfig = field(default_factory=AgentConfig.of)
-    tasks: list[str] = field(default_factory=lambda: ["gsm8k", "ifeval", "humaneval"])
-    data_files: dict[str, str | None] = field(default_factory=dict)
-    options: dict[str, dict[str, Any]] = field(default_factory=dict)
-    data: DataConfig = field(default_factory=DataConfig)
-    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    inference_model: SamplerConfig = field(default_factory=SamplerConfig)
-    eval: RunConfig = field(default_factory=RunConfig)
+    agent: AgentConfig
+    tasks: list[str] = several("gsm8k", "ifeval", "humaneval")
+    data_files: dict[str, str | None] = own(gsm8k=None, ifeval=None, humaneval=None)
+    options: dict[str, dict[str, Any]] = own(
+        gsm8k=own(answer_format="tags"),
+        ifeval=own(scored_part="response"),
+    )
+    data: DataConfig
+    reward: RewardComponentsConfig
+    model: ModelConfig
+    inference_model: SamplerConfig
+    eval: RunConfig
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         with naming(f"agent={self.agent.type}"):
             self.agent.build()
         ensure(bool(self.tasks), "tasks is empty: there is nothing to evaluate on")

@@ -6,6 +6,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from torchrl_llm._http import HTTPClient, server_root
+from torchrl_llm._settings import ensure, naming
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import (
     ChatServerPolicy,
@@ -16,7 +17,6 @@ from torchrl_llm.modules import (
 )
 from torchrl_llm.modules.backends.openai_protocol import model_card
 from torchrl_llm.recipes.builders import make_tokenizer
-from torchrl_llm.recipes.strict_config import ensure, naming
 from torchrl_llm.trainers import say
 
 if TYPE_CHECKING:

@@ -7,36 +7,30 @@ every recipe.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from tensordict import LazyStackedTensorDict
 
+from torchrl_llm._settings import Group, ensure, own
 from torchrl_llm.data import TopKRewardSelector
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import (
-    AgentConfig,
     EnvConfig,
-    InferenceModelConfig,
-    ModelConfig,
     OptimizerConfig,
     RefModelConfig,
-    RewardComponentsConfig,
     SFTLossConfig,
     TrainConfig,
-    TrainModelConfig,
 )
 from torchrl_llm.recipes.builders import make_reference, make_step_buffer
-from torchrl_llm.recipes.data_config import DataConfig, check_data
-from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.recipes.shared_keys import SampledConfig
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers.ranks import ALONE, Ranks
-from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import LoggingConfig
 
 
-@dataclass(kw_only=True)
-class SelectConfig:
+class SelectConfig(Group, key="select"):
     """Which answers are imitated.
 
     Attributes:
@@ -50,35 +44,16 @@ class SelectConfig:
     truncated: Literal["keep", "drop"] = "drop"
 
 
-@dataclass(kw_only=True)
-class EIConfig:
-    """Everything that ``sota-implementations/expert-iteration`` can be told.
+class EIConfig(SampledConfig):
+    """Everything that ``sota-implementations/expert-iteration`` can be told."""
 
-    Attributes:
-        seed: seeds weights of adapters, prompts and sampling.
-    """
-
-    agent: ClassVar[AgentConfig] = AgentConfig.of()
-    env: EnvConfig = field(default_factory=EnvConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
-    inference_model: InferenceModelConfig = field(default_factory=InferenceModelConfig)
-    ref_model: RefModelConfig = field(default_factory=RefModelConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
-    select: SelectConfig = field(default_factory=SelectConfig)
-    loss: SFTLossConfig = field(default_factory=SFTLossConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    seed: int = 0
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Responses collected in a step."""
-        return self.train.prompts_per_batch * self.env.repeats
+    env: EnvConfig = own(repeats=16)
+    train: TrainConfig = own(epochs=2)
+    ref_model: RefModelConfig
+    optimizer: OptimizerConfig = own(weight_decay=0.01, scheduler="cosine")
+    select: SelectConfig
+    loss: SFTLossConfig
+    logging: LoggingConfig = own(experiment_name="expert-iteration")
 
     @property
     def num_updates(self) -> int:
@@ -92,14 +67,8 @@ class EIConfig:
         """Whether the loss reads the log-probs of a reference."""
         return self.loss.needs_reference(self.train.kl_to_ref_coeff)
 
-    def flat(self) -> dict[str, Any]:
-        """Dotted key to value, for the record of a run."""
-        return dotted(asdict(self))
-
     def __post_init__(self) -> None:
-        check_data(self)
-        self.optimizer.settle(self.model, self.train_model)
-        self.optimizer.check_warmup(self.num_updates)
+        super().__post_init__()
         ensure(
             1 <= self.select.topk_size <= self.env.repeats,
             f"select.topk_size must be between 1 and env.repeats={self.env.repeats}, got "

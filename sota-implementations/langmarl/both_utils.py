@@ -11,14 +11,15 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, Group
 from torchrl_llm.data.demonstrations import DemonstrationColumns, Demonstrations, learned_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import MappedRows, RowLoader
@@ -36,7 +37,7 @@ from torchrl_llm.langmarl.language_policy import (
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes.builders import seed_everything, spare_threads
-from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, say
 
 BASE = "Play tic-tac-toe."
@@ -54,8 +55,7 @@ _TURN = {"max_new_tokens": 2}  # a digit, and the end of the turn
 _IMITATED_GAMES = 16  # a step: many small steps teach the rules sooner than few large ones
 
 
-@dataclass(kw_only=True)
-class BothConfig:
+class BothConfig(Group):
     """Everything that ``both.py`` can be told.
 
     Attributes:
@@ -74,23 +74,17 @@ class BothConfig:
     """
 
     mode: Literal["text", "weights", "both"] = "both"
-    seed: int = 0
-    steps: int = 40
-    prompts: int = 8
-    repeats: int = 8
-    lr: float = 4e-4
-    language_interval: int = 2
-    gradients: int = 4
-    validation: int = 256
-    games: int = 1024
-    imitate_steps: int = 450
+    seed: Annotated[int, Ge(0)] = 0
+    steps: Count = 40
+    prompts: Count = 8
+    repeats: Annotated[int, Ge(2)] = 8
+    lr: Annotated[float, Ge(0)] = 4e-4
+    language_interval: Count = 2
+    gradients: Count = 4
+    validation: Count = 256
+    games: Count = 1024
+    imitate_steps: Count = 450
     folder: str = "outputs/both"
-
-    def __post_init__(self) -> None:
-        for name, value in asdict(self).items():
-            least = {"repeats": 2, "seed": 0, "lr": 0}.get(name, 1)
-            fits = isinstance(value, str) or value >= least
-            ensure(fits, f"{name} must be at least {least}, got {value}")
 
     @property
     def trains_text(self) -> bool:

@@ -11,17 +11,19 @@ import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 from redis_arguments import NO_PASSWORD, check_scheme
 
+from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._redis import masked
+from torchrl_llm._settings import Count, Group, dotted, ensure
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
@@ -35,7 +37,7 @@ from torchrl_llm.recipes.ray_collection import (
     rollout_options,
     sent_dtype,
 )
-from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import say
 from torchrl_llm.weights import CanaryTarget, DoubleBufferWriter, engine_weights
 from torchrl_llm.weights.double_buffer import newest_update
@@ -45,7 +47,6 @@ from torchrl_llm.weights.weight_source import WeightSource
 _WATCH_S = 1.0
 
 
-@dataclass(kw_only=True)
 class PipelineTrainConfig(TrainConfig):
     """The loop of the learner.
 
@@ -56,17 +57,9 @@ class PipelineTrainConfig(TrainConfig):
         weight_update_frequency: training steps between two versions that actors get.
     """
 
-    max_lag: int = 2
+    max_lag: Annotated[int, Ge(0)] = 2
     on_stale: Literal["wait", "drop", "mask"] = "wait"
-    weight_update_frequency: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure(self.max_lag >= 0, f"train.max_lag must not be negative, got {self.max_lag}")
-        ensure(
-            self.weight_update_frequency >= 1,
-            f"train.weight_update_frequency must be at least 1, got {self.weight_update_frequency}",
-        )
+    weight_update_frequency: Count = 1
 
     @property
     def staleness(self) -> StalenessRule:
@@ -74,8 +67,7 @@ class PipelineTrainConfig(TrainConfig):
         return StalenessRule(max_policy_age=self.max_lag, on_stale=self.on_stale)
 
 
-@dataclass(kw_only=True)
-class PipelineWeightSyncConfig:
+class PipelineWeightSyncConfig(Group, key="weight_sync"):
     """How weights get to the actors.
 
     Attributes:
@@ -97,18 +89,18 @@ class PipelineWeightSyncConfig:
     verify: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             (self.type == "double_buffer") == (self.folder is not None),
             "weight_sync.folder goes with weight_sync.type=double_buffer, and that with a folder",
         )
 
 
-@dataclass(kw_only=True)
-class RedisConfig:
+class RedisConfig(Group, key="redis"):
     """The Redis between learner and actors.
 
     Attributes:
-        url: ``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://path``. The password
+        url: ``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://path``; the password
             comes from the environment variable ``TORCHRL_LLM_REDIS_PASSWORD``.
         name: of the run; runs of different names may share a Redis.
         prompts_per_claim: prompts that an actor answers at a time.
@@ -121,33 +113,24 @@ class RedisConfig:
 
     url: str = field(default="redis://127.0.0.1:6379/0", repr=False)
     name: str = "pipeline-rl"
-    prompts_per_claim: int = 8
-    max_waiting: int = 8
-    reconnect_s: float = 60.0
-    timeout_s: float = 600.0
-    worker_timeout_s: float = 120.0
+    prompts_per_claim: Count = 8
+    max_waiting: Count = 8
+    reconnect_s: Annotated[float, Ge(0)] = 60.0
+    timeout_s: Annotated[float, Gt(0)] = 600.0
+    worker_timeout_s: Annotated[float, Gt(0)] = 120.0
 
     def __post_init__(self) -> None:
-        for name in ("prompts_per_claim", "max_waiting"):
-            value = getattr(self, name)
-            ensure(value >= 1, f"redis.{name} must be at least 1, got {value}")
-        for name in ("timeout_s", "worker_timeout_s"):
-            value = getattr(self, name)
-            ensure(value > 0, f"redis.{name} must be above 0, got {value}")
-        ensure(
-            self.reconnect_s >= 0, f"redis.reconnect_s must not be negative, got {self.reconnect_s}"
-        )
+        super().__post_init__()
         ensure(bool(self.name), "redis.name must not be empty")
         check_scheme(self.url)
 
 
-@dataclass(kw_only=True)
 class PipelineConfig(GRPOGroups):
     """Everything that ``actor.py`` and ``learner.py`` can be told."""
 
-    train: PipelineTrainConfig = field(default_factory=PipelineTrainConfig)
-    weight_sync: PipelineWeightSyncConfig = field(default_factory=PipelineWeightSyncConfig)
-    redis: RedisConfig = field(default_factory=RedisConfig)
+    train: PipelineTrainConfig
+    weight_sync: PipelineWeightSyncConfig
+    redis: RedisConfig
 
     @property
     def rows_per_claim(self) -> int:

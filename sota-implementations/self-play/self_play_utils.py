@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from tensordict import LazyStackedTensorDict
 
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, Group, ensure, own
 from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.collectors import AgentShares
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.envs.games.table_env import TableEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import LLMWrapperBase, PolicyRouter, TransformersWrapper
-from torchrl_llm.recipes import RENAMED, GRPOConfig, launch
+from torchrl_llm.recipes import (
+    RENAMED,
+    EnvConfig,
+    GRPOConfig,
+    LossConfig,
+    OptimizerConfig,
+    SleepingEngineConfig,
+    TrainConfig,
+    launch,
+)
 from torchrl_llm.recipes.algorithm_parts import make_algorithm
 from torchrl_llm.recipes.builders import (
     autocast,
@@ -30,24 +41,25 @@ from torchrl_llm.recipes.builders import (
     set_threads,
 )
 from torchrl_llm.recipes.sampling_engine import make_sampler
-from torchrl_llm.recipes.strict_config import dotted, ensure, from_mapping
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers import (
     BatchSource,
+    EvalConfig,
+    LoggingConfig,
     make_optimizer,
     make_scheduler,
     rollout_metrics,
     say,
 )
-from torchrl_llm.trainers.run import Shown
 from torchrl_llm.trainers.run_folder import model_folder
+from torchrl_llm.trainers.run_results import Shown
 from torchrl_llm.weights import JointWeights
 
 SHARED, EARLIER = "player", "opponent"
 
 
-@dataclass(kw_only=True)
-class AgentsConfig:
+class AgentsConfig(Group, key="agents"):
     """Who plays.
 
     Attributes:
@@ -62,18 +74,14 @@ class AgentsConfig:
 
     shared: bool = False
     opponent: Literal["self", "checkpoint"] = "self"
-    opponent_interval: int = 10
-    imitate_steps: int = 400
+    opponent_interval: Count = 10
+    imitate_steps: Annotated[int, Ge(0)] = 400
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.opponent == "self" or self.shared,
             "agents.opponent=checkpoint has one trained policy: choose agents.shared=true",
-        )
-        ensure(
-            self.opponent_interval >= 1 and self.imitate_steps >= 0,
-            "agents.opponent_interval must be at least 1 and agents.imitate_steps not negative, "
-            f"got {self.opponent_interval} and {self.imitate_steps}",
         )
         default = type(self).opponent_interval
         ensure(
@@ -82,11 +90,17 @@ class AgentsConfig:
         )
 
 
-@dataclass(kw_only=True)
 class SelfPlayConfig(GRPOConfig):
     """Everything that ``self-play.py`` can be told."""
 
-    agents: AgentsConfig = field(default_factory=AgentsConfig)
+    agents: AgentsConfig
+    env: EnvConfig = own(repeats=16)
+    train: TrainConfig = own(max_steps=60, num_threads=1)
+    inference_model: SleepingEngineConfig = own(max_tokens=4)
+    loss: LossConfig = own(entropy_coeff=0.03)  # who is sure too early learns one opponent by heart
+    optimizer: OptimizerConfig = own(lr=4e-4, scheduler="linear", warmup_steps=5)
+    logging: LoggingConfig = own(experiment_name="self-play")
+    eval: EvalConfig = own(num_prompts=1024, interval=20, batch_size=256)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,10 +136,6 @@ class SelfPlayConfig(GRPOConfig):
         if self.agents.shared:
             return {name: list(self.players) for name in policies}
         return {name: [name] for name in policies}
-
-    def flat(self) -> dict[str, Any]:
-        """Dotted key to value, for the record of a run."""
-        return dotted(asdict(self))
 
 
 def load_config(values: Mapping[str, Any]) -> SelfPlayConfig:

@@ -6,13 +6,14 @@ Nothing here is needed by the library itself.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tensordict import TensorDict
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from torchrl_llm._checked import Ge, Gt, In
+from torchrl_llm._settings import Count, Group, ensure, own
 from torchrl_llm.data import ChatHistory, History
 from torchrl_llm.data.text.families import BUILTIN_TEMPLATES
 from torchrl_llm.envs import ArithmeticEnv
@@ -27,7 +28,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import OptimizerConfig
-from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.tools.calculator import Calculator
 
 # Longest answer: three digits and the end of the turn; the rest is for what goes wrong.
@@ -52,8 +53,7 @@ _WORDS += [
 _WORDS += [' {"', "expression", '"}}\n', "</", ">\n"]
 
 
-@dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Group, key="model"):
     """Shape of the Llama that is trained.
 
     Attributes:
@@ -67,18 +67,16 @@ class ModelConfig:
             ``hidden_size ** -0.5``, the model learns several times sooner than at the usual 0.02.
     """
 
-    hidden_size: int = 128
-    intermediate_size: int = 256
-    num_layers: int = 2
-    num_heads: int = 4
-    num_key_value_heads: int = 2
-    max_length: int = 2048
-    initializer_range: float = 0.08
+    hidden_size: Count = 128
+    intermediate_size: Count = 256
+    num_layers: Count = 2
+    num_heads: Count = 4
+    num_key_value_heads: Count = 2
+    max_length: Count = 2048
+    initializer_range: Annotated[float, Gt(0)] = 0.08
 
     def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            ensure(value > 0, f"model.{entry.name} must be above 0, got {value}")
+        super().__post_init__()
         ensure(
             self.hidden_size % self.num_heads == self.num_heads % self.num_key_value_heads == 0,
             f"model.num_key_value_heads={self.num_key_value_heads} must divide model.num_heads="
@@ -86,8 +84,7 @@ class ModelConfig:
         )
 
 
-@dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Group, key="data"):
     """Whose answers are demonstrated.
 
     Attributes:
@@ -101,16 +98,15 @@ class DataConfig:
         adding: after it, the share of products whose pupil has the calculator add.
     """
 
-    lessons: float = 0.6
+    lessons: Annotated[float, In("[0, 1]")] = 0.6
     forgetful: float = 0.40
     rough: float = 0.45
-    calls: int = 32
+    calls: Annotated[int, Ge(0)] = 32
     hasty: float = 0.05
     adding: float = 0.55
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lessons <= 1:
-            raise ConfigError(f"data.lessons must be between 0 and 1, got {self.lessons}")
+        super().__post_init__()
         if min(self.forgetful, self.rough) < 0 or self.forgetful + self.rough > 1:
             raise ConfigError(
                 "data.forgetful and data.rough are shares of the answers, together at most 1, got "
@@ -121,11 +117,9 @@ class DataConfig:
                 "data.hasty and data.adding are shares of the calls, together at most 1, got "
                 f"{self.hasty} and {self.adding}"
             )
-        ensure(self.calls >= 0, f"data.calls must be at least 0, got {self.calls}")
 
 
-@dataclass(kw_only=True)
-class TrainConfig:
+class TrainConfig(Group, key="train"):
     """The loop.
 
     Attributes:
@@ -134,18 +128,12 @@ class TrainConfig:
         num_threads: CPU threads of torch; fixed, for the order of sums depends on it.
     """
 
-    max_steps: int = 1400
-    batch_size: int = 64
-    num_threads: int = 1
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            ensure(value >= 1, f"train.{entry.name} must be at least 1, got {value}")
+    max_steps: Count = 1400
+    batch_size: Count = 64
+    num_threads: Count = 1
 
 
-@dataclass(kw_only=True)
-class EvalConfig:
+class EvalConfig(Group, key="eval"):
     """Accuracy at the end.
 
     Attributes:
@@ -153,18 +141,11 @@ class EvalConfig:
         batch_size: problems that are answered together.
     """
 
-    num_prompts: int = 512
-    batch_size: int = 256
-
-    def __post_init__(self) -> None:
-        ensure(
-            self.num_prompts >= 0, f"eval.num_prompts must be at least 0, got {self.num_prompts}"
-        )
-        ensure(self.batch_size >= 1, f"eval.batch_size must be at least 1, got {self.batch_size}")
+    num_prompts: Annotated[int, Ge(0)] = 512
+    batch_size: Count = 256
 
 
-@dataclass(kw_only=True)
-class EmbeddedConfig:
+class EmbeddedConfig(Group):
     """Everything that ``embedded.py`` can be told.
 
     Attributes:
@@ -172,11 +153,13 @@ class EmbeddedConfig:
         seed: seeds weights and demonstrations.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
+    model: ModelConfig
+    data: DataConfig
+    train: TrainConfig
+    optimizer: OptimizerConfig = own(
+        lr=3e-3, weight_decay=0.1, betas=(0.9, 0.98), scheduler="linear", warmup_steps=50
+    )
+    eval: EvalConfig
     output: str | None = None
     seed: int = 0
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from sft_utils import SFTGroups
+from sft_utils import AnswerEvalConfig, NumbersConfig, SFTGroups, TrainConfig
 
+from torchrl_llm._checked import In
+from torchrl_llm._settings import Group, ensure, own
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.games import Game, GameEnv, Player, expert, random_player
-from torchrl_llm.recipes.strict_config import ensure, from_mapping
+from torchrl_llm.recipes import OptimizerConfig, SFTLossConfig
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
 
-@dataclass(kw_only=True)
-class GameConfig:
+class GameConfig(Group, key="env"):
     """The game; what the recipes of ``grpo`` call by the same names means the same.
 
     Attributes:
@@ -26,10 +27,11 @@ class GameConfig:
     """
 
     dataset: str = "tic_tac_toe"
-    options: dict[str, Any] = field(default_factory=dict)
-    system_prompt: str | None = None
+    options: dict[str, Any] = own(actions="bare")
+    system_prompt: str | None = "Play tic-tac-toe."
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_task(self.dataset)
         ensure(
             issubclass(task_class(self.dataset), GameEnv),
@@ -38,8 +40,7 @@ class GameConfig:
         check_options(self.dataset, self.options)
 
 
-@dataclass(kw_only=True)
-class PlayerConfig:
+class PlayerConfig(Group, key="player"):
     """Who is imitated.
 
     Attributes:
@@ -47,20 +48,21 @@ class PlayerConfig:
             one of the best things.
     """
 
-    careless: float = 0.7
-
-    def __post_init__(self) -> None:
-        ensure(
-            0 <= self.careless <= 1, f"player.careless must be between 0 and 1, got {self.careless}"
-        )
+    careless: Annotated[float, In("[0, 1]")] = 0.7
 
 
-@dataclass(kw_only=True)
 class ImitateConfig(SFTGroups):
     """Everything that ``imitate.py`` can be told; ``seed`` seeds the player too."""
 
-    env: GameConfig = field(default_factory=GameConfig)
-    player: PlayerConfig = field(default_factory=PlayerConfig)
+    env: GameConfig
+    player: PlayerConfig
+    train: TrainConfig = own(max_steps=200)
+    optimizer: OptimizerConfig = own(
+        lr=1e-3, weight_decay=0.1, betas=(0.9, 0.98), scheduler="linear", warmup_steps=20
+    )
+    loss: SFTLossConfig
+    logging: NumbersConfig = own(experiment_name="imitate")
+    eval: AnswerEvalConfig = own(num_prompts=256, max_tokens=8)
 
 
 def load_config(values: Mapping[str, Any]) -> ImitateConfig:

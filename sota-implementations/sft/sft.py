@@ -45,7 +45,7 @@ from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes.builders import autocast, make_tokenizer
 from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
 from torchrl_llm.trainers import Ranks, TrainingRun, make_optimizer, make_scheduler, optimize
-from torchrl_llm.trainers.run import EvalResult
+from torchrl_llm.trainers.run_results import EvalResult
 
 
 def train(config: SFTConfig, folder: str | Path) -> Iterator[TrainingRun]:

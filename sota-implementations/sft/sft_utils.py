@@ -6,14 +6,16 @@ The policy is built by :mod:`torchrl_llm.recipes.builders`, as that of every rec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, repeat
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, ensure, own
 from torchrl_llm.data.column_names import check_named, joined_prompt
 from torchrl_llm.data.demonstrations import (
     Demonstration,
@@ -31,12 +33,10 @@ from torchrl_llm.evaluation import Evaluation, HeldOutLoss, held_out_loss
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import (
     ForwardConfig,
-    ModelNameConfig,
     OptimizerConfig,
     RefModelConfig,
     RewardComponentsConfig,
     SFTLossConfig,
-    TrainModelConfig,
 )
 from torchrl_llm.recipes.builders import (
     autocast,
@@ -48,8 +48,9 @@ from torchrl_llm.recipes.builders import (
 from torchrl_llm.recipes.data_config import DataSource, hold_out, tell_overlap
 from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.reward_config import add_components, make_reward
-from torchrl_llm.recipes.strict_config import check_least, dotted, ensure, from_mapping
-from torchrl_llm.trainers import CheckpointConfig, EvalConfig, LoggingConfig, Ranks, Shown
+from torchrl_llm.recipes.shared_keys import TrainedConfig
+from torchrl_llm.recipes.strict_config import from_mapping
+from torchrl_llm.trainers import EvalConfig, LoggingConfig, Ranks, Shown
 from torchrl_llm.trainers.kept_rollouts import Kept
 
 SHOWN = Shown(
@@ -65,7 +66,6 @@ SHOWN = Shown(
 _READ_FIRST = 10_000
 
 
-@dataclass(kw_only=True)
 class DemonstrationConfig(DataSource):
     """Conversations of one's own to learn from.
 
@@ -91,7 +91,6 @@ class DemonstrationConfig(DataSource):
     system_prompt: str | None = None
 
 
-@dataclass(kw_only=True)
 class TrainConfig(ForwardConfig):
     """The loop.
 
@@ -102,13 +101,9 @@ class TrainConfig(ForwardConfig):
         batch_size: rows an optimizer step.
     """
 
-    max_steps: int | None = None
-    max_epochs: int | None = None
-    batch_size: int = 32
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, "train", 1, "max_steps", "max_epochs", "batch_size")
+    max_steps: Count | None = None
+    max_epochs: Count | None = None
+    batch_size: Count = 32
 
     def num_steps(self, num_rows: int) -> int:
         """Optimizer steps of the whole run.
@@ -121,7 +116,6 @@ class TrainConfig(ForwardConfig):
         return min(limit for limit in limits if limit is not None)
 
 
-@dataclass(kw_only=True)
 class AnswerEvalConfig(EvalConfig):
     """Evaluation on rows that are held out.
 
@@ -131,15 +125,10 @@ class AnswerEvalConfig(EvalConfig):
         max_tokens: of a greedy answer.
     """
 
-    num_prompts: int | None = None
-    max_tokens: int = 128
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, "eval", 1, "max_tokens")
+    num_prompts: Annotated[int, Ge(0)] | None = None
+    max_tokens: Count = 128
 
 
-@dataclass(kw_only=True)
 class NumbersConfig(LoggingConfig):
     """Where numbers go.
 
@@ -152,50 +141,37 @@ class NumbersConfig(LoggingConfig):
     rollouts: Kept = "none"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(self.samples is None, "logging.samples has no effect: nothing learns from samples")
         ensure(
             self.rollouts == "none", "logging.rollouts has no effect: nothing learns from samples"
         )
 
 
-@dataclass(kw_only=True)
-class SFTGroups:
-    """What ``sft.py`` and ``imitate.py`` can both be told.
+class SFTGroups(TrainedConfig):
+    """What ``sft.py`` and ``imitate.py`` can both be told; ``seed`` seeds the order of rows too."""
 
-    Attributes:
-        seed: seeds weights of adapters, dropout and the order of the rows.
-    """
+    rates = SUPERVISED_RATES
 
-    model: ModelNameConfig = field(default_factory=ModelNameConfig)
-    train: TrainConfig = field(default_factory=TrainConfig)
-    train_model: TrainModelConfig = field(default_factory=TrainModelConfig)
-    ref_model: RefModelConfig = field(default_factory=RefModelConfig)
-    optimizer: OptimizerConfig = field(
-        default_factory=partial(OptimizerConfig, lr=None, scheduler="linear", warmup_steps=0.05)
-    )
-    loss: SFTLossConfig = field(default_factory=partial(SFTLossConfig, reduction="token_mean"))
-    logging: NumbersConfig = field(default_factory=NumbersConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: AnswerEvalConfig = field(default_factory=AnswerEvalConfig)
-    seed: int = 0
-
-    def flat(self) -> dict[str, Any]:
-        """Dotted key to value, for the record of a run."""
-        return dotted(asdict(self))
+    train: TrainConfig
+    ref_model: RefModelConfig
+    optimizer: OptimizerConfig = own(lr=None, scheduler="linear", warmup_steps=0.05)
+    loss: SFTLossConfig = own(reduction="token_mean")
+    logging: NumbersConfig = own(experiment_name="sft")
+    eval: AnswerEvalConfig
 
     def __post_init__(self) -> None:
-        self.optimizer.settle(self.model, self.train_model, SUPERVISED_RATES)
+        super().__post_init__()
         self.loss.check_reference(self.train.kl_to_ref_coeff, self.ref_model)
         if self.train.max_steps is not None:
             self.optimizer.check_warmup(self.train.max_steps)
 
 
-@dataclass(kw_only=True)
 class SFTConfig(SFTGroups):
     """Everything that ``sft.py`` can be told."""
 
-    data: DemonstrationConfig = field(default_factory=DemonstrationConfig)
-    reward: RewardComponentsConfig = field(default_factory=RewardComponentsConfig)
+    data: DemonstrationConfig
+    reward: RewardComponentsConfig
 
     @property
     def answers(self) -> bool:

@@ -26,7 +26,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm.modules import load_tokenizer
 from torchrl_llm.trainers import TrainingRun, make_optimizer
-from torchrl_llm.trainers.run import CheckpointConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import CheckpointConfig, LoggingConfig
 
 CONFIG = Qwen2Config(
     hidden_size=512,

@@ -179,7 +179,6 @@ def test_factories_are_called(policy):
     "options",
     [
         {},
-        {"dialog_turns_per_batch": 0},
         {"dialog_turns_per_batch": 2, "policy_factory": lambda: None},
         {"yield_only_last_steps": True, "yield_completed_trajectories": False},
         {

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
+from fork_server import run_program
 from objectives.every_loss import LOSSES
 
-WORKER = Path(__file__).with_name("waits_worker.py")
 # transformers looks whether rows are packed, unless it is given a mask, as packed rows are.
 THEIRS = "find_packed_sequence_indices"
 
@@ -24,12 +20,7 @@ REST = tuple(name for name in LOSSES if name not in QUICK)
 
 @cache
 def results_of(losses):
-    tests, root = WORKER.parents[1], WORKER.parents[2]
-    path = os.pathsep.join(map(str, (tests, root)))
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    # -P: the conftest that it imports is that of all tests.
-    command = [sys.executable, "-P", str(WORKER), *losses]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = run_program("from objectives.waits_worker import main; main()", *losses)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])  # above it stands what was logged
 

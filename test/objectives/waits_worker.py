@@ -111,7 +111,3 @@ def main():
     sys.stdout.write(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # torch's end aborts where such a device was made
-
-
-if __name__ == "__main__":
-    main()

@@ -93,7 +93,7 @@ def test_collectors_of_other_processes_have_the_agent():
         ({"agent": {"type": "tool", "tools": "calculator"}}, "must be"),
         ({"agent": {"type": "react", "max_auxiliary_turns": 0}}, "agent=react: .* at least 1"),
         ({"agent": {"type": "fractions:Fraction"}}, "must be a subclass of Agent"),
-        ({"reward": {"cut_penalty": -1.0}}, "not be negative"),
+        ({"reward": {"cut_penalty": -1.0}}, "be at least 0"),
         ({"reward": {"cut_penalty": 0.5}, "advantage": {"type": "spo"}}, "rates of success"),
         ({"reward": {"cut_penalty": 0.5}, "advantage": {"type": "constant"}}, "reads no reward"),
     ],

@@ -338,7 +338,7 @@ IMPOSSIBLE = [
         "len has no effect with",
     ),
     (["inference_model.url=http://h:1", "inference_model.backend=vllm"], "the server answers"),
-    (["inference_model.url=http://h:1", "inference_model.request_timeout_s=0"], "must be positive"),
+    (["inference_model.url=http://h:1", "inference_model.request_timeout_s=0"], "must be above 0"),
     (
         ["inference_model.url=http://h:1", "inference_model.request={messages: []}"],
         r"inference_model.request: \['messages'\] are not the user's",

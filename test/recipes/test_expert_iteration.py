@@ -6,13 +6,11 @@ import importlib
 from pathlib import Path
 
 import pytest
-from omegaconf import OmegaConf
 from recipes.script import run_main
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import AdapterDisabled
 from torchrl_llm.recipes.builders import make_policy, make_reference
-from torchrl_llm.recipes.strict_config import dotted
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "expert-iteration"
 SCRIPT = FOLDER / "expert-iteration.py"
@@ -94,15 +92,6 @@ def test_with_adapters_the_reference_is_the_policy_without_them(utils):
     config = utils.load_config({})
     reference = make_reference(config, make_policy(config))
     assert not any(p.requires_grad for p in reference.model.parameters())
-
-
-def test_the_file_has_all_keys_and_their_defaults(utils):
-    written = OmegaConf.load(FOLDER / "config" / "expert-iteration.yaml")
-    del written["defaults"], written["hydra"], written["env"]["dataset"]
-    config = utils.load_config(written)
-    assert dict(config.flat()).keys() == utils.EIConfig().flat().keys()
-    flat = dotted(OmegaConf.to_container(written))
-    assert flat.keys() == config.flat().keys() - {"env.dataset"}
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ from omegaconf import OmegaConf
 
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, ResourceError
-from torchrl_llm.recipes import AdvantageConfig, LossConfig, builders
-from torchrl_llm.recipes.builders import reference_device
+from torchrl_llm.recipes import AdvantageConfig, LossConfig
+from torchrl_llm.recipes.builders import devices, reference_device
 from torchrl_llm.recipes.ray_collection import CollectionConfig
 from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
 
@@ -49,15 +49,6 @@ def composed(*overrides):
     return compose("grpo", list(overrides))
 
 
-def test_a_file_writes_every_key_of_its_class_with_the_default_of_the_class():
-    for group, name in CASES:
-        config = composed(f"{group}={name}", *PARTNER.get(name, []))
-        written = set(config[group])
-        variant = GROUPS[group].of(name)
-        assert written == {"type", *variant.options}
-        assert getattr(load_config(config), group) == variant
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_class_has_a_file_and_every_file_a_class(group):
     names = {path.stem for path in (FOLDER / group).glob("*.yaml")} - {"shared"}
@@ -65,26 +56,6 @@ def test_every_class_has_a_file_and_every_file_a_class(group):
     # Hydra offers what the files share as well; it would be the default under another name.
     with pytest.raises(ConfigError, match=f"{group}.type must be one of .* got 'shared'"):
         load_config(composed(f"{group}=shared"))
-
-
-@pytest.mark.parametrize("overrides", [[], ["env=gsm8k"]])
-@pytest.mark.parametrize(("name", "schema"), SCHEMAS.items())
-def test_the_composed_files_hold_every_key_of_the_schema(name, schema, overrides):
-    config = compose(name, overrides)
-    written = {key for key in load_config(config, schema).flat() if "env.options." not in key}
-    assert written == set(schema().flat())
-    assert set(config) == set(schema.__dataclass_fields__)
-
-
-@pytest.mark.parametrize(("name", "schema"), SCHEMAS.items())
-def test_the_files_hold_the_defaults_of_the_classes(name, schema):
-    task = {"max_steps", "num_threads", "max_tokens", "lr", "scheduler", "warmup_steps", "interval"}
-    given, default = load_config(compose(name), schema).flat(), schema().flat()
-    changed = {key for key in default if given[key] != default[key]}
-    assert {key.rpartition(".")[2] for key in changed} <= task | {
-        "prompts_per_batch",
-        "experiment_name",
-    }
 
 
 def test_a_key_of_the_other_recipe_says_whose_it_is():
@@ -132,7 +103,7 @@ def test_engines_and_weights_that_are_impossible_are_refused():
 
 
 IMPOSSIBLE_ASYNC = [
-    (["train.max_policy_age=-1"], "must not be negative"),
+    (["train.max_policy_age=-1"], "must be at least 0"),
     (["train.on_stale=skip"], "must be one of 'wait', 'drop', 'mask'"),
     (["train.weight_update_frequency=0"], "at least 1"),
     (["ray.num_collectors=0"], "at least 1"),
@@ -189,7 +160,7 @@ def test_the_gpus_of_policy_and_reference_are_hidden_from_the_collectors(
 
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     there = lambda name, key: torch.device("cuda" if name == "auto" else name)  # noqa: E731
-    monkeypatch.setattr(builders, "present_device", there)
+    monkeypatch.setattr(devices, "present_device", there)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     values = OmegaConf.from_dotlist([*overrides, "ray.gpus_per_collector=0.5"])
     with _visible_gpus(load_config(values, AsyncGRPOConfig)):
@@ -273,7 +244,7 @@ IMPOSSIBLE = [
     (["reward.kl_target=6"], "no effect without reward.kl_coeff"),
     (["reward.kl_horizon=5"], "no effect without reward.kl_target"),
     (["reward.kl_reduction=mean"], "no effect without reward.kl_coeff"),
-    (["reward.kl_coeff=-1"], "must not be negative"),
+    (["reward.kl_coeff=-1"], "must be at least 0"),
     (["reward.kl_coeff=0.1", "reward.kl_target=0"], "must be above 0"),
     (["env.repeats=0"], "env.repeats must be at least 1"),
     (["env.repeats=1", "advantage=hybrid"], "at least 2 for advantage=hybrid"),

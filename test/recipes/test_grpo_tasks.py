@@ -100,7 +100,7 @@ def test_settings_that_a_task_does_not_have_are_refused():
         load_config({"env": {"dataset": "countdown", "options": {"num_counts": 3}}})
     with pytest.raises(ConfigError, match=r"env\.options must be a group of keys, got 3"):
         load_config({"env": {"options": 3}})
-    with pytest.raises(ConfigError, match=r"env\.max_steps must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=r"env\.max_steps must be at least 1 or null, got 0"):
         load_config({"env": {"max_steps": 0}})
     with pytest.raises(ConfigError, match=r"unknown key 'env\.optionss'"):
         load_config({"env": {"optionss": {}}})

@@ -13,10 +13,9 @@ import pytest
 from recipes.script import run_alone
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, launch
+from torchrl_llm.recipes import GRPOConfig, launch
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
 from torchrl_llm.recipes.other_names import OTHER_NAMES
-from torchrl_llm.recipes.strict_config import key_table
 
 GRPO = launch.PAGES / "grpo" / "config"
 HEAVY = ("torch", "transformers", "tensordict", "torchrl", "hydra")
@@ -25,19 +24,6 @@ HEAVY = ("torch", "transformers", "tensordict", "torchrl", "hydra")
 @pytest.fixture(scope="module")
 def table():
     return KeyTable.read(GRPO, "grpo")
-
-
-@pytest.mark.parametrize(
-    ("name", "schema"), [("grpo", GRPOConfig), ("grpo-async", AsyncGRPOConfig)]
-)
-def test_the_files_have_the_keys_of_the_dataclasses(name, schema):
-    files, classes = KeyTable.read(GRPO, name), key_table(schema)
-    assert set(files.plain) == set(classes.plain)
-    assert files.open == classes.open
-    for group, options in classes.groups.items():
-        assert {option: set(keys) for option, keys in files.groups[group].items()} == {
-            option: set(keys) for option, keys in options.items()
-        }
 
 
 # What somebody types who comes from elsewhere, or mistypes, and the key that is to be named.

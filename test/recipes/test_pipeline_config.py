@@ -9,10 +9,10 @@ import pytest
 from hydra import compose, initialize_config_dir
 from recipes.pipeline_helper import FOLDER
 
+from torchrl_llm._settings import dotted
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import launch
-from torchrl_llm.recipes.strict_config import dotted
 
 
 @pytest.fixture(scope="module")
@@ -52,12 +52,12 @@ def test_the_lag_is_the_rule_of_staleness(utils):
 
 
 IMPOSSIBLE = [
-    ("train.max_lag=-1", "max_lag must not be negative"),
+    ("train.max_lag=-1", "max_lag must be at least 0"),
     ("train.weight_update_frequency=0", "weight_update_frequency must be at least 1"),
     ("redis.prompts_per_claim=5", "not a multiple of redis.prompts_per_claim=5"),
     ("redis.prompts_per_claim=0", "prompts_per_claim must be at least 1"),
     ("redis.timeout_s=0", "timeout_s must be above 0"),
-    ("redis.reconnect_s=-1", "reconnect_s must not be negative"),
+    ("redis.reconnect_s=-1", "reconnect_s must be at least 0"),
     ("redis.name=''", "name must not be empty"),
     ("weight_sync.type=double_buffer", "goes with weight_sync.type=double_buffer"),
     ("weight_sync.folder=/tmp/x", "goes with weight_sync.type=double_buffer"),

@@ -12,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from omegaconf import OmegaConf
 from recipes.grpo_helper import column, rows, weights
 from recipes.script import run_main, run_typed
 from torchrl._utils import logger
@@ -25,8 +24,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import TransformersBackend, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes.chat_settings import make_conversation
-from torchrl_llm.recipes.command_keys import KeyTable
-from torchrl_llm.recipes.strict_config import key_table
 from torchrl_llm.trainers import optimize
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "sft" / "sft.py"
@@ -345,19 +342,3 @@ REFUSED = [
 def test_settings_that_no_run_can_have_are_refused(utils, values, problem):
     with pytest.raises(ConfigError, match=problem):
         utils.load_config(values)
-
-
-def test_the_files_have_the_keys_and_the_defaults_of_the_dataclasses(utils):
-    files, classes = KeyTable.read(SCRIPT.parent / "config", "sft"), key_table(utils.SFTConfig)
-    without_effect = {"logging.samples", "logging.rollouts", "reward.on_all_invalid"}
-    assert set(classes.plain) - set(files.plain) == without_effect
-    assert not set(files.plain) - set(classes.plain)
-    written = {}
-    for name in ("common", "sft"):
-        loaded = OmegaConf.to_container(OmegaConf.load(SCRIPT.parent / "config" / f"{name}.yaml"))
-        written |= {key: value for key, value in loaded.items() if key not in ("defaults", "hydra")}
-    written["data"]["source"] = "rows.csv"
-    assert utils.load_config(written) == utils.SFTConfig(
-        data=utils.DemonstrationConfig(source="rows.csv"),
-        logging=utils.NumbersConfig(experiment_name="sft"),
-    )

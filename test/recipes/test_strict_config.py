@@ -8,20 +8,10 @@ from typing import Any, Literal
 
 import pytest
 
+from torchrl_llm._settings import convert
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes import (
-    RENAMED,
-    AsyncGRPOConfig,
-    GRPOConfig,
-    check_arguments,
-    load_config,
-)
-from torchrl_llm.recipes.strict_config import (
-    check_override_keys,
-    convert,
-    from_mapping,
-    valid_keys,
-)
+from torchrl_llm.recipes import RENAMED, AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
+from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping, valid_keys
 
 
 def test_the_defaults_are_a_valid_configuration():
@@ -120,7 +110,7 @@ IMPOSSIBLE_PAIRS = [
         "the same as sum with advantage=group",
     ),
     ({"inference_model": {"temperature": 0.0}}, "a greedy group has no variance"),
-    ({"optimizer": {"warmup_steps": -1}}, "must not be negative"),
+    ({"optimizer": {"warmup_steps": -1}}, "must be at least 0"),
     (
         {"train_model": {"dtype": "bfloat16"}, "train": {"mixed_precision": "float32"}},
         "cannot train",

@@ -13,7 +13,7 @@ import pytest
 from rewards.test_answer_formats import table
 
 from torchrl_llm.errors import ConfigError, MissingExtraError, RewardError, RewardTimeoutError
-from torchrl_llm.rewards import math as math_reward
+from torchrl_llm.rewards import math_reward
 from torchrl_llm.rewards.math_reward import MATHRewardParser, last_boxed
 
 pytest.importorskip("math_verify")

@@ -21,7 +21,8 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError
 from torchrl_llm.trainers import RewardWatch, checkpoint
 from torchrl_llm.trainers import run as run_module
-from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig, TrainingRun
+from torchrl_llm.trainers.run import TrainingRun
+from torchrl_llm.trainers.run_config import CheckpointConfig, EvalConfig, LoggingConfig
 
 
 @dataclass

@@ -2,14 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.trainers.run_folder import (
-    dotted,
-    model_folder,
-    read_config,
-    read_metrics,
-    run_of,
-)
+from torchrl_llm.trainers.run_folder import model_folder, read_config, read_metrics, run_of
 
 
 @pytest.fixture

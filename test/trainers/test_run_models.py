@@ -8,11 +8,11 @@ from torch import nn
 from torchrl.envs import Transform
 from transformers import AutoModelForCausalLM, AutoTokenizer, MixtralConfig, MixtralForCausalLM
 
+from torchrl_llm._settings import naming
 from torchrl_llm.errors import CheckpointError, ConfigError
-from torchrl_llm.recipes.builders import naming
 from torchrl_llm.trainers import TrainingRun
 from torchrl_llm.trainers.checkpoint import CheckpointStore
-from torchrl_llm.trainers.run import CheckpointConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import CheckpointConfig, LoggingConfig
 from torchrl_llm.trainers.run_folder import model_folder
 from torchrl_llm.trainers.run_models import split_parts
 

@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import sys
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torchrl_llm._run_log import printable
+from torchrl_llm._settings import Group, several
+from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError, OverlongError
 
 _FAILED = 1
 _HELP = "/reset begins anew, /system TEXT does so with another system prompt, /quit ends"
+
+
+class Options(Group):
+    """Talk to a model.
+
+    Where the input is no terminal, each of its lines is a turn, and only answers are printed. In
+    the conversation: {signs} (as Ctrl-D and Ctrl-C do).
+
+    Attributes:
+        model: folder of a run (its newest checkpoint), of a checkpoint or a model, or a hub name;
+            default: the model that ships with the package.
+        system: system prompt; default: that of the run.
+        temperature: of sampling; 0 is greedy.
+        max_tokens: tokens of an answer; default: the run's, or 256.
+        seed: of sampling.
+        trust: import what the run's config.yaml names (its tools).
+        tool: a tool besides the run's, by name or as module:function; may be repeated.
+    """
+
+    model: Annotated[str | None, Word("FOLDER")] = None
+    system: Annotated[str | None, "TEXT"] = None
+    temperature: Annotated[float, "T"] = 0.0
+    max_tokens: Annotated[int | None, "N"] = None
+    seed: Annotated[int, "N"] = 0
+    trust: bool = False
+    tool: Annotated[list[str], "NAME"] = several()
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,54 +54,12 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    given = _parser().parse_args(arguments)
+    given = parse(Options, "chat", arguments, signs=_HELP)
     with _conversation(given) as conversation:
         return _talk(conversation, is_terminal=sys.stdin.isatty())
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm chat",
-        description="talk to a model; where the input is no terminal, each of its lines is a turn, "
-        "and only answers are printed",
-        epilog=f"In the conversation: {_HELP} (as Ctrl-D and Ctrl-C do).",
-    )
-    parser.add_argument(
-        "model",
-        nargs="?",
-        metavar="FOLDER",
-        help="folder of a run (its newest checkpoint), of a checkpoint or a model, or a hub name; "
-        "default: the model that ships with the package",
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system prompt; default: that of the run")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.0,
-        metavar="T",
-        help="of sampling; default: 0, greedy",
-    )
-    parser.add_argument(
-        "--max-tokens",
-        type=int,
-        metavar="N",
-        help="tokens of an answer; default: the run's, or 256",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of sampling; default: 0")
-    parser.add_argument(
-        "--trust", action="store_true", help="import what the run's config.yaml names (its tools)"
-    )
-    parser.add_argument(
-        "--tool",
-        action="append",
-        default=[],
-        metavar="NAME",
-        help="a tool besides the run's, by name or as module:function; may be repeated",
-    )
-    return parser
-
-
-def _conversation(given: argparse.Namespace) -> Any:
+def _conversation(given: Options) -> Any:
     import torch
 
     from torchrl_llm import modules

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -10,8 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from torchrl_llm._run_log import shown
+from torchrl_llm._settings import Group, several
+from torchrl_llm.cli._options import Word, make_parser
 from torchrl_llm.cli.train import RECIPES
 from torchrl_llm.errors import ConfigError, DataError
 
@@ -19,6 +21,30 @@ PAGES = RECIPES | {"evaluate": "evaluate/evaluate.py", "pipeline-rl": "pipeline-
 """Name of a recipe to its page."""
 
 _FAILED = 1
+
+
+class Options(Group):
+    """Look at a configuration before a long run: tokens, template, data, reward, memory, disk.
+
+    Nothing is trained or written.
+
+    Attributes:
+        config: one of {recipes}, a YAML file, or the folder of a run.
+        overrides: keys of the recipe.
+        recipe: of a file whose keys do not say it.
+        calibrate: find the largest train.micro_token_budget that fits, by training with it.
+        sample: let the model answer some prompts, however large it is.
+        json: print findings as JSON.
+        trust: import what the file or the run's config.yaml names.
+    """
+
+    config: Annotated[str, Word("RECIPE|FILE")]
+    overrides: Annotated[list[str], Word("KEY=VALUE")] = several()
+    recipe: Annotated[str | None, tuple(PAGES)] = None
+    calibrate: bool = False
+    sample: bool = False
+    json: bool = False
+    trust: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -33,8 +59,9 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         SystemExit: no such recipe or file, or one that cannot be read; status 2.
     """
-    parser = _parser()
-    given = parser.parse_intermixed_args(arguments)
+    usage = "torchrl-llm doctor RECIPE|FILE.yaml [KEY=VALUE ...] [options]"
+    parser = make_parser(Options, "doctor", usage=usage, recipes=", ".join(PAGES))
+    given = Options(**vars(parser.parse_intermixed_args(arguments)))
     begun = time.perf_counter()
     from torchrl_llm.recipes.doctor import compose
 
@@ -72,27 +99,3 @@ def main(arguments: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":  # ranks of torchrun agree
         sys.stdout.write(f"{text}\n")
     return _FAILED if any(each.level == "error" for each in found) else 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm doctor",
-        usage="torchrl-llm doctor RECIPE|FILE.yaml [KEY=VALUE ...] [options]",
-        description="look at a configuration before a long run: tokens, template, data, reward, "
-        "memory, disk; nothing is trained or written",
-    )
-    parser.add_argument(
-        "config",
-        metavar="RECIPE|FILE",
-        help=f"one of {', '.join(PAGES)}, a YAML file, or the folder of a run",
-    )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="keys of the recipe")
-    parser.add_argument("--recipe", choices=PAGES, help="of a file whose keys do not say it")
-    for flag, about in {
-        "calibrate": "find the largest train.micro_token_budget that fits, by training with it",
-        "sample": "let the model answer some prompts, however large it is",
-        "json": "print findings as JSON",
-        "trust": "import what the file or the run's config.yaml names",
-    }.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=about)
-    return parser

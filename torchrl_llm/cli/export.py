@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from torchrl_llm._run_log import show
+from torchrl_llm._settings import Group
+from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError
 
 if TYPE_CHECKING:
     from torchrl_llm.data.chat_export import SampledChat
+
+
+class Options(Group):
+    """Write conversations that were sampled as JSON lines.
+
+    These are what torchrl-llm train sft data=FILE reads; those without a valid reward are left out.
+
+    Attributes:
+        source: folder of a run that kept rollouts (logging.rollouts=all), or of an evaluation; or
+            one of its files, answers_TASK.jsonl.
+        output: the file.
+        min_reward: least reward of a conversation; default: any.
+        best_of_group: most conversations of each prompt, those with the highest rewards; default:
+            all.
+        duplicates: keep conversations that are equal.
+        trust: import tools that the run's config.yaml names, where its rollouts do not describe
+            them (those of an earlier version).
+        cut: keep those with an answer that a length limit cut.
+    """
+
+    source: Annotated[str, Word("RUN")]
+    output: Annotated[str, "FILE"] = "chats.jsonl"
+    min_reward: Annotated[float | None, "X"] = None
+    best_of_group: Annotated[int | None, "N"] = None
+    duplicates: bool = False
+    trust: bool = False
+    cut: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -25,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    given = _parser().parse_args(arguments)
+    given = parse(Options, "export", arguments)
 
     from torchrl_llm.data.chat_export import ChatFilter, read_chats, write_chats
 
@@ -48,45 +76,6 @@ def main(arguments: Sequence[str]) -> int:
             sys.stderr.write(f"{wanted.counts['read']:,} conversations read{told}\n")
     show(f"wrote {number:,} conversations to {given.output}")
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm export",
-        description="write conversations that were sampled as JSON lines, which torchrl-llm train "
-        "sft data=FILE reads; those without a valid reward are left out",
-    )
-    parser.add_argument(
-        "source",
-        metavar="RUN",
-        help="folder of a run that kept rollouts (logging.rollouts=all), or of an evaluation; or "
-        "one of its files, answers_TASK.jsonl",
-    )
-    parser.add_argument(
-        "-o", "--output", metavar="FILE", default="chats.jsonl", help="default: chats.jsonl"
-    )
-    parser.add_argument(
-        "--min-reward", type=float, metavar="X", help="least reward of a conversation; default: any"
-    )
-    parser.add_argument(
-        "--best-of-group",
-        type=int,
-        metavar="N",
-        help="most conversations of each prompt, those with the highest rewards; default: all",
-    )
-    parser.add_argument(
-        "--duplicates", action="store_true", help="keep conversations that are equal"
-    )
-    parser.add_argument(
-        "--trust",
-        action="store_true",
-        help="import tools that the run's config.yaml names, where its rollouts do not describe "
-        "them (those of an earlier version)",
-    )
-    parser.add_argument(
-        "--cut", action="store_true", help="keep those with an answer that a length limit cut"
-    )
-    return parser
 
 
 def _with_tools(chats: Iterable[SampledChat], source: str, trusts: bool) -> Iterator[SampledChat]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import Annotated
 
 from torchrl_llm._registry import summaries
+from torchrl_llm._settings import Group
+from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.cli.train import recipe_summaries
 
 RECIPES = "recipes"
@@ -29,6 +31,16 @@ _ALSO = {"advantages": "estimators"}
 _REGISTERED = {new: old for old, new in _ALSO.items()}
 
 
+class Options(Group):
+    """Print what can be chosen by name, and how.
+
+    Attributes:
+        kind: {kinds}; all by default.
+    """
+
+    kind: Annotated[str | None, Word("KIND"), (*HOW, *_ALSO)] = None
+
+
 def main(arguments: Sequence[str]) -> int:
     """Print the names of one kind, or of all.
 
@@ -38,17 +50,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm list", description="print what can be chosen by name, and how"
-    )
-    parser.add_argument(
-        "kind",
-        nargs="?",
-        choices=[*HOW, *_ALSO],
-        metavar="KIND",
-        help=f"{', '.join(HOW)}; all by default",
-    )
-    given = parser.parse_args(arguments).kind
+    given = parse(Options, "list", arguments, kinds=", ".join(HOW)).kind
     for kind in HOW if given is None else [_ALSO.get(given, given)]:
         _print_kind(kind)
     return 0

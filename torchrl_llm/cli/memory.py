@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
+from typing import Annotated
 
 from torchrl_llm._run_log import show
+from torchrl_llm._settings import Group, several
 from torchrl_llm.cli import train
+from torchrl_llm.cli._options import Word, make_parser
 from torchrl_llm.errors import ConfigError
 
 RECIPES = ("grpo", "grpo-async")
 """Recipes whose memory can be counted; each is named as the file that composes its keys."""
 
 _PROMPT = 512
+
+
+class Options(Group):
+    """Print the memory that a run needs, by formula.
+
+    The model, model.name, may be a folder with config.json alone.
+
+    Attributes:
+        words: {recipes} (default: grpo), and its keys as for torchrl-llm train.
+        prompt_tokens: tokens of a prompt; default: env.max_prompt_length, or {tokens}.
+        processes: processes that train together, with train.parallel=ddp or fsdp2; default:
+            WORLD_SIZE where torchrun sets it, or the GPUs of this machine.
+    """
+
+    words: Annotated[list[str], Word("RECIPE KEY=VALUE")] = several()
+    prompt_tokens: Annotated[int | None, "N"] = None
+    processes: Annotated[int | None, "N"] = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -27,7 +46,10 @@ def main(arguments: Sequence[str]) -> int:
     Raises:
         ConfigError: no such recipe or key, or a model that is not here.
     """
-    given = _parser().parse_intermixed_args(arguments)
+    usage = "torchrl-llm memory [RECIPE] [KEY=VALUE ...] [--prompt-tokens N] [--processes N]"
+    recipes = " or ".join(RECIPES)
+    parser = make_parser(Options, "memory", usage=usage, recipes=recipes, tokens=str(_PROMPT))
+    given = Options(**vars(parser.parse_intermixed_args(arguments)))
     name, overrides = "grpo", given.words
     if overrides and "=" not in overrides[0]:
         name, *overrides = overrides
@@ -69,32 +91,3 @@ def main(arguments: Sequence[str]) -> int:
         f"by formula, with {of}; what torch and CUDA take for themselves comes on top"
     )
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm memory",
-        usage="torchrl-llm memory [RECIPE] [KEY=VALUE ...] [--prompt-tokens N] [--processes N]",
-        description="print the memory that a run needs, by formula: model.name may be a folder "
-        "with config.json alone",
-    )
-    parser.add_argument(
-        "words",
-        nargs="*",
-        metavar="RECIPE KEY=VALUE",
-        help=f"{' or '.join(RECIPES)} (default: grpo), and its keys as for torchrl-llm train",
-    )
-    parser.add_argument(
-        "--prompt-tokens",
-        type=int,
-        metavar="N",
-        help=f"tokens of a prompt; default: env.max_prompt_length, or {_PROMPT}",
-    )
-    parser.add_argument(
-        "--processes",
-        type=int,
-        metavar="N",
-        help="processes that train together, with train.parallel=ddp or fsdp2; default: WORLD_SIZE "
-        "where torchrun sets it, or the GPUs of this machine",
-    )
-    return parser

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated
 
 from torchrl_llm._run_log import printable
+from torchrl_llm._settings import Group, several
+from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError
 
 _METRICS = ("train/reward", "eval/accuracy")
 # More curves than this are looked at in the picture.
 _MOST_DRAWN = 2
+
+
+class Options(Group):
+    """One picture and one table of several runs, from their metrics.csv.
+
+    Attributes:
+        runs: folder of a run or of a sweep; or a pattern.
+        output: the picture; default: curves.png in the run's folder, or here for several.
+        metric: column of metrics.csv; may be repeated; default: {metrics}.
+        by: one line for each combination of these keys, and the mean over its runs.
+    """
+
+    runs: Annotated[list[str], Word("RUN")]
+    output: Annotated[str | None, "FILE"] = None
+    metric: Annotated[list[str], "NAME"] = several()
+    by: Annotated[str | None, "KEY,KEY"] = None
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -24,7 +42,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    given = _parser().parse_args(arguments)
+    given = parse(Options, "plot", arguments, metrics=" and ".join(_METRICS))
 
     from torchrl_llm.trainers import run_comparison as comparison
     from torchrl_llm.trainers.curves import draw_panels, terminal_curve
@@ -62,34 +80,6 @@ def main(arguments: Sequence[str]) -> int:
             shown.append(terminal_curve(curve.steps, curve.values, title=title, height=6))
     sys.stdout.write(printable("\n".join([*shown, f"\npicture {picture}", ""])))
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm plot",
-        description="one picture and one table of several runs, from their metrics.csv",
-    )
-    parser.add_argument(
-        "runs", nargs="+", metavar="RUN", help="folder of a run or of a sweep; or a pattern"
-    )
-    parser.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="the picture; default: curves.png in the run's folder, or here for several",
-    )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        metavar="NAME",
-        help=f"column of metrics.csv; may be repeated; default: {' and '.join(_METRICS)}",
-    )
-    parser.add_argument(
-        "--by",
-        metavar="KEY,KEY",
-        help="one line for each combination of these keys, and the mean over its runs",
-    )
-    return parser
 
 
 def _keys(by: str | None) -> list[str]:

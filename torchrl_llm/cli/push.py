@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import Annotated
+
+from torchrl_llm._settings import Group
+from torchrl_llm.cli._options import Word, parse
+
+
+class Options(Group):
+    """Push model, tokenizer, adapter and a card to a repository of the hub, in one commit.
+
+    The token is that of `hf auth login`, or HF_TOKEN.
+
+    Attributes:
+        folder: of a run, of a checkpoint or of a model.
+        name: the repository; made if there is none.
+        public: a repository that is made is for everybody.
+        revision: a branch; made from main if there is none.
+    """
+
+    folder: Annotated[str, Word("FOLDER")]
+    name: Annotated[str, Word("OWNER/NAME")]
+    public: bool = False
+    revision: str = "main"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -16,20 +37,7 @@ def main(arguments: Sequence[str]) -> int:
     Returns:
         The exit status.
     """
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm push",
-        description="push model, tokenizer, adapter and a card to a repository of the hub, in one "
-        "commit; the token is that of `hf auth login`, or HF_TOKEN",
-    )
-    parser.add_argument("folder", metavar="FOLDER", help="of a run, of a checkpoint or of a model")
-    parser.add_argument("name", metavar="OWNER/NAME", help="the repository; made if there is none")
-    parser.add_argument(
-        "--public", action="store_true", help="a repository that is made is for everybody"
-    )
-    parser.add_argument(
-        "--revision", default="main", help="a branch; made from main if there is none (%(default)s)"
-    )
-    given = parser.parse_args(arguments)
+    given = parse(Options, "push", arguments)
 
     from torchrl_llm.trainers.hub import push_to_hub
 

@@ -2,20 +2,41 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 import webbrowser
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from torchrl_llm._files import replacing
 from torchrl_llm._run_log import printable, show
+from torchrl_llm._settings import Group
+from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError, DataError
 
 _MOST_ROWS = 2000
 _FACTS = ("model.name", "env.dataset", "loss.type", "advantage.type", "optimizer.lr", "seed")
+
+
+class Options(Group):
+    """Write one HTML page of a run, which any browser opens without a network.
+
+    It has the run's curves, and its rollouts token by token.
+
+    Attributes:
+        run: folder of a run.
+        output: the page; default: view.html in RUN.
+        steps: rollouts of these steps only, as 40:60 or 40; default: all.
+        rows: at most so many rollouts, of steps evenly over the run.
+        open: open the page in a browser.
+    """
+
+    run: Annotated[str, Word("RUN")]
+    output: Annotated[Path | None, "FILE"] = None
+    steps: Annotated[str | None, "A:B"] = None
+    rows: Annotated[int, "N"] = _MOST_ROWS
+    open: bool = False
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -31,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         ConfigError: an impossible option, or a page that cannot be written.
         DataError: no run is there, or what it wrote is damaged.
     """
-    given = _parser().parse_args(arguments)
+    given = parse(Options, "view", arguments)
     wanted = _span(given.steps)
 
     from torchrl_llm.trainers.run_comparison import find_runs
@@ -67,30 +88,6 @@ def main(arguments: Sequence[str]) -> int:
     if given.open:
         webbrowser.open(path.resolve().as_uri())
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="torchrl-llm view",
-        description="write one HTML page of a run, which any browser opens without a network: its "
-        "curves, and its rollouts token by token",
-    )
-    parser.add_argument("run", metavar="RUN", help="folder of a run")
-    parser.add_argument(
-        "-o", "--output", type=Path, metavar="FILE", help="the page; default: view.html in RUN"
-    )
-    parser.add_argument(
-        "--steps", metavar="A:B", help="rollouts of these steps only, as 40:60 or 40; default: all"
-    )
-    parser.add_argument(
-        "--rows",
-        type=int,
-        default=_MOST_ROWS,
-        metavar="N",
-        help="at most so many rollouts, of steps evenly over the run; default: %(default)s",
-    )
-    parser.add_argument("--open", action="store_true", help="open the page in a browser")
-    return parser
 
 
 def _span(text: str | None) -> tuple[float, float]:

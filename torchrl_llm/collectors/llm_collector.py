@@ -13,12 +13,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from tensordict import TensorDictBase
 from torch import nn
 from torchrl.envs import AsyncEnvPool, EnvBase
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._threads import BackgroundLoop, PauseGate
 from torchrl_llm.collectors.policy_versions import VersionedCollector, VersionedPolicy, Weights
 from torchrl_llm.collectors.rollout import (
@@ -122,13 +123,14 @@ class LLMCollector(VersionedCollector):
         [[['Hi', 'Hello'], ['Bye', 'Hello']], [['Hi', 'Hello'], ['Bye', 'Hello']]]
     """
 
+    @checked
     def __init__(
         self,
         env: EnvBase | Callable[[], EnvBase],
         *,
         policy: Callable[[TensorDictBase], TensorDictBase] | None = None,
         policy_factory: Callable[[], Callable[[TensorDictBase], TensorDictBase]] | None = None,
-        dialog_turns_per_batch: int | None = None,
+        dialog_turns_per_batch: Annotated[int, Ge(1)] | None = None,
         yield_only_last_steps: bool | None = None,
         yield_completed_trajectories: bool | None = None,
         postproc: Callable[[TensorDictBase], TensorDictBase] | None = None,
@@ -172,10 +174,6 @@ class LLMCollector(VersionedCollector):
                     "the environment's batch size)"
                 )
             dialog_turns_per_batch = 1
-        if dialog_turns_per_batch < 1:
-            raise ConfigError(
-                f"dialog_turns_per_batch must be at least 1, got {dialog_turns_per_batch}"
-            )
         self.env = env if isinstance(env, EnvBase) else env()
         self.policy = policy if policy_factory is None else policy_factory()
         if isinstance(self.policy, LLMWrapperBase):
@@ -449,6 +447,7 @@ class LLMCollector(VersionedCollector):
             finally:
                 self._policy.load_state_dict(versions)
 
+    @checked
     def load_weights(
         self,
         source: WeightSource,
@@ -474,8 +473,6 @@ class LLMCollector(VersionedCollector):
             ConfigError: the policy has no weights here, or cannot do what ``in_flight`` says.
             WeightUpdateError: they did not arrive; the old ones and their version stay.
         """
-        if in_flight not in ("wait", "keep", "abort"):
-            raise ConfigError(f"in_flight must be one of wait, keep, abort, got {in_flight!r}")
         if in_flight == "abort":
             self._rollout.check_drop()
         if in_flight == "keep" and self._policy.counts_versions:

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
 from tensordict import TensorDictBase
 from torch import nn
@@ -24,6 +24,7 @@ from torchrl.data import RayReplayBuffer as CoreRayReplayBuffer
 from torchrl.data import ReplayBuffer as CoreReplayBuffer
 from torchrl.envs import EnvBase
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._ray import RemoteObject, check_resources, require_ray
 from torchrl_llm._registry import FullSignature
 from torchrl_llm._threads import BackgroundLoop
@@ -110,6 +111,7 @@ class RayLLMCollector(VersionedCollector):
     __signature__ = FullSignature(LLMCollector)
     init_random_frames = 0  # TorchRL's trainer reads it
 
+    @checked
     def __init__(
         self,
         env: EnvBase | Callable[[], EnvBase],
@@ -128,8 +130,8 @@ class RayLLMCollector(VersionedCollector):
         claim_rows: int | None = None,
         in_flight: InFlight = "wait",
         wait_for_updates: bool = True,
-        max_restarts: int = 0,
-        worker_timeout_s: float = 300.0,
+        max_restarts: Annotated[int, Ge(0)] = 0,
+        worker_timeout_s: Annotated[float, Gt(0)] = 300.0,
         timeout_s: float | None = None,
         **options: Any,
     ) -> None:
@@ -146,10 +148,6 @@ class RayLLMCollector(VersionedCollector):
                 f"a {type(queue).__module__}.{type(queue).__name__} belongs to this process; pass "
                 "a RayChannel or a ray.util.queue.Queue"
             )
-        if in_flight not in ("wait", "keep", "abort"):
-            raise ConfigError(f"in_flight must be wait, keep or abort, got {in_flight!r}")
-        if max_restarts < 0 or worker_timeout_s <= 0:
-            raise ConfigError("max_restarts must not be negative, worker_timeout_s be positive")
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
         channel = queue if isinstance(queue, RowChannel) else None

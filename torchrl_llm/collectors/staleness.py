@@ -15,16 +15,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.collectors.transport.channel import WorkerCounts
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.rollouts import invalidate_reward, mask_trained
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 
 _FREE = 1 << 30
 
@@ -99,6 +100,7 @@ def age_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
     return {"train/policy_age_mean": mean, "train/policy_age_max": max(histogram)}
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
     """Which ages are trained, and what becomes of the others.
@@ -124,14 +126,8 @@ class StalenessRule:
         [False, True, True, False]
     """
 
-    max_policy_age: int = 1
+    max_policy_age: Annotated[int, Ge(0)] = 1
     on_stale: Literal["wait", "drop", "mask"] = "wait"
-
-    def __post_init__(self) -> None:
-        if self.max_policy_age < 0:
-            raise ConfigError(f"max_policy_age must not be negative, got {self.max_policy_age}")
-        if self.on_stale not in ("wait", "drop", "mask"):
-            raise ConfigError(f"on_stale must be wait, drop or mask, got {self.on_stale!r}")
 
     def allows(self, age: int) -> bool:
         """Whether tokens of an age are trained."""
@@ -219,9 +215,10 @@ class Pacer:
         8
     """
 
-    def __init__(self, rule: StalenessRule, batch_rows: int, *, outstanding: int = 0) -> None:
-        if batch_rows < 1:
-            raise ConfigError(f"batch_rows must be at least 1, got {batch_rows}")
+    @checked
+    def __init__(
+        self, rule: StalenessRule, batch_rows: Annotated[int, Ge(1)], *, outstanding: int = 0
+    ) -> None:
         self.rule, self.batch_rows = rule, batch_rows
         self.outstanding = outstanding
         # Version to the deliveries that each worker had made when it ended, of busy workers only.

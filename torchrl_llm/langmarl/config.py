@@ -9,16 +9,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
+from torchrl_llm._checked import Ge
 from torchrl_llm._redis import masked
+from torchrl_llm._settings import Count, Group, check_types, ensure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class
 from torchrl_llm.langmarl.llm_config import LLMConfig, get_llm_config, read_object
 from torchrl_llm.langmarl.local_store import redacted
-from torchrl_llm.recipes.strict_config import check_fields, ensure, from_mapping
+from torchrl_llm.recipes.strict_config import from_mapping
 
 Layout = Literal[
     "cramped_room",
@@ -29,30 +30,10 @@ Layout = Literal[
 ]
 """Kitchens of Overcooked."""
 
-_LEAST = {
-    "num_iterations": 0,
-    "start_iteration": 0,
-    "trajectories_per_iteration": 1,
-    "mini_batch_size": 1,
-    "num_agents": 1,
-    "max_workers": 1,
-    "max_policy_chars": 1,
-    "max_calls": 0,
-    "max_total_tokens": 0,
-    "max_cost_usd": 0,
-    "episode_generation_workers": 1,
-    "optimizer_workers": 1,
-    "code_timeout": 0.1,
-    "episode_horizon": 1,
-    "num_pistons": 1,
-    "max_cycles": 1,
-    "frame_size": 3,
-}
 _MODELS = ("llm", "actor_llm", "critic_llm", "optimizer_llm", "judge_llm")
 
 
-@dataclass(kw_only=True)
-class BaseConfig:
+class BaseConfig(Group):
     """What all environments share.
 
     Args:
@@ -101,19 +82,19 @@ class BaseConfig:
     env: str = "language"
     exp_name: str = "experiment"
     paradigm: Literal["central_credit", "central_global"] = "central_credit"
-    num_iterations: int = 5
-    trajectories_per_iteration: int = 10
-    mini_batch_size: int | None = None
-    start_iteration: int = 0
+    num_iterations: Annotated[int, Ge(0)] = 5
+    trajectories_per_iteration: Count = 10
+    mini_batch_size: Count | None = None
+    start_iteration: Annotated[int, Ge(0)] = 0
     llm: LLMConfig | None = None
     actor_llm: LLMConfig | None = None
     critic_llm: LLMConfig | None = None
     optimizer_llm: LLMConfig | None = None
     judge_llm: LLMConfig | None = None
-    num_agents: int = 2
+    num_agents: Count = 2
     experiment_dir: str = "./experiments"
     checkpoint_dir: str = "./ckpt_policy"
-    max_workers: int = 5
+    max_workers: Count = 5
     log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = "INFO"
     seed: int = 0
     run_name: str | None = None
@@ -121,17 +102,18 @@ class BaseConfig:
     update: Literal["feedback", "rewrite"] = "feedback"
     accept: Literal["always", "better"] = "always"
     validation_fraction: float = 0.0
-    max_policy_chars: int | None = None
+    max_policy_chars: Count | None = None
     edited_policies: Literal["refuse", "take"] = "refuse"
-    max_calls: int | None = None
-    max_total_tokens: int | None = None
-    max_cost_usd: float | None = None
+    max_calls: Annotated[int, Ge(0)] | None = None
+    max_total_tokens: Annotated[int, Ge(0)] | None = None
+    max_cost_usd: Annotated[float, Ge(0)] | None = None
     prompts_dir: str | None = None
 
     def __post_init__(self) -> None:
         for name in _MODELS:
             setattr(self, name, _model_of(name, getattr(self, name)))
-        check_fields(self, _LEAST)
+        check_types(self)
+        super().__post_init__()
         for name in ("exp_name", "run_name", "resume"):
             value = getattr(self, name)
             fits = value is None or (value.strip(". ") and not set(value) & set("/\\"))
@@ -257,7 +239,6 @@ def _model_of(name: str, value: Any) -> LLMConfig | None:
     raise ConfigError(f"{name} is the name of a model or a mapping, got a {type(value).__name__}")
 
 
-@dataclass(kw_only=True)
 class LanguageTaskConfig(BaseConfig):
     """Agents that answer one after another.
 
@@ -278,9 +259,9 @@ class LanguageTaskConfig(BaseConfig):
     benchmark_path: str = ""
     data_limit: int | None = None
     use_verified_reward: bool = False
-    episode_generation_workers: int = 8
-    optimizer_workers: int = 1
-    code_timeout: float = 10.0
+    episode_generation_workers: Count = 8
+    optimizer_workers: Count = 1
+    code_timeout: Annotated[float, Ge(0.1)] = 10.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -299,7 +280,6 @@ class LanguageTaskConfig(BaseConfig):
         )
 
 
-@dataclass(kw_only=True)
 class OvercookedConfig(BaseConfig):
     """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for what it needs.
 
@@ -315,7 +295,7 @@ class OvercookedConfig(BaseConfig):
 
     env: str = "overcooked"
     layout: Layout = "cramped_room"
-    episode_horizon: int = 400
+    episode_horizon: Count = 400
     p0_agent: Literal["ProAgent", "Greedy"] = "ProAgent"
     p1_agent: Literal["ProAgent", "Greedy"] = "ProAgent"
 
@@ -325,7 +305,6 @@ class OvercookedConfig(BaseConfig):
         ensure(two, f"Overcooked has two cooks: num_agents must be 2, got {self.num_agents}")
 
 
-@dataclass(kw_only=True)
 class PistonballConfig(BaseConfig):
     """Pistons that move a ball to the left.
 
@@ -341,10 +320,10 @@ class PistonballConfig(BaseConfig):
     """
 
     env: str = "pistonball"
-    num_agents: int | None = None
-    num_pistons: int = 20
-    max_cycles: int = 125
-    frame_size: int = 84
+    num_agents: Count | None = None
+    num_pistons: Count = 20
+    max_cycles: Count = 125
+    frame_size: Annotated[int, Ge(3)] = 84
     action_mode: Literal["discrete", "continuous"] = "discrete"
 
     def __post_init__(self) -> None:

@@ -10,27 +10,25 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from functools import cache
 from ipaddress import ip_address
 from pathlib import Path
-from typing import Any, Self
+from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
+from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._redis import masked
 from torchrl_llm._registry import did_you_mean
+from torchrl_llm._settings import Count, Group, check_types, ensure, own
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.strict_config import check_fields, ensure
 
 _PRESETS = Path(__file__).with_name("presets.json")
-_LEAST = {"max_tokens": 1, "concurrency": 1, "max_retries": 0}
-_LEAST |= {"input_price_per_million": 0, "output_price_per_million": 0}
 _LOCAL_MAX_TOKENS = 256
 _COMPLETION_TOKENS = re.compile(r"(?:o\d|gpt-5)(?:[-.].*)?$")
 
 
-@dataclass
-class LLMConfig:
+class LLMConfig(Group, kw_only=False):
     """A model behind an address, in this process, or scripted.
 
     Args:
@@ -63,21 +61,21 @@ class LLMConfig:
     api_key: str | None = field(default=None, repr=False)
     api_key_env_var: str = "OPENAI_API_KEY"
     is_multimodal: bool = False
-    max_tokens: int = 4096
-    input_price_per_million: float | None = None
-    output_price_per_million: float | None = None
-    extra_params: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float = 120.0
-    max_retries: int = 4
-    concurrency: int = 32
+    max_tokens: Count = 4096
+    input_price_per_million: Annotated[float, Ge(0)] | None = None
+    output_price_per_million: Annotated[float, Ge(0)] | None = None
+    extra_params: dict[str, Any] = own()
+    timeout_s: Annotated[float, Gt(0)] = 120.0
+    max_retries: Annotated[int, Ge(0)] = 4
+    concurrency: Count = 32
 
     def __post_init__(self) -> None:
         if self.api_key is not None and not isinstance(self.api_key, str):  # it is never shown
             raise ConfigError(f"api_key must be str or null, got {type(self.api_key).__name__}")
-        check_fields(self, _LEAST)
+        check_types(self)
+        super().__post_init__()
         self.extra_params = copy.deepcopy(self.extra_params)
         ensure(self.model_string != "", "model_string names a model, got ''")
-        ensure(self.timeout_s > 0, f"timeout_s must be above 0, got {self.timeout_s!r}")
 
     def __repr__(self) -> str:
         shown = {"name": self.name, "model_string": self.model_string}

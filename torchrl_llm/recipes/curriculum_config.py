@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, fields
 from typing import Any, Literal
 
+from torchrl_llm._settings import Group, ensure, naming, several
 from torchrl_llm.data.row_order import BandOrder, QueueOrder, RowOrder, WeightedOrder
-from torchrl_llm.recipes.strict_config import ensure, naming
 
 # Keys that each order reads.
 _READ = {"band": ("band", "revisit"), "queue": ("solved", "visits"), "spo": ("floor",)}
 
 
-@dataclass(kw_only=True)
-class CurriculumConfig:
+class CurriculumConfig(Group, key="curriculum"):
     """Order in which prompts are drawn, see :mod:`torchrl_llm.data.row_order`.
 
     Attributes:
@@ -29,13 +28,14 @@ class CurriculumConfig:
     """
 
     order: Literal["shuffle", "file", "band", "queue", "spo"] = "shuffle"
-    band: list[float] = field(default_factory=lambda: [0.1, 0.9])
+    band: list[float] = several(0.1, 0.9)
     revisit: int = 4
     solved: float = 1.0
     visits: int | None = None
     floor: float = 0.05
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for key in fields(self)[1:]:
             default = key.default_factory() if key.default is MISSING else key.default
             owner = next(order for order, read in _READ.items() if key.name in read)

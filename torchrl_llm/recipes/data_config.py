@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, Protocol
 from torchrl._utils import logger
 
 from torchrl_llm._registry import absolute_path, import_named
+from torchrl_llm._settings import Group, ensure, naming
 from torchrl_llm.data.row_files import MappedRows, Row, load_rows, plain_rows
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.strict_config import ensure, naming
 
 ROWS = "rows"
 """The task whose rows are those of the group ``data``."""
@@ -25,7 +25,7 @@ _MOST_COMPARED = 20_000
 Source = str | list[str] | None
 
 
-class ReadsOnce:
+class ReadsOnce(Group):
     """Base of groups that read rows: once for all who ask; copies and other processes read anew."""
 
     def once(self, name: str, read: Callable[[], Any]) -> Any:
@@ -44,8 +44,7 @@ class ReadsOnce:
         return {name: value for name, value in vars(self).items() if name != "_known"}
 
 
-@dataclass(kw_only=True)
-class DataSource(ReadsOnce):
+class DataSource(ReadsOnce, key="data"):
     """Where rows come from.
 
     Attributes:
@@ -65,6 +64,7 @@ class DataSource(ReadsOnce):
     eval_split: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.source, self.eval_source = _absolute(self.source), _absolute(self.eval_source)
         given = [entry.name for entry in fields(self) if getattr(self, entry.name) is not None]
         ensure(
@@ -100,7 +100,6 @@ class DataSource(ReadsOnce):
         return self._read(self.eval_source, self.split, "data.eval_source")
 
 
-@dataclass(kw_only=True)
 class DataConfig(DataSource):
     """Rows of one's own to answer.
 

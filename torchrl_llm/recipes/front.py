@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes import given, launch
@@ -25,14 +26,14 @@ from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides, q
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.curves import draw_curves
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
-from torchrl_llm.trainers.run import EvalResult, TrainingRun
+from torchrl_llm.trainers.run import TrainingRun
 from torchrl_llm.trainers.run_folder import (
     CHECKPOINTS,
     checkpoint_path,
     checkpoint_steps,
-    dotted,
     read_config,
 )
+from torchrl_llm.trainers.run_results import EvalResult
 
 
 class Command(Mapping[str, Any]):

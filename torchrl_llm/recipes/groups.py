@@ -7,23 +7,25 @@ The groups that make the algorithm (loss, advantage, reward, ...) are in
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
+import torch
+
+from torchrl_llm._checked import Ge, Gt, In
 from torchrl_llm._registry import find
+from torchrl_llm._settings import Count, Group, ensure, naming, own, several
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.data.row_files import Row, load_rows
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.recipes.data_config import ReadsOnce
-from torchrl_llm.recipes.strict_config import check_device, check_least, ensure, naming
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
 from torchrl_llm.trainers.optim import check_optimizer, check_schedule
 
 
-@dataclass(kw_only=True)
-class EnvConfig(ReadsOnce):
+class EnvConfig(ReadsOnce, key="env"):
     """Task and prompts.
 
     Attributes:
@@ -54,12 +56,12 @@ class EnvConfig(ReadsOnce):
     dataset: str = "arithmetic"
     data_files: str | None = None
     eval_data_files: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = own()
     system_prompt: str | None = None
-    repeats: int = 8
-    max_steps: int | None = None
-    tools: list[str] = field(default_factory=list)
-    max_tool_turns: int = 4
+    repeats: Count = 8
+    max_steps: Count | None = None
+    tools: list[str] = several()
+    max_tool_turns: Count = 4
     max_prompt_length: int | None = None
     on_overlong: OnOverlong = "error"
 
@@ -76,7 +78,7 @@ class EnvConfig(ReadsOnce):
         return self.once(path, lambda: load_rows(Path(path), columns=columns))
 
     def __post_init__(self) -> None:
-        check_least(self, "env", 1, "repeats", "max_steps", "max_tool_turns")
+        super().__post_init__()
         with naming("env.dataset"):
             check_task(self.dataset)
         check_options(self.dataset, self.options)
@@ -88,11 +90,27 @@ class EnvConfig(ReadsOnce):
         check_tools(self.tools)
 
 
+def check_device(name: str, key: str) -> None:
+    """Refuse what is no name of a device, whether this machine has one or not.
+
+    Args:
+        name: as ``torch.device`` takes it, or ``auto``.
+        key: dotted key of the setting.
+
+    Raises:
+        ConfigError: no such kind of device.
+    """
+    try:
+        known = name == "auto" or torch.device(name).type != "meta"
+    except RuntimeError:
+        known = False
+    ensure(known, f"{key} must be auto, cpu, cuda, cuda:0 or another device of torch, got {name!r}")
+
+
 _TEMPLATE_OWN = {"messages", "tools", "documents", "add_generation_prompt", "chat_template"}
 
 
-@dataclass(kw_only=True)
-class ModelNameConfig:
+class ModelNameConfig(Group, key="model"):
     """The model.
 
     Attributes:
@@ -103,9 +121,10 @@ class ModelNameConfig:
 
     name: str | None = None
     chat_template_name: str | None = None
-    template_kwargs: dict[str, Any] = field(default_factory=dict)
+    template_kwargs: dict[str, Any] = own()
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         own = _TEMPLATE_OWN & set(self.template_kwargs)
         ensure(
             not own,
@@ -121,7 +140,6 @@ class ModelNameConfig:
         }
 
 
-@dataclass(kw_only=True)
 class ModelConfig(ModelNameConfig):
     """The policy.
 
@@ -139,8 +157,7 @@ class ModelConfig(ModelNameConfig):
         return self.name is not None if self.show_tools is None else self.show_tools
 
 
-@dataclass(kw_only=True)
-class ForwardConfig:
+class ForwardConfig(Group, key="train"):
     """How rows go through the model that is trained, in any recipe.
 
     Attributes:
@@ -169,29 +186,26 @@ class ForwardConfig:
         timeout_s: most seconds that one of them waits for another.
     """
 
-    micro_token_budget: int | None = 16384
+    micro_token_budget: Count | None = 16384
     packing: Literal["auto", "padded", "bucketed", "packed", "shared"] = "auto"
-    max_seq_len: int | None = None
+    max_seq_len: Annotated[int, Ge(2)] | None = None
     on_overlong: OnOverlong = "error"
-    kl_to_ref_coeff: float = 0.0
+    kl_to_ref_coeff: Annotated[float, Ge(0)] = 0.0
     mixed_precision: Literal["auto", "bfloat16", "float32"] = "auto"
     device: str = "auto"
-    num_threads: int | None = None
+    num_threads: Count | None = None
     parallel: Literal["none", "ddp", "fsdp2"] = "none"
-    timeout_s: float = 1800.0
+    timeout_s: Annotated[float, Ge(1)] = 1800.0
 
     def __post_init__(self) -> None:
-        check_least(self, "train", 1, "micro_token_budget", "num_threads", "timeout_s")
-        check_least(self, "train", 2, "max_seq_len")
+        super().__post_init__()
         ensure(
             self.parallel != "none" or self.timeout_s == ForwardConfig.timeout_s,
             "train.timeout_s has no effect with train.parallel=none: no process waits for another",
         )
-        check_least(self, "train", 0, "kl_to_ref_coeff")
         check_device(self.device, "train.device")
 
 
-@dataclass(kw_only=True)
 class TrainConfig(ForwardConfig):
     """The loop.
 
@@ -204,16 +218,14 @@ class TrainConfig(ForwardConfig):
             with two answers; ``None`` for never.
     """
 
-    max_steps: int = 100
-    prompts_per_batch: int = 16
-    epochs: int = 1
-    optim_batch_size: int | None = None
-    no_signal_steps: int | None = 5
+    max_steps: Count = 100
+    prompts_per_batch: Count = 16
+    epochs: Count = 1
+    optim_batch_size: Count | None = None
+    no_signal_steps: Count | None = 5
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        counts = ("max_steps", "prompts_per_batch", "epochs", "optim_batch_size")
-        check_least(self, "train", 1, *counts, "no_signal_steps")
         ensure(
             self.max_seq_len is not None or self.on_overlong == "error",
             f"train.on_overlong={self.on_overlong} has no effect without train.max_seq_len; "
@@ -228,8 +240,7 @@ class TrainConfig(ForwardConfig):
         return LengthRule(max_seq_len=self.max_seq_len, on_overlong=self.on_overlong)
 
 
-@dataclass(kw_only=True)
-class LoraConfig:
+class LoraConfig(Group, key="train_model.lora"):
     """LoRA adapters (needs the extra ``peft``); the other keys count only when enabled.
 
     Attributes:
@@ -241,17 +252,17 @@ class LoraConfig:
     """
 
     enabled: bool = False
-    r: int = 8
+    r: Count = 8
     alpha: int = 16
     dropout: float = 0.0
     target_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.enabled or all(getattr(self, f.name) == f.default for f in fields(self)),
             "keys of train_model.lora have no effect without train_model.lora.enabled=true",
         )
-        check_least(self, "train_model.lora", 1, "r")
 
     @property
     def arguments(self) -> dict[str, Any] | None:
@@ -266,8 +277,7 @@ class LoraConfig:
         }
 
 
-@dataclass(kw_only=True)
-class TrainModelConfig:
+class TrainModelConfig(Group, key="train_model"):
     """How the policy is held for training.
 
     Attributes:
@@ -283,11 +293,10 @@ class TrainModelConfig:
     gradient_checkpointing: bool = False
     attn_implementation: str | None = None
     logprob_chunk_size: int | None = None
-    lora: LoraConfig = field(default_factory=LoraConfig)
+    lora: LoraConfig
 
 
-@dataclass(kw_only=True)
-class InferenceModelConfig:
+class InferenceModelConfig(Group, key="inference_model"):
     """How responses are sampled; the sampler shares the policy's weights.
 
     With ``top_p``, ``top_k`` or ``min_p`` the ids that each token was drawn from are kept with the
@@ -301,19 +310,19 @@ class InferenceModelConfig:
         min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
     """
 
-    max_tokens: int = 32
+    max_tokens: Count = 32
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.temperature > 0,
             "inference_model.temperature must be above 0, for a greedy group has no variance; "
             f"got {self.temperature}",
         )
-        check_least(self, "inference_model", 1, "max_tokens")
         with naming("inference_model"):
             SamplingParams(**self.arguments)
 
@@ -330,8 +339,7 @@ class InferenceModelConfig:
         }
 
 
-@dataclass(kw_only=True)
-class RefModelConfig:
+class RefModelConfig(Group, key="ref_model"):
     """The reference of the KL terms (``train.kl_to_ref_coeff``, ``reward.kl_coeff``).
 
     Attributes:
@@ -344,6 +352,7 @@ class RefModelConfig:
     num_devices: int = 0
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.num_devices in (0, 1),
             f"ref_model.num_devices must be 0 or 1, got {self.num_devices}",
@@ -373,13 +382,12 @@ SUPERVISED_RATES = LearningRates(1e-3, 1e-4, 1e-5)
 """Of supervised fine-tuning, whose gradients are less noisy."""
 
 
-@dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Group, key="optimizer"):
     """Optimizer and schedule.
 
     Attributes:
         name: a class of ``torch.optim``.
-        lr: learning rate; 0 runs everything and changes nothing. ``None`` chooses by model: see
+        lr: learning rate; 0 runs everything and changes nothing, ``None`` chooses by model, see
             ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
@@ -392,23 +400,19 @@ class OptimizerConfig:
     """
 
     name: str = "AdamW"
-    lr: float | None = 1e-5
+    lr: Annotated[float, Ge(0)] | None = 1e-5
     weight_decay: float | None = 0.0
     eps: float | None = None
     betas: tuple[float, float] | None = None
     momentum: float | None = None
-    clip_grad_norm: float | None = 1.0
+    clip_grad_norm: Annotated[float, Gt(0)] | None = 1.0
     scheduler: str = "constant"
-    warmup_steps: int | float = 0
+    warmup_steps: Annotated[int | float, Ge(0)] = 0
 
     def __post_init__(self) -> None:
-        check_least(self, "optimizer", 0, "warmup_steps", "lr")
+        super().__post_init__()
         check_schedule(self.scheduler)
         check_optimizer(self.name)
-        ensure(
-            self.clip_grad_norm is None or self.clip_grad_norm > 0,
-            f"optimizer.clip_grad_norm must be above 0 or null, got {self.clip_grad_norm}",
-        )
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -455,7 +459,6 @@ class OptimizerConfig:
         return {"name": self.scheduler, "warmup_steps": self.warmup_steps}
 
 
-@dataclass(kw_only=True)
 class EngineConfig(InferenceModelConfig):
     """What samples, and how; the keys of the engine count with ``backend=vllm`` only.
 
@@ -475,8 +478,8 @@ class EngineConfig(InferenceModelConfig):
     """
 
     backend: str = "transformers"
-    num_devices: int = 1
-    gpu_memory_utilization: float | None = None
+    num_devices: Count = 1
+    gpu_memory_utilization: Annotated[float, In("(0, 1]")] | None = None
     enforce_eager: bool = False
     enable_prefix_caching: bool = True
     enable_fp32_lm_head: bool = False
@@ -491,12 +494,6 @@ class EngineConfig(InferenceModelConfig):
                 self.backend == "vllm" or value == getattr(EngineConfig, name),
                 f"inference_model.{name} has no effect with inference_model.backend={self.backend}",
             )
-        check_least(self, "inference_model", 1, "num_devices")
-        share = self.gpu_memory_utilization
-        ensure(
-            share is None or 0 < share <= 1,
-            f"inference_model.gpu_memory_utilization must be in (0, 1] or null, got {share}",
-        )
         longest = self.max_model_len
         ensure(
             longest is None or longest > self.max_tokens,
@@ -512,7 +509,6 @@ class EngineConfig(InferenceModelConfig):
         return {name: getattr(self, name) for name in names if name not in others}
 
 
-@dataclass(kw_only=True)
 class SleepingEngineConfig(EngineConfig):
     """What samples, next to the trainer.
 
@@ -533,8 +529,7 @@ class SleepingEngineConfig(EngineConfig):
         )
 
 
-@dataclass(kw_only=True)
-class WeightSyncConfig:
+class WeightSyncConfig(Group, key="weight_sync"):
     """How the weights that were trained get into an engine of this process.
 
     Attributes:
@@ -555,6 +550,7 @@ class WeightSyncConfig:
     fingerprint: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.type != "auto":
             with naming("weight_sync.type"):
                 find("weights", self.type)
@@ -565,8 +561,7 @@ class WeightSyncConfig:
         )
 
 
-@dataclass(kw_only=True)
-class AsyncWeightSyncConfig:
+class AsyncWeightSyncConfig(Group, key="weight_sync"):
     """How the weights that were trained get to the collectors.
 
     They go through Ray's object store, where each machine holds them once; a LoRA adapter is merged
@@ -585,7 +580,6 @@ class AsyncWeightSyncConfig:
     verify: bool = True
 
 
-@dataclass(kw_only=True)
 class AsyncTrainConfig(TrainConfig):
     """The training loop, next to which responses are collected.
 
@@ -596,14 +590,9 @@ class AsyncTrainConfig(TrainConfig):
         weight_update_frequency: training steps between two updates of the collectors' weights.
     """
 
-    max_policy_age: int = StalenessRule.max_policy_age
+    max_policy_age: Annotated[int, Ge(0)] = StalenessRule.max_policy_age
     on_stale: Literal["wait", "drop", "mask"] = StalenessRule.on_stale
-    weight_update_frequency: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_least(self, "train", 0, "max_policy_age")
-        check_least(self, "train", 1, "weight_update_frequency")
+    weight_update_frequency: Count = 1
 
     @property
     def staleness(self) -> StalenessRule:
@@ -611,7 +600,6 @@ class AsyncTrainConfig(TrainConfig):
         return StalenessRule(max_policy_age=self.max_policy_age, on_stale=self.on_stale)
 
 
-@dataclass(kw_only=True)
 class AsyncTrainModelConfig(TrainModelConfig):
     """How the policy is held for training, and which GPUs are its own.
 
@@ -626,6 +614,7 @@ class AsyncTrainModelConfig(TrainModelConfig):
     num_devices: int = 1
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.num_devices in (0, 1),
             f"train_model.num_devices must be 0 or 1, got {self.num_devices}: the layers of a "
@@ -633,8 +622,7 @@ class AsyncTrainModelConfig(TrainModelConfig):
         )
 
 
-@dataclass(kw_only=True)
-class RayConfig:
+class RayConfig(Group, key="ray"):
     """Where the collectors run.
 
     Attributes:
@@ -655,18 +643,16 @@ class RayConfig:
     """
 
     address: str | None = None
-    num_cpus: int | None = None
-    num_collectors: int = 2
-    prompts_per_claim: int | None = None
-    cpus_per_collector: float = 1.0
-    gpus_per_collector: float | None = None
-    max_restarts: int = 3
-    timeout_s: float = 300.0
+    num_cpus: Count | None = None
+    num_collectors: Count = 2
+    prompts_per_claim: Count | None = None
+    cpus_per_collector: Annotated[float, Ge(0)] = 1.0
+    gpus_per_collector: Annotated[float, Ge(0)] | None = None
+    max_restarts: Annotated[int, Ge(0)] = 3
+    timeout_s: Annotated[float, Gt(0)] = 300.0
 
     def __post_init__(self) -> None:
-        check_least(self, "ray", 1, "num_collectors", "prompts_per_claim", "num_cpus")
-        check_least(self, "ray", 0, "cpus_per_collector", "gpus_per_collector", "max_restarts")
-        ensure(self.timeout_s > 0, f"ray.timeout_s must be above 0, got {self.timeout_s}")
+        super().__post_init__()
         ensure(
             self.address is None or self.num_cpus is None,
             "ray.num_cpus has no effect with ray.address: the cluster knows its CPUs",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from torchrl_llm._settings import ensure, naming, own
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
 from torchrl_llm.recipes import groups
@@ -16,57 +16,26 @@ from torchrl_llm.recipes import objective_groups as objective
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.command_keys import check_overrides
 from torchrl_llm.recipes.curriculum_config import CurriculumConfig
-from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.other_names import RENAMED
-from torchrl_llm.recipes.strict_config import (
-    dotted,
-    ensure,
-    from_mapping,
-    key_table,
-    naming,
-    valid_keys,
-)
+from torchrl_llm.recipes.shared_keys import SampledConfig
+from torchrl_llm.recipes.strict_config import from_mapping, key_table, valid_keys
 from torchrl_llm.recipes.tasks import task_class
-from torchrl_llm.trainers.run import CheckpointConfig, EvalConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import LoggingConfig
 
 
-@dataclass(kw_only=True)
-class GRPOGroups:
-    """What ``grpo-sync.py`` and ``grpo-async.py`` can both be told.
+class GRPOGroups(SampledConfig):
+    """What ``grpo-sync.py`` and ``grpo-async.py`` can both be told."""
 
-    Attributes:
-        seed: seeds weights of adapters, prompts and sampling.
-    """
-
-    env: groups.EnvConfig = field(default_factory=groups.EnvConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    model: groups.ModelConfig = field(default_factory=groups.ModelConfig)
-    train: groups.TrainConfig = field(default_factory=groups.TrainConfig)
-    train_model: groups.TrainModelConfig = field(default_factory=groups.TrainModelConfig)
-    inference_model: groups.EngineConfig = field(default_factory=groups.EngineConfig)
-    ref_model: groups.RefModelConfig = field(default_factory=groups.RefModelConfig)
-    optimizer: groups.OptimizerConfig = field(default_factory=groups.OptimizerConfig)
-    loss: objective.LossConfig = field(default_factory=objective.LossConfig.of)
-    advantage: objective.AdvantageConfig = field(default_factory=objective.AdvantageConfig.of)
-    agent: AgentConfig = field(default_factory=AgentConfig.of)
-    correction: objective.CorrectionConfig = field(default_factory=objective.CorrectionConfig)
-    reward: objective.RewardConfig = field(default_factory=objective.RewardConfig)
-    filter: objective.FilterConfig = field(default_factory=objective.FilterConfig)
-    logging: LoggingConfig = field(default_factory=LoggingConfig)
-    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    eval: EvalConfig = field(default_factory=EvalConfig)
-    seed: int = 0
-
-    @property
-    def rows_per_batch(self) -> int:
-        """Responses collected in a step."""
-        return self.train.prompts_per_batch * self.env.repeats
-
-    @property
-    def rows_per_policy(self) -> int:
-        """Of these the responses that one policy is trained on."""
-        return self.rows_per_batch
+    curriculum: CurriculumConfig
+    inference_model: groups.EngineConfig
+    ref_model: groups.RefModelConfig
+    loss: objective.LossConfig
+    advantage: objective.AdvantageConfig
+    agent: AgentConfig
+    correction: objective.CorrectionConfig
+    reward: objective.RewardConfig
+    filter: objective.FilterConfig
+    logging: LoggingConfig = own(experiment_name="grpo")
 
     @property
     def num_players(self) -> int:
@@ -77,17 +46,6 @@ class GRPOGroups:
     def group_size(self) -> int:
         """Responses that are compared: those of one player to a prompt."""
         return self.env.repeats // self.num_players
-
-    @property
-    def num_updates(self) -> int:
-        """Optimizer steps of the whole run, for the schedule."""
-        return self.train.max_steps * self.updates_per_batch
-
-    @property
-    def updates_per_batch(self) -> int:
-        """Optimizer steps of a policy on its rows of one step."""
-        size = self.train.optim_batch_size or self.rows_per_policy
-        return self.train.epochs * -(-self.rows_per_policy // size)
 
     @property
     def stores_proximal(self) -> bool:
@@ -137,14 +95,8 @@ class GRPOGroups:
         ensure(bounds is None, f"filter.return_bounds has no effect, for {advice}")
         return self.advantage.build()
 
-    def flat(self) -> dict[str, Any]:
-        """Dotted key to value, for the record of a run."""
-        return dotted(asdict(self))
-
     def __post_init__(self) -> None:
-        check_data(self)
-        self.optimizer.settle(self.model, self.train_model)
-        self.optimizer.check_warmup(self.num_updates)
+        super().__post_init__()
         size, group = self.train.optim_batch_size, self.env.repeats
         if size is not None:
             ensure(
@@ -249,14 +201,11 @@ class GRPOGroups:
         )
 
 
-@dataclass(kw_only=True)
 class GRPOConfig(GRPOGroups):
     """Everything that ``grpo-sync.py`` can be told."""
 
-    inference_model: groups.SleepingEngineConfig = field(
-        default_factory=groups.SleepingEngineConfig
-    )
-    weight_sync: groups.WeightSyncConfig = field(default_factory=groups.WeightSyncConfig)
+    inference_model: groups.SleepingEngineConfig
+    weight_sync: groups.WeightSyncConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -337,14 +286,13 @@ class GRPOConfig(GRPOGroups):
         )
 
 
-@dataclass(kw_only=True)
 class AsyncGRPOConfig(GRPOGroups):
     """Everything that ``grpo-async.py`` can be told."""
 
-    train: groups.AsyncTrainConfig = field(default_factory=groups.AsyncTrainConfig)
-    train_model: groups.AsyncTrainModelConfig = field(default_factory=groups.AsyncTrainModelConfig)
-    weight_sync: groups.AsyncWeightSyncConfig = field(default_factory=groups.AsyncWeightSyncConfig)
-    ray: groups.RayConfig = field(default_factory=groups.RayConfig)
+    train: groups.AsyncTrainConfig
+    train_model: groups.AsyncTrainModelConfig
+    weight_sync: groups.AsyncWeightSyncConfig
+    ray: groups.RayConfig
 
     @property
     def rows_per_claim(self) -> int:

@@ -271,7 +271,7 @@ def _without_hydra(lines: Iterable[str]) -> list[str]:
     for line in lines:
         if line and not line.startswith((" ", "#")):
             ours = line.partition(":")[0] not in ("hydra", "defaults")
-        if ours and "@package" not in line:
+        if ours and "@package" not in line and not line.startswith("# Written by"):
             kept.append(line)
     return kept
 

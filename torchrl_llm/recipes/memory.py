@@ -21,10 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from torchrl_llm import modules
+from torchrl_llm._settings import naming
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import logits_bytes
 from torchrl_llm.recipes import builders, grpo_config
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
+from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers import make_optimizer
 from torchrl_llm.trainers.ranks import blocks_of
 
@@ -229,7 +231,7 @@ class _Counts:
         self.config, self.processes = config, processes
         self.is_spread = config.train.parallel == "fsdp2"
         wanted = config.train_model
-        with builders.naming("model.name"):
+        with naming("model.name"):
             name, lora = config.model.name, wanted.lora.arguments
             self.model = modules.empty_model(name, dtype=wanted.dtype, lora=lora)
             self.shape = DecoderShape.of(self.model)
@@ -266,7 +268,7 @@ class _Counts:
         return min(tokens, train.micro_token_budget or tokens)
 
 
-def num_processes(config: builders.TrainedConfig) -> int:
+def num_processes(config: TrainedConfig) -> int:
     """Processes that train together: those that were started, else one for each GPU that is here.
 
     Args:
@@ -379,7 +381,7 @@ def _reference(counts: _Counts) -> MemoryPart:
     if config.train_model.lora.enabled and config.ref_model.name is None:
         return MemoryPart("reference model", 0, "train", "the policy with its adapters off")
     name = config.ref_model.name or config.model.name
-    with builders.naming("ref_model.name"):
+    with naming("ref_model.name"):
         model = modules.empty_model(name, dtype=config.train_model.dtype)
     alone = "on a GPU of its own" if config.ref_model.num_devices else "next to the policy"
     return MemoryPart("reference model", tensor_bytes(model.parameters()), _held(counts), alone)

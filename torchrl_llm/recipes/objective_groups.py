@@ -6,23 +6,17 @@ keys are the arguments of the class that ``type`` names. Any loss goes with any 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._registry import absolute_path, find
+from torchrl_llm._settings import Count, Group, ensure, naming, own
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.objectives import Correction, SFTLoss
 from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage
 from torchrl_llm.recipes.groups import RefModelConfig
 from torchrl_llm.recipes.reward_config import check_components, check_function, has_token_rewards
-from torchrl_llm.recipes.strict_config import (
-    Component,
-    Variants,
-    check_least,
-    ensure,
-    naming,
-    variant,
-)
+from torchrl_llm.recipes.strict_config import Component, Variants, variant
 
 
 class LossConfig(Component):
@@ -116,27 +110,26 @@ LossConfig.variants = Variants("losses", _loss)
 AdvantageConfig.variants = Variants("advantages", _credit)
 
 
-@dataclass(kw_only=True)
-class SFTLossConfig:
+class SFTLossConfig(Group, key="loss"):
     """How answers are imitated, see :class:`~torchrl_llm.objectives.SFTLoss`.
 
     Attributes:
         function: ``sft``, or ``minor_sft``, whose pull weakens the further an answer is above the
             reference (arXiv:2408.10642).
-        beta: slope of ``minor_sft``; ``None`` with ``sft``.
+        beta: slope of ``minor_sft``; ``None`` for 0.1, and with ``sft``.
         reduction: ``mean`` over rows, of each the mean of its tokens; or ``token_mean``.
     """
 
     function: Literal["sft", "minor_sft"] = "sft"
-    beta: float | None = None
+    beta: Annotated[float, Gt(0)] | None = None
     reduction: Literal["mean", "token_mean"] = "mean"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         ensure(
             self.beta is None or self.function == "minor_sft",
             "loss.beta has no effect with loss.function=sft",
         )
-        ensure(self.beta is None or self.beta > 0, f"loss.beta must be above 0, got {self.beta}")
         ensure(
             not (self.function == "minor_sft" and self.reduction == "token_mean"),
             "minor_sft looks at whole answers: no loss.reduction=token_mean",
@@ -186,8 +179,7 @@ class SFTLossConfig:
         )
 
 
-@dataclass(kw_only=True)
-class CorrectionConfig:
+class CorrectionConfig(Group, key="correction"):
     """Importance weights for a sampler that differs from the trainer.
 
     With a correction the loss's ratio is the current policy over the trainer's own before the
@@ -209,6 +201,7 @@ class CorrectionConfig:
     sequence_bounds: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         with naming("correction"):
             self.build(stored=False)
 
@@ -228,8 +221,7 @@ class CorrectionConfig:
         return correction if self.enabled else None
 
 
-@dataclass(kw_only=True)
-class RewardComponentsConfig:
+class RewardComponentsConfig(Group, key="reward"):
     """What the reward of a step is made of, in training and in evaluation.
 
     Attributes:
@@ -245,11 +237,12 @@ class RewardComponentsConfig:
             ends the run, ``continue`` goes on.
     """
 
-    components: dict[str, dict[str, Any]] = field(default_factory=dict)
+    components: dict[str, dict[str, Any]] = own()
     function: str | None = None
     on_all_invalid: Literal["error", "continue"] = "error"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self.components = check_components(self.components)
         self.function = absolute_path(self.function)
         if self.function is not None:
@@ -266,7 +259,6 @@ class RewardComponentsConfig:
         return has_token_rewards(self.components)
 
 
-@dataclass(kw_only=True)
 class RewardConfig(RewardComponentsConfig):
     """The reward of a step, and what is added to it before credit sees it.
 
@@ -286,21 +278,15 @@ class RewardConfig(RewardComponentsConfig):
         kl_horizon: responses over which an error of the divergence counts in full.
     """
 
-    cut_penalty: float = 0.0
-    overlong_cache: int | None = None
-    kl_coeff: float = 0.0
+    cut_penalty: Annotated[float, Ge(0)] = 0.0
+    overlong_cache: Count | None = None
+    kl_coeff: Annotated[float, Ge(0)] = 0.0
     kl_reduction: Literal["sum", "mean", "token"] = "sum"
-    kl_target: float | None = None
-    kl_horizon: int = 10_000
+    kl_target: Annotated[float, Gt(0)] | None = None
+    kl_horizon: Count = 10_000
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.overlong_cache is None or self.overlong_cache >= 1,
-            f"reward.overlong_cache must be at least 1 or null, got {self.overlong_cache}",
-        )
-        check_least(self, "reward", 0, "kl_coeff", "cut_penalty")
-        check_least(self, "reward", 1, "kl_horizon")
         ensure(
             self.kl_reduction == "sum" or self.kl_coeff > 0,
             "reward.kl_reduction has no effect without reward.kl_coeff above 0",
@@ -310,17 +296,12 @@ class RewardConfig(RewardComponentsConfig):
             "reward.kl_target has no effect without reward.kl_coeff above 0, where it starts",
         )
         ensure(
-            self.kl_target is None or self.kl_target > 0,
-            f"reward.kl_target must be above 0, got {self.kl_target}",
-        )
-        ensure(
             self.kl_target is not None or self.kl_horizon == type(self).kl_horizon,
             "reward.kl_horizon has no effect without reward.kl_target",
         )
 
 
-@dataclass(kw_only=True)
-class FilterConfig:
+class FilterConfig(Group, key="filter"):
     """Rows that are not trained on, each counted in the token ledger.
 
     Attributes:
@@ -339,15 +320,15 @@ class FilterConfig:
     zero_variance: Literal["keep", "drop", "resample"] = "keep"
     return_bounds: tuple[float, float] | None = None
     truncated: Literal["keep", "mask", "drop"] = "keep"
-    max_resamples: int = 4
+    max_resamples: Count = 4
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         default = type(self).max_resamples
         ensure(
             self.zero_variance == "resample" or self.max_resamples == default,
             "filter.max_resamples has no effect without filter.zero_variance=resample",
         )
-        check_least(self, "filter", 1, "max_resamples")
 
     @property
     def resamples(self) -> int:

@@ -19,7 +19,8 @@ from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper
-from torchrl_llm.recipes.builders import TrainedConfig, device_of, seed_everything, set_threads
+from torchrl_llm.recipes.builders import device_of, seed_everything, set_threads
+from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, shard
 from torchrl_llm.weights import GatheredWeights, InProcessWeights, WeightUpdater
 

@@ -38,7 +38,7 @@ from torchrl_llm.recipes.curriculum_config import CurriculumConfig
 from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
 from torchrl_llm.recipes.sampling_engine import engine_arguments
-from torchrl_llm.trainers.run import EvalConfig
+from torchrl_llm.trainers.run_config import EvalConfig
 from torchrl_llm.weights import CanaryTarget, engine_weights
 
 

@@ -19,9 +19,10 @@ from typing import Any
 
 from torchrl_llm import rewards
 from torchrl_llm._registry import absolute_path, constructor_arguments, find, import_named, names
+from torchrl_llm._settings import ensure, naming
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.strict_config import ensure, from_mapping, naming
+from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.rewards.judge import endpoint_judge
 
 __all__ = ["add_components", "check_components", "endpoint_judge", "has_token_rewards"]

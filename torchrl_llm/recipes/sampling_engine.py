@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -10,7 +10,7 @@ from torchrl_llm._registry import find
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
 from torchrl_llm.recipes import builders
-from torchrl_llm.recipes.groups import SleepingEngineConfig, WeightSyncConfig
+from torchrl_llm.recipes.grpo_config import GRPOConfig
 from torchrl_llm.recipes.parallel import weights_of
 from torchrl_llm.weights import (
     CanaryCheck,
@@ -25,14 +25,7 @@ _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 _TF32_NATS = 1e-3
 
 
-class SamplerConfig(builders.RecipeConfig, Protocol):
-    """The groups that are read here, besides those of every recipe."""
-
-    inference_model: SleepingEngineConfig
-    weight_sync: WeightSyncConfig
-
-
-def sync_type(config: SamplerConfig) -> str:
+def sync_type(config: GRPOConfig) -> str:
     """How weights get into the engine, ``auto`` resolved.
 
     Args:
@@ -50,7 +43,7 @@ def sync_type(config: SamplerConfig) -> str:
     return "shared" if one_memory else "load"
 
 
-def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
+def engine_arguments(config: GRPOConfig, sync: str) -> dict[str, Any]:
     """Options of the engine that the configuration asks for.
 
     Args:
@@ -83,7 +76,7 @@ def engine_arguments(config: SamplerConfig, sync: str) -> dict[str, Any]:
     return options
 
 
-def make_canary(config: SamplerConfig, policy: TransformersWrapper, sync: str) -> CanaryCheck:
+def make_canary(config: GRPOConfig, policy: TransformersWrapper, sync: str) -> CanaryCheck:
     """Compares the engine that the configuration asks for with the trained policy.
 
     Args:
@@ -121,7 +114,7 @@ def canary_metrics(canary: CanaryCheck | None) -> dict[str, float]:
 
 
 def make_sampler(
-    config: SamplerConfig, policy: TransformersWrapper, learner: TransformersWrapper
+    config: GRPOConfig, policy: TransformersWrapper, learner: TransformersWrapper
 ) -> tuple[LLMWrapperBase, WeightUpdater]:
     """What the collector samples with, and what brings it new weights.
 

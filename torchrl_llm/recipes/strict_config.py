@@ -15,17 +15,13 @@ from __future__ import annotations
 import inspect
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-import torch
-
-from torchrl_llm._redis import masked
-from torchrl_llm._registry import constructor_arguments, did_you_mean, names
+from torchrl_llm._registry import constructor_arguments, names
+from torchrl_llm._settings import convert
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
-from torchrl_llm.trainers.run_folder import dotted  # noqa: F401 (its published path is here)
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -196,90 +192,6 @@ def _plain(hint: Any) -> Any:
 T = TypeVar("T")
 
 
-def ensure(condition: bool, message: str) -> None:
-    """Refuse a configuration unless a condition holds.
-
-    Args:
-        condition: what must hold.
-        message: what is wrong and what to do.
-
-    Raises:
-        ConfigError: it does not hold.
-    """
-    if not condition:
-        raise ConfigError(message)
-
-
-@contextmanager
-def naming(key: str) -> Iterator[None]:
-    """Put the key of a setting before what is wrong with it.
-
-    Args:
-        key: dotted key of the setting.
-
-    Raises:
-        ConfigError: whatever the body raises so.
-    """
-    try:
-        yield
-    except ConfigError as error:
-        raise ConfigError(f"{key}: {error}") from error
-
-
-def check_least(group: Any, path: str, least: int, *names: str) -> None:
-    """Refuse numbers of a group that are too small; ``None`` is not a number and passes.
-
-    Args:
-        group: has the values.
-        path: dotted key of the group.
-        least: the smallest that is allowed.
-        names: of the values.
-
-    Raises:
-        ConfigError: one of them is below.
-    """
-    for name in names:
-        value = getattr(group, name)
-        wanted = f"be at least {least}" if least else "not be negative"
-        ensure(value is None or value >= least, f"{path}.{name} must {wanted}, got {value}")
-
-
-def check_fields(group: Any, least: Mapping[str, float]) -> None:
-    """Check the fields of a dataclass, which may have been made in Python, and convert them.
-
-    Args:
-        group: an instance.
-        least: the smallest value that is allowed, by the name of a field; ``None`` passes.
-
-    Raises:
-        ConfigError: a field of the wrong type, or below.
-    """
-    hints = get_type_hints(type(group))
-    for entry in fields(group):
-        name = entry.name
-        value = convert(getattr(group, name), hints[name], name)
-        fits = value is None or name not in least or value >= least[name]
-        ensure(fits, f"{name} must be at least {least.get(name)}, got {value}")
-        setattr(group, name, value)
-
-
-def check_device(name: str, key: str) -> None:
-    """Refuse what is no name of a device, whether this machine has one or not.
-
-    Args:
-        name: as ``torch.device`` takes it, or ``auto``.
-        key: dotted key of the setting.
-
-    Raises:
-        ConfigError: no such kind of device.
-    """
-    try:
-        known = name == "auto" or torch.device(name).type != "meta"
-    except RuntimeError:
-        known = False
-    ensure(known, f"{key} must be auto, cpu, cuda, cuda:0 or another device of torch, got {name!r}")
-
-
 def from_mapping(
     schema: type[T], values: Mapping[str, Any], *, renamed: Mapping[str, str] | None = None
 ) -> T:
@@ -320,46 +232,41 @@ def valid_keys(schema: type, prefix: str = "") -> Iterator[str]:
         schema: a dataclass type; of a :class:`Component`, the keys of all its variants, each once.
         prefix: put before each key, with its trailing dot.
     """
-    if _is_component(schema):
-        found = (key for made in schema.variants.values() for key in _own_keys(made, prefix))
-        yield from dict.fromkeys(found)
-    else:
-        yield from _own_keys(schema, prefix)
+    made = schema.variants.values() if _is_component(schema) else [schema]
+    for name, hint in {name: hint for each in made for name, hint in _hints(each)}.items():
+        yield prefix + name
+        if is_dataclass(hint):
+            yield from valid_keys(hint, f"{prefix}{name}.")
 
 
-def _own_keys(schema: type, prefix: str) -> Iterator[str]:
+def _hints(schema: type) -> list[tuple[str, Any]]:
     hints = get_type_hints(schema)
-    for entry in fields(schema):
-        yield prefix + entry.name
-        if is_dataclass(hints[entry.name]):
-            yield from valid_keys(hints[entry.name], f"{prefix}{entry.name}.")
+    return [(entry.name, hints[entry.name]) for entry in fields(schema)]
 
 
-def key_table(schema: type) -> KeyTable:
+def key_table(schema: type, prefix: str = "") -> KeyTable:
     """The keys of a schema, as those of a recipe's files are read.
 
     Args:
         schema: a dataclass type.
+        prefix: put before each key, with its trailing dot.
     """
     table = KeyTable(open_options=True)
-    for entry, hint in get_type_hints(schema).items():
+    for name, hint in _hints(schema):
+        key = f"{prefix}{name}"
         if _is_component(hint):
-            table.defaults[entry] = hint.default
-            table.groups[entry] = {
-                name: list(_own_keys(made, f"{entry}.")) for name, made in hint.variants.items()
-            }
-        else:
-            table.plain.append(entry)
-            _add_keys(table, hint, entry)
+            table.defaults[key] = hint.default
+            options = hint.variants.items()
+            table.groups[key] = {name: list(valid_keys(each, f"{key}.")) for name, each in options}
+            continue
+        table.plain.append(key)
+        if get_origin(hint) is dict:
+            table.open.add(key)
+        elif is_dataclass(hint):
+            inner = key_table(hint, f"{key}.")
+            table.plain += inner.plain
+            table.open |= inner.open
     return table
-
-
-def _add_keys(table: KeyTable, hint: Any, key: str) -> None:
-    if get_origin(hint) is dict:
-        table.open.add(key)
-    for name, inner in get_type_hints(hint).items() if is_dataclass(hint) else ():
-        table.plain.append(f"{key}.{name}")
-        _add_keys(table, inner, f"{key}.{name}")
 
 
 def check_override_keys(arguments: Iterable[str], schema: type) -> list[str]:
@@ -420,129 +327,22 @@ def _build(
     prefix: str,
     keys: Sequence[str],
     renamed: Mapping[str, str],
+    own: Mapping[str, Any] | None = None,
 ) -> T:
     if not isinstance(values, Mapping) and not hasattr(values, "items"):
         raise ConfigError(f"{prefix.rstrip('.')!r} is a group of keys, got {values!r}")
     if _is_component(schema):
         schema = _variant(schema, values, prefix.rstrip("."))
     hints = get_type_hints(schema)
-    names = {entry.name for entry in fields(schema)}
-    arguments = {}
+    made = {entry.name: entry.default_factory for entry in fields(schema)}
+    arguments = dict(own or {})
     for name, value in values.items():
         path = f"{prefix}{name}"
-        if name not in names:
+        if name not in made:
             raise ConfigError(refusal(path, keys, renamed))
         if is_dataclass(hints[name]) and not isinstance(value, hints[name]):
-            arguments[name] = _build(hints[name], value, f"{path}.", keys, renamed)
+            given = getattr(made[name], "keywords", None)
+            arguments[name] = _build(hints[name], value, f"{path}.", keys, renamed, given)
         else:
             arguments[name] = convert(value, hints[name], path)
     return schema(**arguments)
-
-
-def convert(value: Any, hint: Any, path: str) -> Any:
-    """A value as a type hint asks for it.
-
-    Args:
-        value: the value.
-        hint: a plain type, a union, a ``Literal``, or a list, tuple or dict of these.
-        path: dotted key of the value.
-
-    Raises:
-        ConfigError: it is none of them; the message says what was expected.
-
-    Example:
-        >>> convert([1, 2], tuple[float, float], "train.betas")
-        (1.0, 2.0)
-        >>> convert("meen", Literal["mean", "sum"], "train.reduction")
-        Traceback (most recent call last):
-        ...
-        torchrl_llm.errors.ConfigError: train.reduction must be one of 'mean', 'sum', got 'meen'; \
-did you mean 'mean'?
-    """
-    origin, options = get_origin(hint), get_args(hint)
-    if origin in (Union, types.UnionType):
-        if value is None and type(None) in options:
-            return None
-        # A bool is not taken for a number, nor a number for a text: the first member that fits.
-        for option in options:
-            try:
-                return convert(value, option, path)
-            except ConfigError:
-                if get_origin(option) in (list, tuple) and _is_list(value):
-                    raise
-    elif origin is Literal:
-        if any(type(value) is type(each) and value == each for each in options):
-            return value
-        choices = ", ".join(repr(option) for option in options)
-        near = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
-        raise ConfigError(f"{path} must be one of {choices}, got {_shown(value)!r}{near}")
-    elif origin in (list, tuple):
-        if _is_list(value):
-            inner = options[0] if options else Any
-            if origin is tuple and Ellipsis not in options and len(value) != len(options):
-                raise ConfigError(f"{path} must have {len(options)} entries, got {list(value)!r}")
-            return origin(convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
-    elif origin is dict:
-        keys, inner = options or (Any, Any)
-        if hasattr(value, "items"):
-            return {
-                convert(name, keys, path): convert(item, inner, f"{path}.{name}")
-                for name, item in value.items()
-            }
-    elif isinstance(origin, type):  # a set, or what is called: what is in it is not looked at
-        if isinstance(value, origin):
-            return value
-    elif hint is Any:
-        return _as_plain(value)
-    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return float(value)
-    elif hint is float and isinstance(value, str):
-        # YAML 1.1 reads "1e-5" as a text; the user meant the number.
-        try:
-            return float(value)
-        except ValueError:
-            pass
-    elif isinstance(hint, type) and (
-        type(value) is hint or (isinstance(value, hint) and hint not in (bool, int, float))
-    ):
-        return value
-    shown = _shown(value)
-    how = f"; write {path}=[{shown}]" if get_origin(hint) is list and shown is value else ""
-    raise ConfigError(f"{path} must be {_name(hint)}, got {shown!r}{how}")
-
-
-def _shown(value: Any) -> Any:
-    """A value in an error; of a mapping the type alone, for it may hold the key of a server."""
-    parts = value if _is_list(value) else [value]
-    hides = any(hasattr(part, "items") for part in parts)
-    return type(value).__name__ if hides else masked(_as_plain(value))
-
-
-def _as_plain(value: Any) -> Any:
-    """Lists and dicts of Python where they are those of another library."""
-    if isinstance(value, tuple):
-        return value
-    if _is_list(value):
-        return [_as_plain(item) for item in value]
-    if isinstance(value, Mapping):
-        return {name: _as_plain(item) for name, item in value.items()}
-    return value
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, Sequence) and not isinstance(value, str)
-
-
-def _name(hint: Any) -> str:
-    if hint is type(None):
-        return "null"
-    options = get_args(hint)
-    if get_origin(hint) is Literal:
-        return " or ".join(map(repr, options))
-    if get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_name(option) for option in options)
-    if get_origin(hint) is dict:
-        return "a group of keys"
-    if get_origin(hint) in (list, tuple):
-        return "a list of " + " and ".join(_name(o) for o in dict.fromkeys(options) if o is not ...)
-    return getattr(hint, "__name__", str(hint))

@@ -42,10 +42,10 @@ from torchrl_llm.trainers.reward_watch import (
     FailureTally as FailureTally,
     RewardWatch as RewardWatch,
 )
-from torchrl_llm.trainers.run import (
+from torchrl_llm.trainers.run import TrainingRun as TrainingRun
+from torchrl_llm.trainers.run_config import (
     CheckpointConfig as CheckpointConfig,
     EvalConfig as EvalConfig,
     LoggingConfig as LoggingConfig,
-    Shown as Shown,
-    TrainingRun as TrainingRun,
 )
+from torchrl_llm.trainers.run_results import EvalResult as EvalResult, Shown as Shown

@@ -16,197 +16,35 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any
 
-import torch
 import yaml
 from tensordict import LazyStackedTensorDict
 from torch import nn
 
 from torchrl_llm._files import replacing
-from torchrl_llm._progress import ProgressBar, clock
+from torchrl_llm._progress import ProgressBar
 from torchrl_llm._redis import masked
-from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm._run_log import RunLog, say
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    RewardError,
-    TorchRLLLMError,
-)
-from torchrl_llm.modules.weight_files import size_in_bytes
-from torchrl_llm.trainers.checkpoint import (
-    CheckpointStore,
-    load_rng_state,
-    lock_folder,
-    rng_state,
-)
-from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
-from torchrl_llm.trainers.hub import check_repository, push_to_hub
-from torchrl_llm.trainers.kept_rollouts import Kept, KeptRollouts, RowOutcomes
+from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
+from torchrl_llm.trainers.checkpoint import CheckpointStore, lock_folder
+from torchrl_llm.trainers.curves import Series
+from torchrl_llm.trainers.hub import push_to_hub
+from torchrl_llm.trainers.kept_rollouts import KeptRollouts, RowOutcomes
 from torchrl_llm.trainers.loggers import make_loggers
-from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics, number
+from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
 from torchrl_llm.trainers.out_of_memory import naming_keys
-from torchrl_llm.trainers.progress import Cut, StopRequest, compare_conversations
-from torchrl_llm.trainers.rank_state import rank_state
+from torchrl_llm.trainers.progress import Cut, StopRequest
 from torchrl_llm.trainers.ranks import ALONE, Ranks
-from torchrl_llm.trainers.results import share_text, text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
-from torchrl_llm.trainers.run_folder import (
-    CONFIG_FILE,
-    METRICS_FILE,
-    nested,
-    set_folders_aside,
-)
-from torchrl_llm.trainers.run_models import (
-    RunModels,
-    load_part_states,
-    names_of_parameters,
-    part_states,
-    split_parts,
-)
+from torchrl_llm.trainers.run_config import CheckpointConfig, EvalConfig, LoggingConfig
+from torchrl_llm.trainers.run_folder import CONFIG_FILE, METRICS_FILE, nested, set_folders_aside
+from torchrl_llm.trainers.run_models import RunModels, names_of_parameters
+from torchrl_llm.trainers.run_results import EvalResult, RunResults, Shown
+from torchrl_llm.trainers.run_saving import RunPosition, RunSaving, Stateful
 from torchrl_llm.trainers.samples import sample_text
-
-# What may differ between a run and its continuation: none of it changes what was computed so far.
-_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
-_FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
-_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
-_FREE_ON_RESUME += ("reward.on_all_invalid", "train.parallel", "train.timeout_s")
-_FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was too long ended it
-_FREE_ON_RESUME += ("env.on_overlong",)
-
-
-@dataclass(kw_only=True)
-class LoggingConfig:
-    """Where numbers go; ``metrics.csv`` is always written.
-
-    Attributes:
-        backend: any of ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
-        experiment_name: name of the run for those.
-        project: W&B's or Trackio's project, MLflow's experiment; ``None`` for what the environment
-            says (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``), else one of their own.
-        progress: show a progress bar.
-        samples: steps between two answers of the batch that are shown, the best and the worst to
-            one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
-            its start, its middle and its end.
-        rollouts: rows that are kept in ``<run folder>/rollouts``, for
-            :class:`~torchrl_llm.data.rollout_store.RolloutStore`: 16 of each step, all, or none.
-    """
-
-    backend: list[str] = field(default_factory=lambda: ["csv"])
-    experiment_name: str = "run"
-    project: str | None = None
-    progress: bool = True
-    samples: int | None = 50
-    rollouts: Kept = "sample"
-
-    def __post_init__(self) -> None:
-        if self.samples is not None and self.samples < 1:
-            raise ConfigError(f"logging.samples must be at least 1 or null, got {self.samples}")
-
-
-@dataclass(kw_only=True)
-class CheckpointConfig:
-    """Checkpoints in ``<run folder>/checkpoints``; the last step is always saved.
-
-    Attributes:
-        interval: steps between checkpoints; ``None`` for the last step only.
-        keep_last: how many are kept.
-        resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or begins
-            where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
-        push_to_hub: repository, ``owner/name``, that the model is pushed to at the end of the run;
-            it is made private where there is none. A push that fails is told, and changes nothing.
-        max_shard_size: weights that a file of the model may hold, as ``"5GB"`` or ``"500MB"``; a
-            larger model is written as shards with an index, which ``from_pretrained`` opens.
-    """
-
-    interval: int | None = 100
-    keep_last: int | None = 2
-    max_shard_size: str = "5GB"
-    resume: Literal["never", "auto"] = "never"
-    push_to_hub: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("interval", "keep_last"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"checkpoint.{name} must be at least 1, got {value}")
-        try:
-            size_in_bytes(self.max_shard_size)
-        except ConfigError as error:
-            raise ConfigError(f"checkpoint.max_shard_size: {error}") from None
-        if self.push_to_hub is not None:
-            try:
-                check_repository(self.push_to_hub)
-            except ConfigError as error:
-                raise ConfigError(f"checkpoint.push_to_hub: {error}") from None
-
-
-@dataclass(kw_only=True)
-class EvalConfig:
-    """Greedy accuracy on held-out prompts.
-
-    Attributes:
-        interval: steps between evaluations; ``None`` for the last step only.
-        num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say;
-            ``None``: all that the task or a file holds out, or where the end of the rows is held
-            out a tenth of them, at most 128.
-        before_train: evaluate the model as it is first.
-        batch_size: prompts that are answered together.
-    """
-
-    interval: int | None = None
-    num_prompts: int | None = 512
-    before_train: bool = True
-    batch_size: int = 128
-
-    def __post_init__(self) -> None:
-        if (self.num_prompts or 0) < 0 or self.batch_size < 1:
-            raise ConfigError(
-                "eval.num_prompts must not be negative and eval.batch_size at least 1, got "
-                f"{self.num_prompts} and {self.batch_size}"
-            )
-        if self.interval is not None and self.interval < 1:
-            raise ConfigError(f"eval.interval must be at least 1 or null, got {self.interval}")
-
-
-class EvalResult(Protocol):
-    """What an evaluation returns to the run."""
-
-    conversations: Sequence[str]
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers named ``eval/...``."""
-
-
-class Shown(NamedTuple):
-    """What a run shows of its metrics: at each step, as a curve, and at its end.
-
-    Attributes:
-        metric: of each step.
-        name: what it is called; the curve is ``<name>.png``.
-        tokens: of each step, for the tokens a second.
-        held_out: metrics of an evaluation, and what they are called.
-    """
-
-    metric: str = "train/reward"
-    name: str = "reward"
-    tokens: str = "train/tokens_generated"
-    held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "held-out greedy accuracy"})
-
-
-class Stateful(Protocol):
-    """A part of a run: optimizer, schedule, collector, buffer, ledger."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that the next step depends on."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Continue after :meth:`state_dict`."""
 
 
 class TrainingRun:
@@ -277,11 +115,11 @@ class TrainingRun:
         self.folder = Path(folder)
         self.max_steps = max_steps
         self.step = 0
-        self.model, self.tokenizer, self._parts = model, tokenizer, dict(parts)
+        self.model, self.tokenizer = model, tokenizer
         if (model is None) is (models is None):
             raise ConfigError("a run trains either model=... or models={name: (model, tokenizer)}")
         models = {"": (model, tokenizer)} if models is None else models
-        self._models, self._names = RunModels(models), names_of_parameters(models, self._parts)
+        held, names = RunModels(models), names_of_parameters(models, parts)
         self.metrics: dict[str, Any] = {}
         self._config = masked(dict(config or {}))
         self._logging = logging or LoggingConfig()
@@ -303,7 +141,6 @@ class TrainingRun:
             spare=(METRICS_FILE,),
         )
         self._rollouts = KeptRollouts(self.folder, self._logging.rollouts, ranks, tools)
-        self._retired: list[Any] = []
         self._before: list[str] = []
         self._after: list[str] = []
         self._started: float | None = None
@@ -344,7 +181,33 @@ class TrainingRun:
                 ),
                 columns=(self._shown.metric, *self._shown.held_out),
             )
-            repairs = moved + (self._resume() if saved else self._rollouts.resume(0))
+            self._results = RunResults(
+                folder=self.folder,
+                shown=self._shown,
+                log=self._log,
+                table=self._table,
+                store=self._store,
+                rollouts=self._rollouts,
+                watch=self._watch,
+            )
+            self._saving = RunSaving(
+                store=self._store,
+                models=held,
+                parts=dict(parts),
+                names=names,
+                rollouts=self._rollouts,
+                watch=self._watch,
+                table=self._table,
+                ranks=ranks,
+                config=self._config,
+                max_shard_size=self._checkpoint.max_shard_size,
+            )
+            if saved:
+                progress, repairs = self._saving.resume()
+                self.step, self._before, self._after, self._owed = progress
+            else:
+                repairs = self._rollouts.resume(0)
+            repairs = moved + repairs
             if self._config and ranks.is_main:
                 text = yaml.safe_dump(nested(self._config), sort_keys=False, allow_unicode=True)
                 with replacing(self.folder / CONFIG_FILE) as draft:
@@ -501,9 +364,7 @@ class TrainingRun:
 
     def curves(self) -> dict[str, Series]:
         """What is shown of the steps and evaluations so far, each as steps and values."""
-        names = (self._shown.metric, *self._shown.held_out)
-        named = {name: self._table.read(name) for name in names}
-        return {name: series for name, series in named.items() if series[0]}
+        return self._results.curves()
 
     def finish(self) -> None:
         """Draw the curve and show what became of the held-out conversations.
@@ -513,46 +374,19 @@ class TrainingRun:
             SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
                 so that whoever started the run does not take it for a finished one.
         """
-        metric, name, *_ = self._shown
-        steps, values = self._table.read(metric)
         if self.ranks.is_main:
-            self._show_results(steps, values)
-        values = self.ranks.from_main(values)
+            self._results.show(self._before, self._after)
+        values = self.ranks.from_main(self._table.read(self._shown.metric)[1])
         if values and all(map(math.isnan, values)):
             raise RewardError(
-                f"none of the {len(values)} steps had a valid {name}: the weights are as they were"
+                f"none of the {len(values)} steps had a valid {self._shown.name}: the weights are "
+                "as they were"
             )
         pushes = self.ranks.is_main and self._checkpoint.push_to_hub is not None
         if pushes and self.is_over:
             self._push(self._checkpoint.push_to_hub)
         if self._stopped_by is not None:
             raise SystemExit(128 + self._stopped_by)
-
-    def _show_results(self, steps: list[int], values: list[float]) -> None:
-        metric, name, *_ = self._shown
-        with self._log:
-            show(terminal_curve(steps, values, title=f"{metric} over steps"))
-            picture = self.folder / f"{name}.png"
-            try:
-                save_curves(picture, self.curves())
-            except OSError as error:  # a full disk; the numbers are more than their picture
-                say(f"{picture} could not be drawn: {error}")
-            if self._before and self._after:
-                show(compare_conversations(self._before, self._after))
-            self._table.close()
-            for logger, number in self._table.failures.items():
-                say(f"{logger} raised {number} times, and may lack what it was given then")
-            if lacking := self._rollouts.failures:
-                say(f"the rollouts of {lacking} steps could not be written")
-            if failed := self._watch.failures.most_frequent():
-                say(f"{failed}, in the whole run")
-            for step, share in zip(*self._table.read("eval/invalid"), strict=True):
-                if share > 0:
-                    say(
-                        f"step {step}: {share:.0%} of the held-out prompts have no valid reward "
-                        "and count as wrong"
-                    )
-            show(text_table(self._results(picture)))
 
     def _push(self, name: str) -> None:
         try:
@@ -561,28 +395,6 @@ class TrainingRun:
             self.say(str(error))
         else:
             self.say(f"pushed to {url}")
-
-    def _results(self, picture: Path) -> Iterator[tuple[str, str]]:
-        """What came of the run, a name and a text each."""
-        metric, called, counted, held_out = self._shown
-        for name, label in (*held_out.items(), (metric, called)):
-            _, values = self._table.read(name)
-            if values:
-                first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
-                counts = self._table.read("eval/num_prompts")[1]
-                known = name == "eval/accuracy" and bool(counts)
-                last = share_text(values[-1], counts[-1]) if known else f"{values[-1]:.3f}"
-                yield label, first + last
-        steps, seconds = self._table.read("perf/step_s")
-        yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
-        tokens = sum(self._table.read(counted)[1])
-        yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
-        yield "metrics", str(self._table.path)
-        yield "curve", str(picture)
-        yield "log", str(picture.with_name(self._log.path.name))
-        if self._store.steps():
-            yield "model", str(self._store.path(self._store.steps()[-1]))
-            yield "", "AutoModelForCausalLM.from_pretrained opens it"
 
     def _complete(
         self, metrics: dict[str, Any], clocks: Mapping[str, float], seconds: float
@@ -636,127 +448,7 @@ class TrainingRun:
 
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns its folder."""
-        self._rollouts.flush()
-        shared, own = split_parts(self._parts)
-        state = {
-            "step": self.step,
-            "config": self._config,
-            "before": self._before,
-            "after": self._after,
-            "owed": self._owed and {name: number(value) for name, value in self._owed.items()},
-            "models": self._models.state(),
-            "parts": part_states(shared, self._names),
-            "watch": self._watch.state_dict(),
-            "retired": self._retired,
-            "rollouts": self._rollouts.sizes(),
-        }
-        of_rank = {"parts": part_states(own, self._names), "rng": rng_state()}
-        return self._store.save(self.step, state, own=of_rank, write_model=self._write_models)
-
-    def _write_models(self, path: Path) -> dict[str, int]:
-        if self.ranks.is_main:
-            self._table.save(path / "metrics.csv")
-        size = self._checkpoint.max_shard_size
-        return self._models.write(path, max_shard_size=size, is_main=self.ranks.is_main)
-
-    def _resume(self) -> list[str]:
-        """Continue from the newest whole checkpoint; what had to be mended, a line each."""
-        step, state, repairs = 0, {}, []
-        if self.ranks.is_main:
-            step, state, repairs = self._store.load_newest_whole(self._look_at)
-        step = self.ranks.from_main(step)
-        if not self.ranks.is_main:
-            state = self._store.load(step, check=False)  # rank 0 has looked at it
-        path = self._store.path(step)
-        with _naming_state(path):
-            self._check_config(masked(state["config"]))
-            mine, notice = self._load_parts(path, step, state)
-        repairs += [notice] if notice else []
-        repairs += self._rollouts.resume(step, state.get("rollouts"))
-        self.step, self._before, self._after = step, state["before"], state["after"]
-        self._owed = state.get("owed")
-        if self.ranks.is_main:
-            repairs += self._resume_metrics(step, path / METRICS_FILE)
-        load_rng_state(mine["rng"])
-        return repairs
-
-    def _look_at(self, step: int, state: Mapping[str, Any]) -> None:
-        match state:
-            case {
-                "step": number,
-                "config": dict(),
-                "before": list(),
-                "after": list(),
-                "models": dict(),
-                "parts": dict(),
-                "watch": {"equal": list(), "failures": dict()},
-                "retired": list(),
-                "ranks": [{"parts": dict(), "rng": {"python": _, "numpy": _, "torch": _}}, *_],
-            } if number == step:
-                return
-        raise DamagedCheckpointError(f"{self._store.path(step)} holds no state of a run's step")
-
-    def _resume_metrics(self, step: int, copy: Path) -> Iterator[str]:
-        is_whole = self._store.is_whole(step, copy.name)
-        if is_whole is False:
-            yield f"{copy} is damaged or gone, and is not used"
-        given = None if is_whole is False or not copy.exists() else copy
-        written = step if self._owed is None else step - 1
-        wrong = self._table.resume(written, given, is_checked=bool(is_whole))
-        if wrong is not None and written:
-            mended = "mended from the checkpoint" if given else "its rows are lost"
-            yield f"{wrong}; {mended}, to step {written}"
-
-    def _load_parts(
-        self, path: Path, step: int, state: Mapping[str, Any]
-    ) -> tuple[Mapping[str, Any], str | None]:
-        """Give models and parts their states; that of this rank, and what is to be told."""
-        self._models.load(path, state["models"])
-        shared, own = split_parts(self._parts)
-
-        def read(wanted: dict[str, Any]) -> None:
-            self._store.read_spread(step, wanted)
-
-        load_part_states(shared, state["parts"], self._names, read=read)
-        fresh = {"parts": part_states(own, self._names), "rng": rng_state()}
-        mine, self._retired, notice = rank_state(
-            state["ranks"],
-            state["retired"],
-            fresh,
-            rank=self.ranks.rank,
-            world=self.ranks.world,
-            is_shared=sum(self.ranks.gather(bool(own))) > 1,
-        )
-        load_part_states(own, mine["parts"], self._names, read=read)
-        self._watch.load_state_dict(state["watch"])
-        return mine, notice
-
-    def _check_config(self, earlier: Mapping[str, Any]) -> None:
-        changed = [
-            f"{key}: {earlier.get(key)!r} -> {self._config.get(key)!r}"
-            for key in sorted(earlier.keys() | self._config.keys())
-            if earlier.get(key) != self._config.get(key) and not key.startswith(_FREE_ON_RESUME)
-        ]
-        if changed:
-            raise ConfigError(
-                "checkpoint.resume=auto continues a run as it was, but these keys differ: "
-                + "; ".join(changed)
-            )
-
-
-@contextmanager
-def _naming_state(path: Path) -> Iterator[None]:
-    """A state with the right checksum may still be of something else."""
-    try:
-        yield
-    except (TorchRLLLMError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:  # whatever foreign values mean to the parts that get them
-        raise DamagedCheckpointError(
-            f"a part of this run cannot take its state in {path} ({type(error).__name__}: {error}):"
-            " it is damaged, or of something else. Rename that folder, and the same command goes on"
-            " from the checkpoint before it, or begins"
-        ) from error
+        return self._saving.save(RunPosition(self.step, self._before, self._after, self._owed))
 
 
 @contextmanager

@@ -14,15 +14,10 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.curves import Curve
-from torchrl_llm.trainers.run_folder import (
-    CHECKPOINTS,
-    METRICS_FILE,
-    dotted,
-    read_config,
-    read_metrics,
-)
+from torchrl_llm.trainers.run_folder import CHECKPOINTS, METRICS_FILE, read_config, read_metrics
 
 # Where a run writes, and how often, does not make it another run.
 _INCIDENTAL = ("logging.", "checkpoint.")

@@ -25,7 +25,7 @@ CHECKPOINTS = "checkpoints"
 STEP = "train/step"
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
-# Ten times as fast, where PyYAML was built with it.
+# The one in C is ten times as fast; not every build of PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_VALUES, _MOST_LEVELS, _MOST_DIGITS = 100_000, 32, 16
 
@@ -144,7 +144,7 @@ def read_yaml(file: Path) -> Any:
         OSError: it is not there.
     """
     try:
-        found = yaml.load(plain_file(file).read_text(encoding="utf-8"), Loader=_LOADER)
+        found = yaml.load(plain_file(file).read_text(encoding="utf-8"), _LOADER)
         number = _num_values(found, {})
     # ValueError: no UTF-8, or a number or date that there is not.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -164,26 +164,6 @@ def _num_values(value: Any, known: dict[int, int], depth: int = 0) -> int:
         inner = value.values() if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_num_values(each, known, depth + 1) for each in inner)
     return known[id(value)]
-
-
-def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level, each key with the names of its groups before it.
-
-    Args:
-        values: mappings within mappings.
-        prefix: what every key begins with.
-
-    Example:
-        >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
-        {'seed': 0, 'optimizer.lr': 0.1}
-    """
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            flat |= dotted(value, f"{prefix}{name}.")
-        else:
-            flat[f"{prefix}{name}"] = value
-    return flat
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:

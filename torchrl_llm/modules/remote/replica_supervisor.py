@@ -15,10 +15,11 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._ray import ActorOptions, RemoteObject, get, require_ray
 from torchrl_llm.errors import ConfigError, ResourceError, WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.backend_port import Backend
@@ -31,6 +32,7 @@ _STARTERS = 256
 _STATES = ("serving", "waiting", "starting", "failed")
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
     """What a pool is made of.
@@ -54,20 +56,16 @@ class PoolSpec:
     """
 
     factory: Callable[[], Backend]
-    num_replicas: int = 1
+    num_replicas: Annotated[int, Ge(1)] = 1
     options: ActorOptions = field(default_factory=ActorOptions)
     what: str = "a pool of engines"
     placement: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = "PACK"
-    interval_s: float = 1.0
-    health_timeout_s: float = 30.0
-    stall_timeout_s: float = 300.0
-    max_failures: int = 3
+    interval_s: Annotated[float, Gt(0)] = 1.0
+    health_timeout_s: Annotated[float, Gt(0)] = 30.0
+    stall_timeout_s: Annotated[float, Gt(0)] = 300.0
+    max_failures: Annotated[int, Ge(1)] = 3
 
     def __post_init__(self) -> None:
-        if self.num_replicas < 1 or self.max_failures < 1:
-            raise ConfigError("num_replicas and max_failures must be at least 1")
-        if min(self.interval_s, self.health_timeout_s, self.stall_timeout_s) <= 0:
-            raise ConfigError("interval_s, health_timeout_s and stall_timeout_s must be above 0")
         if not callable(self.factory):
             raise ConfigError(
                 "a pool needs a function that makes a backend, such as "

@@ -3,9 +3,8 @@
 A replica of a pool and a remote collector are both a :class:`RevivedActor`. What it must be given
 to be up to date is in :class:`SentWeights`.
 
-Ray's own restarts do not do it. They run a constructor again behind the same handle, so that
-whoever holds it calls an object without the weights that were sent since, and a part of a network
-that fails for a moment looks like a death.
+Ray's own restarts do not do it: they run a constructor again behind the same handle, so that
+whoever holds it calls an object without the weights that were sent since.
 """
 
 from __future__ import annotations

@@ -8,10 +8,11 @@ from types import ModuleType, NoneType
 from typing import Any
 
 from torchrl_llm._registry import refuse_foreign
+from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.command_keys import KeyTable, check_option
-from torchrl_llm.trainers.run_folder import CONFIG_FILE, dotted, read_mapping
+from torchrl_llm.trainers.run_folder import CONFIG_FILE, read_mapping
 
 # Keys of ``evaluate`` with names of its user, whose value in the file is not empty.
 _OPEN = {"evaluate": ("data_files", "options")}

@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from torchrl_llm import modules
+from torchrl_llm._settings import dotted, naming
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.data_config import ROWS
 from torchrl_llm.recipes.tasks import task_class
-from torchrl_llm.trainers.run_folder import dotted
 
 T = TypeVar("T")
 
@@ -115,7 +115,7 @@ class Subject:
         if "train_model" in self.keys:
             wanted = self.config.train_model
             settings = {"dtype": wanted.dtype, "lora": wanted.lora.arguments}
-        with builders.naming("model.name"):
+        with naming("model.name"):
             return modules.empty_model(self.config.model.name, **settings)
 
     @property
@@ -135,7 +135,7 @@ class Subject:
     def context(self) -> int | None:
         """Tokens that a prompt and its answer may have together."""
         engine = self.flat.get("inference_model.max_model_len")
-        with builders.naming("model.name"):
+        with naming("model.name"):
             limits = (modules.context_length(self.config.model.name), engine)
         return min((limit for limit in limits if limit is not None), default=None)
 

@@ -14,7 +14,7 @@ import torch
 from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError
 from torchrl_llm.modules import vLLMWrapper
 from torchrl_llm.modules.backends.server import EXTENSION
-from torchrl_llm.modules.backends.vllm import build, engine_arguments, engine_environment
+from torchrl_llm.modules.backends.vllm import build, engine_arguments
 from torchrl_llm.modules.backends.vllm.build import PRIVATE_NAMES, prepare_vllm, undisturbed
 
 NAMES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND")
@@ -23,9 +23,7 @@ NAMES = ("VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_OMP_THREADS_BIND")
 @pytest.mark.parametrize("found", ["0.31.2", "0.33.0", "1.0"])
 def test_untested_versions_are_refused_before_anything_is_imported(monkeypatch, found):
     monkeypatch.setattr(metadata, "version", lambda name: found)
-    monkeypatch.setattr(
-        engine_environment, "require", lambda *a, **k: pytest.fail("vLLM was imported")
-    )
+    monkeypatch.setattr(build, "require", lambda *a, **k: pytest.fail("vLLM was imported"))
     with pytest.raises(ConfigError, match=rf"supports vLLM 0.32, and {found} is installed"):
         prepare_vllm("vLLMWrapper")
 
@@ -37,7 +35,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(metadata, "version", absent)
     monkeypatch.setitem(sys.modules, "vllm", None)
     for name in NAMES:
-        monkeypatch.setenv(name, engine_environment._ENVIRONMENT[name])
+        monkeypatch.setenv(name, build._ENVIRONMENT[name])
     with pytest.raises(MissingExtraError, match=r'pip install "torchrl_llm\[vllm\]"'):
         prepare_vllm("vLLMWrapper")
     with pytest.raises(MissingExtraError, match="vLLMWrapper needs the package 'vllm'"):

@@ -1,0 +1,324 @@
+"""Settings that are declared once: a field has its type, its bounds, its default and its sentence.
+
+A :class:`Group` is a dataclass. What a field means is said under ``Attributes`` of its class; its
+bounds are written into its type, ``Annotated[int, Ge(1)]``, and are checked wherever an instance
+comes from: a file, a command line, or Python.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from functools import cache, partial
+from inspect import cleandoc, get_annotations, getmro
+from typing import (
+    Annotated,
+    Any,
+    Literal,
+    Union,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from torchrl_llm._checked import Ge, Gt, In
+from torchrl_llm._redis import masked
+from torchrl_llm._registry import did_you_mean
+from torchrl_llm.errors import ConfigError
+
+Bound = In | Ge | Gt
+
+Count = Annotated[int, Ge(1)]
+"""A number of things, at least one."""
+
+
+@dataclass_transform(kw_only_default=True)
+class Group:
+    """Base of a group of settings; a subclass is a dataclass without further ado.
+
+    A field that is a group itself needs no default: it is made of that group's own. Where a recipe
+    differs from them, :func:`own` says in what. :func:`several` is the default of a list.
+
+    Example:
+        >>> class Optimizer(Group, key="optimizer"):
+        ...     lr: Annotated[float, Ge(0)] = 1e-5
+        ...     betas: list[float] = several(0.9, 0.98)
+        >>> Optimizer(lr=0.1).flat()
+        {'lr': 0.1, 'betas': [0.9, 0.98]}
+        >>> Optimizer(lr=-1)
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: optimizer.lr must be at least 0, got -1
+    """
+
+    _key = ""  # without a type, so that it is no field
+
+    def __init_subclass__(cls, key: str | None = None, kw_only: bool = True) -> None:
+        """Make it a dataclass.
+
+        Args:
+            key: dotted key of the group, for errors; by default that of its base.
+            kw_only: its fields have to be named.
+        """
+        if key is not None:
+            cls._key = key
+        hints = get_type_hints(cls)
+        for name in get_annotations(cls):
+            default, hint = vars(cls).get(name, MISSING), hints[name]
+            if is_dataclass(hint) and (default is MISSING or isinstance(default, dict)):
+                given = {} if default is MISSING else default
+                make = partial(getattr(hint, "of", hint), **given)
+                setattr(cls, name, field(default_factory=make))
+            elif isinstance(default, (list, dict)):
+                setattr(cls, name, field(default_factory=partial(copy.deepcopy, default)))
+        dataclass(kw_only=kw_only)(cls)
+
+    def __post_init__(self) -> None:
+        hints = get_type_hints(type(self))
+        for name, bounds in bounds_of(type(self)).items():
+            value, path = getattr(self, name), f"{self._key}.{name}".lstrip(".")
+            none = " or null" if type(None) in get_args(hints[name]) else ""
+            for bound in bounds if value is not None else ():
+                ensure(bound.holds(value), f"{path} must be {bound}{none}, got {value}")
+
+    def flat(self) -> dict[str, Any]:
+        """Dotted key to value, for the record of a run."""
+        return dotted(asdict(self))
+
+
+def own(**values: Any) -> Any:
+    """The default of a field that is a group, with other values for some of its keys; or a mapping.
+
+    Args:
+        **values: key to value.
+    """
+    return values
+
+
+def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested mapping as one level, each key with the names of its groups before it.
+
+    Args:
+        values: mappings within mappings.
+        prefix: what every key begins with.
+
+    Example:
+        >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
+        {'seed': 0, 'optimizer.lr': 0.1}
+    """
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= dotted(value, f"{prefix}{name}.")
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat
+
+
+def several(*values: Any) -> Any:
+    """The default of a field that is a list.
+
+    Args:
+        *values: its entries.
+    """
+    return list(values)
+
+
+def sentences(declared: type) -> dict[str, str]:
+    """What the docstrings of a class and its bases say of each field or argument.
+
+    Args:
+        declared: the class.
+
+    Example:
+        >>> sentences(Ge)
+        {'least': 'the smallest that is allowed.'}
+    """
+    found: dict[str, str] = {}
+    for base in reversed(getmro(declared)):
+        text = cleandoc(vars(base).get("__doc__") or "") + "\n\n"
+        for block in re.findall(r"^(?:Attributes|Args):\n(.*?)\n(?=\S|\Z)", text, re.M | re.S):
+            entries = re.findall(r"^    \*{0,2}(\w+): (.*?)(?=\n    \S|\Z)", block, re.M | re.S)
+            found |= {name: " ".join(about.split()) for name, about in entries}
+    return found
+
+
+@cache
+def bounds_of(group: type) -> dict[str, tuple[Bound, ...]]:
+    """The bounds of each field that has some.
+
+    Args:
+        group: a dataclass.
+    """
+    hints = get_type_hints(group, include_extras=True).items()
+    named = {name: tuple(_bounds(hint)) for name, hint in hints}
+    return {name: bounds for name, bounds in named.items() if bounds}
+
+
+def _bounds(hint: Any) -> Iterator[Bound]:
+    """Those of a type, or of a member of a union."""
+    if get_origin(hint) is Annotated:
+        yield from (each for each in hint.__metadata__ if isinstance(each, Bound))
+    elif get_origin(hint) in (Union, types.UnionType):
+        for option in get_args(hint):
+            yield from _bounds(option)
+
+
+def ensure(condition: bool, message: str) -> None:
+    """Refuse a configuration unless a condition holds.
+
+    Args:
+        condition: what must hold.
+        message: what is wrong and what to do.
+
+    Raises:
+        ConfigError: it does not hold.
+    """
+    if not condition:
+        raise ConfigError(message)
+
+
+@contextmanager
+def naming(key: str) -> Iterator[None]:
+    """Put the key of a setting before what is wrong with it.
+
+    Args:
+        key: dotted key of the setting.
+
+    Raises:
+        ConfigError: whatever the body raises so.
+    """
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error
+
+
+def check_types(group: Any) -> None:
+    """Check the types of a dataclass, which may have been made in Python, and convert its values.
+
+    Args:
+        group: an instance.
+
+    Raises:
+        ConfigError: a field of the wrong type.
+    """
+    hints = get_type_hints(type(group))
+    for entry in fields(group):
+        setattr(
+            group, entry.name, convert(getattr(group, entry.name), hints[entry.name], entry.name)
+        )
+
+
+def convert(value: Any, hint: Any, path: str) -> Any:
+    """A value as a type hint asks for it.
+
+    Args:
+        value: the value.
+        hint: a plain type, a union, a ``Literal``, or a list, tuple or dict of these.
+        path: dotted key of the value.
+
+    Raises:
+        ConfigError: it is none of them; the message says what was expected.
+
+    Example:
+        >>> convert([1, 2], tuple[float, float], "train.betas")
+        (1.0, 2.0)
+        >>> convert("meen", Literal["mean", "sum"], "train.reduction")
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: train.reduction must be one of 'mean', 'sum', got 'meen'; \
+did you mean 'mean'?
+    """
+    origin, options = get_origin(hint), get_args(hint)
+    if origin in (Union, types.UnionType):
+        if value is None and type(None) in options:
+            return None
+        # A bool is not taken for a number, nor a number for a text: the first member that fits.
+        for option in options:
+            try:
+                return convert(value, option, path)
+            except ConfigError:
+                if get_origin(option) in (list, tuple) and _is_list(value):
+                    raise
+    elif origin is Literal:
+        if any(type(value) is type(each) and value == each for each in options):
+            return value
+        choices = ", ".join(repr(option) for option in options)
+        near = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
+        raise ConfigError(f"{path} must be one of {choices}, got {_shown(value)!r}{near}")
+    elif origin in (list, tuple):
+        if _is_list(value):
+            inner = options[0] if options else Any
+            if origin is tuple and Ellipsis not in options and len(value) != len(options):
+                raise ConfigError(f"{path} must have {len(options)} entries, got {list(value)!r}")
+            return origin(convert(item, inner, f"{path}[{i}]") for i, item in enumerate(value))
+    elif origin is dict:
+        keys, inner = options or (Any, Any)
+        if hasattr(value, "items"):
+            return {
+                convert(name, keys, path): convert(item, inner, f"{path}.{name}")
+                for name, item in value.items()
+            }
+    elif isinstance(origin, type):  # a set, or what is called: what is in it is not looked at
+        if isinstance(value, origin):
+            return value
+    elif hint is Any:
+        return _as_plain(value)
+    elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    elif hint is float and isinstance(value, str):
+        # YAML 1.1 reads "1e-5" as a text; the user meant the number.
+        try:
+            return float(value)
+        except ValueError:
+            pass
+    elif isinstance(hint, type) and (
+        type(value) is hint or (isinstance(value, hint) and hint not in (bool, int, float))
+    ):
+        return value
+    shown = _shown(value)
+    how = f"; write {path}=[{shown}]" if get_origin(hint) is list and shown is value else ""
+    raise ConfigError(f"{path} must be {_name(hint)}, got {shown!r}{how}")
+
+
+def _shown(value: Any) -> Any:
+    """A value in an error; of a mapping the type alone, for it may hold the key of a server."""
+    parts = value if _is_list(value) else [value]
+    hides = any(hasattr(part, "items") for part in parts)
+    return type(value).__name__ if hides else masked(_as_plain(value))
+
+
+def _as_plain(value: Any) -> Any:
+    """Lists and dicts of Python where they are those of another library."""
+    if isinstance(value, tuple):
+        return value
+    if _is_list(value):
+        return [_as_plain(item) for item in value]
+    if isinstance(value, Mapping):
+        return {name: _as_plain(item) for name, item in value.items()}
+    return value
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _name(hint: Any) -> str:
+    if hint is type(None):
+        return "null"
+    options = get_args(hint)
+    if get_origin(hint) is Literal:
+        return " or ".join(map(repr, options))
+    if get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_name(option) for option in options)
+    if get_origin(hint) is dict:
+        return "a group of keys"
+    if get_origin(hint) in (list, tuple):
+        return "a list of " + " and ".join(_name(o) for o in dict.fromkeys(options) if o is not ...)
+    return getattr(hint, "__name__", str(hint))

@@ -1,0 +1,147 @@
+"""Seeds, threads, devices and precision of a configuration."""
+
+from __future__ import annotations
+
+import functools
+import random
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+
+from torchrl_llm._settings import ensure
+from torchrl_llm.assets import embedded_model_path
+from torchrl_llm.errors import ResourceError
+from torchrl_llm.recipes.shared_keys import TrainedConfig
+
+_TINY_BYTES = 2**23
+
+
+def seed_everything(seed: int) -> None:
+    """Seed the generators of Python, NumPy and torch.
+
+    Args:
+        seed: any integer.
+    """
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def set_threads(config: TrainedConfig) -> None:
+    """Give torch the configured number of CPU threads, or what :func:`spare_threads` leaves.
+
+    Args:
+        config: its ``train.num_threads`` and ``model.name``.
+    """
+    if config.train.num_threads is not None:
+        torch.set_num_threads(config.train.num_threads)
+    else:
+        spare_threads(config.model.name)
+
+
+def spare_threads(name: str | Path | None) -> None:
+    """Leave torch one CPU thread for a tiny model: a second one mostly waits, at full load.
+
+    Args:
+        name: folder or hub name; ``None`` for the model of the package. Others than tiny ones in a
+            folder keep torch's choice.
+    """
+    weights = Path(name or embedded_model_path()) / "model.safetensors"
+    if weights.is_file() and weights.stat().st_size < _TINY_BYTES:
+        torch.set_num_threads(1)
+
+
+def device_of(config: TrainedConfig) -> torch.device:
+    """CUDA where there is one, unless the configuration says otherwise.
+
+    Args:
+        config: its ``train.device``.
+
+    Raises:
+        ResourceError: this machine does not have it.
+    """
+    return present_device(config.train.device, "train.device")
+
+
+def device_kind(config: TrainedConfig) -> str:
+    """Kind of the device, ``"cpu"`` or ``"cuda"``, whether or not this machine has it.
+
+    Args:
+        config: its ``train.device``.
+    """
+    name = config.train.device
+    return device_of(config).type if name == "auto" else torch.device(name).type
+
+
+@functools.cache
+def present_device(name: str, key: str) -> torch.device:
+    """A device of this machine.
+
+    Args:
+        name: as ``torch.device`` takes it, or ``auto`` for CUDA where there is one.
+        key: dotted key of the setting.
+
+    Raises:
+        ResourceError: this machine does not have it.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = torch.device(name)
+    try:
+        torch.empty(0, device=device)
+    except Exception as error:  # each kind of device fails in a way of its own
+        raise ResourceError(
+            f"{key}={name!r}: torch cannot use it here ({str(error).splitlines()[0]}); it finds "
+            f"{torch.cuda.device_count()} CUDA devices; choose another, or auto"
+        ) from error
+    return device
+
+
+def reference_device(config: TrainedConfig) -> torch.device:
+    """Where the reference is: on the policy's device, or on the GPU after the policy's.
+
+    Args:
+        config: its ``ref_model.num_devices`` and ``train.device``.
+
+    Raises:
+        ResourceError: it is to have a GPU of its own, and there is none.
+    """
+    device = device_of(config)
+    if not config.ref_model.num_devices:
+        return device
+    ensure(
+        config.train.parallel == "none",
+        f"ref_model.num_devices=1 with train.parallel={config.train.parallel}: the GPU behind a "
+        "rank's is that of another rank; choose 0",
+    )
+    index = (device.index or 0) + 1
+    found = torch.cuda.device_count()
+    if device.type != "cuda" or index >= found:
+        raise ResourceError(
+            f"ref_model.num_devices=1 needs a GPU beside the policy's, {index + 1} in all; there "
+            f"are {found}, and the policy is on {device}"
+        )
+    return torch.device("cuda", index)
+
+
+def autocast(config: TrainedConfig) -> AbstractContextManager[Any]:
+    """A context for sampling and scoring in the configured precision.
+
+    Args:
+        config: its ``train.mixed_precision``.
+    """
+    device = device_of(config).type
+    return torch.autocast(device, dtype=torch.bfloat16, enabled=samples_in_bfloat16(config))
+
+
+def samples_in_bfloat16(config: TrainedConfig) -> bool:
+    """Whether sampling and scoring are in bfloat16, over weights of whatever type.
+
+    Args:
+        config: its ``train.mixed_precision`` and ``train.device``.
+    """
+    precision = config.train.mixed_precision
+    return precision == "bfloat16" or (precision == "auto" and device_kind(config) == "cuda")

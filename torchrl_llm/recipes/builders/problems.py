@@ -1,0 +1,112 @@
+"""Rows of a configuration: the problems of its task, and what is trained of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tensordict import LazyStackedTensorDict
+
+from torchrl_llm._settings import ensure
+from torchrl_llm.data.column_names import joined_prompt
+from torchrl_llm.data.replay_buffers import ReplayBuffer
+from torchrl_llm.envs import TaskEnv
+from torchrl_llm.envs.datasets.rows_env import check_rows
+from torchrl_llm.recipes.chat_env_task import ChatEnvTask, Part
+from torchrl_llm.recipes.data_config import ROWS, hold_out, tell_overlap
+from torchrl_llm.recipes.reward_config import make_reward
+from torchrl_llm.recipes.shared_keys import SampledConfig
+from torchrl_llm.recipes.tasks import task_class
+from torchrl_llm.rewards.function_reward import as_reward
+from torchrl_llm.trainers.batch_source import trained_rows
+from torchrl_llm.trainers.reward_watch import RewardWatch
+
+
+def task_rows(
+    config: SampledConfig, task: type[TaskEnv] | ChatEnvTask
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments of the two environments that say where their problems come from."""
+    if config.env.dataset == ROWS:
+        rows, held_out = config.data.load(), config.data.load_held_out()
+        if held_out is None:
+            rows, held_out = hold_out(rows, config.eval.num_prompts, where="data.source")
+        return {"dataset": rows}, {"dataset": held_out}
+    files, held_out = config.env.data_files, config.env.eval_data_files
+    if isinstance(task, ChatEnvTask):
+        ensure(
+            files is None is held_out,
+            f"env.data_files has no effect: env.dataset={config.env.dataset} has its own rows",
+        )
+        wanted = config.eval.num_prompts
+        return {"part": Part("train", wanted)}, {"part": Part("test", wanted)}
+    if files is None and held_out is None:
+        return {"split": "train"}, {"split": "test"}
+    if files is None or held_out is not None:
+        train = {"split": "train"} if files is None else {"data_files": files}
+        return train, {"data_files": held_out}
+    rows = config.env.load(files, task.COLUMNS)
+    train, held_out = hold_out(rows, config.eval.num_prompts, where=files)
+    return {"dataset": train}, {"dataset": held_out}
+
+
+def task_settings(config: SampledConfig) -> dict[str, Any]:
+    """The task's own settings, and what replaces its limit of steps, system prompt and reward."""
+    own = config.env.dataset == ROWS
+    wanted = {
+        "max_steps": config.env.max_steps,
+        "system_prompt": config.env.system_prompt,
+        "reward": make_reward(config.reward, alone=own),
+        **(config.data.columns if own else {}),
+    }
+    given = {name: value for name, value in wanted.items() if value is not None}
+    return {**config.env.options, **given}
+
+
+def check_problems(config: SampledConfig) -> None:
+    """Look at data files and columns before any weights are read.
+
+    Args:
+        config: the recipe's.
+
+    Raises:
+        DataError: missing or malformed data.
+        ConfigError: the problems do not suffice.
+    """
+    task = task_class(config.env.dataset)
+    train, held_out = (each.get("dataset") for each in task_rows(config, task))
+    if config.env.dataset == ROWS:
+        reward = as_reward(task_settings(config)["reward"])
+        columns = check_rows(train, reward, **config.data.columns)
+        if held_out and config.eval.num_prompts != 0:
+            asked = [
+                (joined_prompt(row, columns.prompt, columns.before) for row in rows)
+                for rows in (train, held_out)
+            ]
+            tell_overlap(asked[0], list(asked[1]), "data.source")
+
+
+def make_watch(config: SampledConfig, *, reads_reward: bool = True) -> RewardWatch:
+    """What looks at the rewards of each step.
+
+    Args:
+        config: its ``reward.on_all_invalid`` and ``train.no_signal_steps``.
+        reads_reward: whether the reward is learned from; otherwise equal ones are nothing to say.
+    """
+    return RewardWatch(
+        on_all_invalid=config.reward.on_all_invalid,
+        no_signal_steps=config.train.no_signal_steps if reads_reward else None,
+    )
+
+
+def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensorDict]:
+    """The rows of an optimizer step at a time, each row that trains once an epoch.
+
+    Args:
+        buffer: iterated once an epoch; it may be empty.
+        epochs: passes over it.
+    """
+    for _ in range(epochs if len(buffer) else 0):
+        for batch in buffer:
+            rows = trained_rows(batch)
+            if rows is not None:
+                yield rows

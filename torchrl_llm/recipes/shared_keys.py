@@ -1,0 +1,76 @@
+"""Keys that recipes have in common: all that train a model, and those that learn from samples.
+
+A recipe is a subclass with the groups of its own; where it has a group with other defaults, or a
+larger one, it names that group again.
+"""
+
+from __future__ import annotations
+
+from torchrl_llm._settings import Group
+from torchrl_llm.recipes import groups
+from torchrl_llm.recipes.agent_group import AgentConfig
+from torchrl_llm.recipes.data_config import DataConfig, check_data
+from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
+from torchrl_llm.trainers.run_config import CheckpointConfig, EvalConfig, LoggingConfig
+
+
+class TrainedConfig(Group):
+    """What every recipe that trains a model can be told.
+
+    Attributes:
+        seed: seeds weights of adapters, prompts and sampling.
+    """
+
+    rates = groups.REINFORCEMENT_RATES
+
+    seed: int = 0
+    model: groups.ModelNameConfig
+    train: groups.ForwardConfig
+    train_model: groups.TrainModelConfig
+    optimizer: groups.OptimizerConfig
+    logging: LoggingConfig
+    checkpoint: CheckpointConfig
+    eval: EvalConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.optimizer.settle(self.model, self.train_model, self.rates)
+
+
+class SampledConfig(TrainedConfig):
+    """What every recipe whose model learns from what it samples can be told."""
+
+    agent = AgentConfig.of()
+
+    env: groups.EnvConfig
+    data: DataConfig
+    model: groups.ModelConfig
+    train: groups.TrainConfig
+    inference_model: groups.InferenceModelConfig
+    reward: RewardComponentsConfig
+
+    @property
+    def rows_per_batch(self) -> int:
+        """Responses collected in a step."""
+        return self.train.prompts_per_batch * self.env.repeats
+
+    @property
+    def rows_per_policy(self) -> int:
+        """Of these the responses that one policy is trained on."""
+        return self.rows_per_batch
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Optimizer steps of a policy on its rows of one step."""
+        size = self.train.optim_batch_size or self.rows_per_policy
+        return self.train.epochs * -(-self.rows_per_policy // size)
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps of the whole run, for the schedule."""
+        return self.train.max_steps * self.updates_per_batch
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_data(self)
+        self.optimizer.check_warmup(self.num_updates)

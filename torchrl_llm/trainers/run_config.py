@@ -1,0 +1,114 @@
+"""Settings of a run that are the same for every algorithm, and which of them may change later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import Count, Group, naming, several
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.weight_files import size_in_bytes
+from torchrl_llm.trainers.hub import check_repository
+from torchrl_llm.trainers.kept_rollouts import Kept
+
+# What may differ between a run and its continuation: none of it changes what was computed so far.
+_FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
+_FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
+_FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
+_FREE_ON_RESUME += ("reward.on_all_invalid", "train.parallel", "train.timeout_s")
+_FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was too long ended it
+_FREE_ON_RESUME += ("env.on_overlong",)
+
+
+class LoggingConfig(Group, key="logging"):
+    """Where numbers go; ``metrics.csv`` is always written.
+
+    Attributes:
+        backend: any of ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
+        experiment_name: name of the run for those.
+        project: W&B's or Trackio's project, MLflow's experiment; ``None`` for what the environment
+            says (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``), else one of their own.
+        progress: show a progress bar.
+        samples: steps between two answers of the batch that are shown, the best and the worst to
+            one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
+            its start, its middle and its end.
+        rollouts: rows that are kept in ``<run folder>/rollouts``, for
+            :class:`~torchrl_llm.data.rollout_store.RolloutStore`: 16 of each step, all, or none.
+    """
+
+    backend: list[str] = several("csv")
+    experiment_name: str = "run"
+    project: str | None = None
+    progress: bool = True
+    samples: Count | None = 50
+    rollouts: Kept = "sample"
+
+
+class CheckpointConfig(Group, key="checkpoint"):
+    """Checkpoints in ``<run folder>/checkpoints``; the last step is always saved.
+
+    Attributes:
+        interval: steps between checkpoints; ``None`` for the last step only.
+        keep_last: how many are kept.
+        resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or begins
+            where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
+        push_to_hub: repository, ``owner/name``, that the model is pushed to at the end of the run;
+            it is made private where there is none. A push that fails is told, and changes nothing.
+        max_shard_size: weights that a file of the model may hold, as ``"5GB"`` or ``"500MB"``; a
+            larger model is written as shards with an index, which ``from_pretrained`` opens.
+    """
+
+    interval: Count | None = 100
+    keep_last: Count | None = 2
+    max_shard_size: str = "5GB"
+    resume: Literal["never", "auto"] = "never"
+    push_to_hub: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with naming("checkpoint.max_shard_size"):
+            size_in_bytes(self.max_shard_size)
+        with naming("checkpoint.push_to_hub"):
+            if self.push_to_hub is not None:
+                check_repository(self.push_to_hub)
+
+
+class EvalConfig(Group, key="eval"):
+    """Greedy accuracy on held-out prompts.
+
+    Attributes:
+        interval: steps between evaluations; ``None`` for the last step only.
+        num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say;
+            ``None``: all that the task or a file holds out, or where the end of the rows is held
+            out a tenth of them, at most 128.
+        before_train: evaluate the model as it is first.
+        batch_size: prompts that are answered together.
+    """
+
+    interval: Count | None = None
+    num_prompts: Annotated[int, Ge(0)] | None = 512
+    before_train: bool = True
+    batch_size: Count = 128
+
+
+def check_resumed(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> None:
+    """Refuse to go on with a run under a configuration that would have made it another.
+
+    Args:
+        earlier: dotted key to value, of the run.
+        present: of what is to go on with it.
+
+    Raises:
+        ConfigError: keys that differ, with both values.
+    """
+    changed = [
+        f"{key}: {earlier.get(key)!r} -> {present.get(key)!r}"
+        for key in sorted(earlier.keys() | present.keys())
+        if earlier.get(key) != present.get(key) and not key.startswith(_FREE_ON_RESUME)
+    ]
+    if changed:
+        raise ConfigError(
+            "checkpoint.resume=auto continues a run as it was, but these keys differ: "
+            + "; ".join(changed)
+        )

@@ -1,0 +1,128 @@
+"""Results of a run: what is shown of its metrics, as curves and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import NamedTuple, Protocol
+
+from torchrl_llm._progress import clock
+from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm.trainers.checkpoint import CheckpointStore
+from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
+from torchrl_llm.trainers.kept_rollouts import KeptRollouts
+from torchrl_llm.trainers.metrics import MetricsTable
+from torchrl_llm.trainers.progress import compare_conversations
+from torchrl_llm.trainers.results import share_text, text_table
+from torchrl_llm.trainers.reward_watch import RewardWatch
+
+
+class EvalResult(Protocol):
+    """What an evaluation returns to the run."""
+
+    conversations: Sequence[str]
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers named ``eval/...``."""
+
+
+class Shown(NamedTuple):
+    """What a run shows of its metrics: at each step, as a curve, and at its end.
+
+    Attributes:
+        metric: of each step.
+        name: what it is called; the curve is ``<name>.png``.
+        tokens: of each step, for the tokens a second.
+        held_out: metrics of an evaluation, and what they are called.
+    """
+
+    metric: str = "train/reward"
+    name: str = "reward"
+    tokens: str = "train/tokens_generated"
+    held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "held-out greedy accuracy"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunResults:
+    """What a run has to show.
+
+    Attributes:
+        folder: of the run.
+        shown: which metrics are shown.
+        log: of the run.
+        table: its metrics.
+        store: its checkpoints.
+        rollouts: its kept rows.
+        watch: what has looked at its rows.
+    """
+
+    folder: Path
+    shown: Shown
+    log: RunLog
+    table: MetricsTable
+    store: CheckpointStore
+    rollouts: KeptRollouts
+    watch: RewardWatch
+
+    def curves(self) -> dict[str, Series]:
+        """What is shown of the steps and evaluations so far, each as steps and values."""
+        names = (self.shown.metric, *self.shown.held_out)
+        named = {name: self.table.read(name) for name in names}
+        return {name: series for name, series in named.items() if series[0]}
+
+    def show(self, before: Sequence[str], after: Sequence[str]) -> None:
+        """Draw the curve, and show what became of the held-out conversations.
+
+        Args:
+            before: conversations of the first evaluation.
+            after: of the last.
+        """
+        metric, name, *_ = self.shown
+        with self.log:
+            steps, values = self.table.read(metric)
+            show(terminal_curve(steps, values, title=f"{metric} over steps"))
+            picture = self.folder / f"{name}.png"
+            try:
+                save_curves(picture, self.curves())
+            except OSError as error:  # a full disk; the numbers are more than their picture
+                say(f"{picture} could not be drawn: {error}")
+            if before and after:
+                show(compare_conversations(before, after))
+            self.table.close()
+            for logger, number in self.table.failures.items():
+                say(f"{logger} raised {number} times, and may lack what it was given then")
+            if lacking := self.rollouts.failures:
+                say(f"the rollouts of {lacking} steps could not be written")
+            if failed := self.watch.failures.most_frequent():
+                say(f"{failed}, in the whole run")
+            for step, share in zip(*self.table.read("eval/invalid"), strict=True):
+                if share > 0:
+                    say(
+                        f"step {step}: {share:.0%} of the held-out prompts have no valid reward "
+                        "and count as wrong"
+                    )
+            show(text_table(self._rows(picture)))
+
+    def _rows(self, picture: Path) -> Iterator[tuple[str, str]]:
+        """What came of the run, a name and a text each."""
+        metric, called, counted, held_out = self.shown
+        for name, label in (*held_out.items(), (metric, called)):
+            _, values = self.table.read(name)
+            if values:
+                first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
+                counts = self.table.read("eval/num_prompts")[1]
+                known = name == "eval/accuracy" and bool(counts)
+                last = share_text(values[-1], counts[-1]) if known else f"{values[-1]:.3f}"
+                yield label, first + last
+        steps, seconds = self.table.read("perf/step_s")
+        yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
+        tokens = sum(self.table.read(counted)[1])
+        yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
+        yield "metrics", str(self.table.path)
+        yield "curve", str(picture)
+        yield "log", str(picture.with_name(self.log.path.name))
+        if self.store.steps():
+            yield "model", str(self.store.path(self.store.steps()[-1]))
+            yield "", "AutoModelForCausalLM.from_pretrained opens it"
