@@ -13,7 +13,6 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.transport import LocalChannel
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.wire import unpack_rows
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import TensorSource
@@ -56,7 +55,7 @@ def parts(tokenizer):
 
 
 def versions_of(delivery):
-    rows = read_rows(unpack_rows(delivery.rows), ("trace", "policy_version"))
+    rows = read_rows(delivery.rows.unpack(), ("trace", "policy_version"))
     return sorted({v for row in rows for v in row.tolist() if v >= 0})
 
 

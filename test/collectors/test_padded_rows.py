@@ -11,11 +11,11 @@ from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import FinishReason
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.overlong import LengthRule
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.envs.transforms import KLComputation
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.modules import Answer, FakeWrapper

@@ -7,7 +7,7 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data import TopKRewardSelector
-from torchrl_llm.data.column import cell
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.errors import ConfigError
 

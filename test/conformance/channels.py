@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.collectors.transport import ChannelClosedError, Delivery, RowChannel
 from torchrl_llm.data.ragged import ragged_rows, read_rows
-from torchrl_llm.data.wire import pack_rows, unpack_rows
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import WorkerError
 
 PATIENCE_S = 20.0
@@ -39,7 +39,7 @@ def delivery(worker="a", sequence=0, *, values=(1, 2), **fields) -> Delivery:
 
 def ids_of(got: Delivery) -> list[list[int]]:
     """The tokens of the rows that arrived."""
-    return [ids.tolist() for ids in read_rows(unpack_rows(got.rows), "ids")]
+    return [ids.tolist() for ids in read_rows(got.rows.unpack(), "ids")]
 
 
 def in_thread(function, *args, **kwargs):
@@ -85,7 +85,7 @@ class ChannelConformance:
         assert (got.worker, got.sequence, got.claimed) == ("a", 0, 2)
         assert (got.generated, got.sent, dict(got.digests)) == (9, 3, {7: "abc", 8: "d"})
         assert ids_of(got) == [[3, 1, 4], []]
-        first, second = unpack_rows(got.rows).unbind(0)
+        first, second = got.rows.unpack().unbind(0)
         assert (first["text"], second["text"]) == ("héllo", "")
         assert first["inner", "flag"].tolist() == [True]
         assert first["inner", "weight"].item() == torch.tensor(0.1).item()

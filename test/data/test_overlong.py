@@ -9,11 +9,11 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data import MaskReason, Source, TruncationReason
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.overlong import LengthRule, cut_row
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, Trajectory, drop_truncated
 from torchrl_llm.data.token_facts import FACTS, TokenFact, register_fact, unregister_fact
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.envs.transforms import OverlongPenalty
 from torchrl_llm.errors import ConfigError, OverlongError
 from torchrl_llm.objectives import GAEAdvantage

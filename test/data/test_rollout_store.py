@@ -12,8 +12,8 @@ from tensordict import LazyStackedTensorDict, NonTensorData, TensorDict
 from torchrl_llm.data import Chat, ChatHistory, History
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.data.rollout_block import HEAD_BYTES, Block, write_block
 from torchrl_llm.data.rollout_store import RolloutStore, RolloutWriter
+from torchrl_llm.data.safe_bytes import HEAD_BYTES, from_bytes, to_bytes
 from torchrl_llm.errors import DataError
 from torchrl_llm.tools.tool_call import ToolCall, ToolResult
 
@@ -137,7 +137,7 @@ def test_a_torn_end_is_not_read_and_is_cut(folder):
 def test_a_power_cut_that_left_zeros_at_the_end_is_a_torn_end(folder):
     (segment,) = (folder / "rollouts").iterdir()
     whole = segment.read_bytes()
-    begin = whole.rindex(b"rollout1")
+    begin = whole.rindex(b"tensors1")
     for zeros in (begin, begin + 200):
         segment.write_bytes(whole[:zeros] + bytes(len(whole) - zeros))
         assert RolloutStore(folder).steps() == [1, 2]
@@ -188,21 +188,24 @@ def test_whatever_is_damaged_is_told_or_read_as_it_was(folder, seed):
             assert len(list(RolloutStore(folder).iterate())) == 6
 
 
+def _block(folder, *rows) -> bytes:
+    """The bytes of a step with these rows."""
+    writer = RolloutWriter(folder)
+    writer.append(1, rows)
+    data = writer._path.read_bytes()
+    writer._path.unlink()
+    return data
+
+
 def test_a_hostile_block_is_told(tmp_path):
     """Well formed, with the right checksums, and with claims that its bytes do not hold."""
-    data = write_block(1, [make_row(1), make_row(2)])
-    size = Block(data).head.header_bytes
-    header = json.loads(data[HEAD_BYTES : HEAD_BYTES + size])
-    wrong = []
-    for _ in range(60):
-        changed = json.loads(json.dumps(header))
-        wrong.append(_spoil(changed, torch.Generator().manual_seed(len(wrong))))
+    head, about, tensors = from_bytes(_block(tmp_path, make_row(1), make_row(2)))
     refused = 0
-    for changed in wrong:
+    for seed in range(60):
+        changed = _spoil(json.loads(json.dumps(about)), torch.Generator().manual_seed(seed))
+        (tmp_path / "steps_00000001.rows").write_bytes(to_bytes(changed, tensors, tags=head.tags))
         try:
-            block = Block(_sealed(changed, data[HEAD_BYTES + size :]))
-            rows = [block.row(i) for i in range(len(block))]
-            assert all(isinstance(row, TensorDict) for row in rows)
+            assert all(isinstance(row, TensorDict) for row in RolloutStore(tmp_path).iterate())
         except DataError:
             refused += 1
     assert refused > 30
@@ -221,21 +224,22 @@ def _spoil(header, generator):
         node = node[key]
 
 
-def _sealed(header, arrays: bytes) -> bytes:
-    text = json.dumps(header, separators=(",", ":")).encode()
-    body = text + b" " * (-len(text) % 8) + arrays.lstrip(b" ")
-    told = (b"rollout1", 1, 2, len(text), HEAD_BYTES + len(body), zlib.crc32(body))
-    head = struct.pack("<8sqqqqI", *told)
-    return head + zlib.crc32(head).to_bytes(4, "little") + body
+@pytest.mark.parametrize("tags", [(1, 3), (1, 1 << 60), (1, 0)])
+def test_a_block_that_claims_another_number_of_rows_is_told(tmp_path, tags):
+    _, about, tensors = from_bytes(_block(tmp_path, make_row(1), make_row(2)))
+    (tmp_path / "steps_00000001.rows").write_bytes(to_bytes(about, tensors, tags=tags))
+    with pytest.raises(DataError, match=r"another number of rows|are impossible"):
+        list(RolloutStore(tmp_path).iterate())
 
 
-def test_a_block_that_claims_more_rows_than_it_has_bytes_is_told():
-    data = write_block(1, [TensorDict(a=torch.ones(1))])
-    head = struct.pack(
-        "<8sqqqqI", *struct.unpack("<8sq", data[:16]), 1 << 60, *struct.unpack("<qqI", data[24:44])
-    )
-    with pytest.raises(DataError, match="no block"):
-        Block(head + zlib.crc32(head).to_bytes(4, "little") + data[HEAD_BYTES:])
+@pytest.mark.parametrize("num_bytes", [-8, 0, 8, 44])
+def test_a_head_of_an_impossible_length_is_told(tmp_path, num_bytes):
+    data = _block(tmp_path, make_row(1))
+    head = struct.pack("<8sqqqI", b"tensors1", 1, 1, num_bytes, 0)
+    block = head + zlib.crc32(head).to_bytes(4, "little") + data[HEAD_BYTES:]
+    (tmp_path / "steps_00000001.rows").write_bytes(block)
+    with pytest.raises(DataError, match="damaged: no message"):
+        RolloutStore(tmp_path)
 
 
 def test_what_has_no_safe_form_is_told_by_its_key(tmp_path):
@@ -250,7 +254,7 @@ def test_a_folder_without_rollouts_is_told(tmp_path):
         RolloutStore(tmp_path / "absent")
 
 
-def test_equal_runs_write_equal_rollouts_whatever_their_tools_took():
+def test_equal_runs_write_equal_rollouts_whatever_their_tools_took(tmp_path):
     def row(seconds):
         record = ToolResult(ToolCall("add", {"a": 1}), "3", seconds=seconds).record()
         tools = TensorDict(calls=NonTensorData((record,)), num_calls=torch.tensor(1))
@@ -258,9 +262,10 @@ def test_equal_runs_write_equal_rollouts_whatever_their_tools_took():
         made["next"] = TensorDict(tools=tools, reward_seconds=torch.tensor(seconds))
         return made
 
-    data = write_block(3, [row(0.25)])
-    assert data == write_block(3, [row(7.5)])
-    read = Block(data).row(0)
+    data = _block(tmp_path, row(0.25))
+    assert data == _block(tmp_path, row(7.5))
+    RolloutWriter(tmp_path).append(1, [row(7.5)])
+    read = RolloutStore(tmp_path)[0]
     assert read["meta"] == {"limit": 5, "seconds": 30}
     wanted = row(0.25)["next", "tools", "calls"][0]
     assert read["next", "tools", "calls"] == ({k: wanted[k] for k in wanted if k != "seconds"},)

@@ -17,10 +17,10 @@ from torchrl.envs import Transform
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import Chat, FinishReason, History, Source, TokenRecord
+from torchrl_llm.data.nodes import own_rows
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import split_batch, split_rollout
-from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
 from torchrl_llm.data.token_facts import (
     FACTS,
     RECORD_COLUMNS,
@@ -30,7 +30,7 @@ from torchrl_llm.data.token_facts import (
     unregister_fact,
 )
 from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenTrace
-from torchrl_llm.data.wire import own_rows, pack_rows, unpack_rows
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import FakeWrapper
@@ -216,9 +216,9 @@ def test_a_collector_yields_rows_with_facts_and_both_wires_carry_them(tokenizer,
         record = row["history", "full"].chats[0].record
         assert torch.equal(record.facts["surprise"], row["surprise", "full"])
     packed = pack_rows(rows)
-    plain = unpack_rows(pickle.loads(pickle.dumps(packed)))
-    safe, _ = rows_from_bytes(rows_to_bytes(packed))
-    for back in (plain, safe.unpack()):
+    plain = pickle.loads(pickle.dumps(packed)).unpack()
+    safe = PackedRows.open(encode(packed)).unpack()
+    for back in (plain, safe):
         for old, new in zip(rows, back.unbind(0), strict=True):
             _check(new)
             record = new["history", "full"].chats[0].record
@@ -298,7 +298,7 @@ def test_a_new_fact_is_one_entry_from_the_backend_to_a_loss(send, tokenizer, fac
     if send == "pickle":
         packed = pickle.loads(pickle.dumps(packed))
     else:
-        packed, _ = rows_from_bytes(rows_to_bytes(packed))
+        packed = PackedRows.open(encode(packed))
     buffer = ReplayBuffer(transform=JoinTurns())
     buffer.extend(packed.unpack())
     batch = buffer[:]
@@ -387,7 +387,7 @@ def test_wires_keep_apart_records_with_and_without_a_fact(facts):
     one = replace(_record(), facts={"surprise": _record().facts["surprise"]})
     chats = [Chat([{"role": "user", "content": "q"}], r) for r in (bare, one, bare)]
     packed = pack_rows(split_batch(TensorDict(history=History.of(chats), batch_size=[3])))
-    for rows in (pickle.loads(pickle.dumps(packed)), rows_from_bytes(rows_to_bytes(packed))[0]):
+    for rows in (pickle.loads(pickle.dumps(packed)), PackedRows.open(encode(packed))):
         back = [chat.record for chat in rows.unpack()["history"].chats]
         assert [dict(record.facts).keys() for record in back] == [set(), {"surprise"}, set()]
         assert back[1].facts["surprise"].tolist() == [-0.5, -0.5, 1.0, 2.0]
@@ -491,11 +491,11 @@ def test_wrong_facts_of_a_completion_are_refused(given, message, tokenizer, quer
 
 def test_rows_of_another_process_need_the_registration_here(tokenizer, queries, facts):
     answered = _policy(tokenizer)(ChatEnv(batch_size=(1,)).reset(queries("a")))
-    sent = rows_to_bytes(pack_rows(split_batch(answered)))
+    sent = encode(pack_rows(split_batch(answered)))
     pickled = pickle.dumps(answered["history"].full.chats[0])
     unregister_fact("route")
     with pytest.raises(DataError, match=r"\['route'\] are not registered here; see register_fact"):
-        rows_from_bytes(sent)
+        PackedRows.open(sent)
     record = pickle.loads(pickled).record
     with pytest.raises(DataError, match=r"call register_fact\(TokenFact\(name='route'"):
         record.extend(torch.tensor([1]), torch.tensor([0]), 3)
@@ -504,7 +504,7 @@ def test_rows_of_another_process_need_the_registration_here(tokenizer, queries, 
     register_fact(ROUTE)
 
 
-def test_a_safe_wire_refuses_facts_of_another_length_or_type(facts):
+def test_bytes_with_facts_of_another_length_or_type_are_refused(facts):
     for facts_of, message in (
         ({"surprise": torch.zeros(3)}, "surprise of a record has another length"),
         ({"surprise": torch.zeros(4, dtype=torch.int8)}, "surprise is not torch.float32"),
@@ -513,4 +513,4 @@ def test_a_safe_wire_refuses_facts_of_another_length_or_type(facts):
         chat = Chat([{"role": "user", "content": "q"}], record)
         rows = split_batch(TensorDict(history=History.of([chat]), batch_size=[1]))
         with pytest.raises(DataError, match=message):
-            rows_from_bytes(rows_to_bytes(pack_rows(rows)))
+            PackedRows.open(encode(pack_rows(rows)))

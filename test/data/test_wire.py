@@ -9,10 +9,10 @@ import torch
 from tensordict import NonTensorData, TensorDict, lazy_stack
 
 from torchrl_llm.data import Chat, FinishReason, History, Support, TokenRecord
-from torchrl_llm.data.column import cell, new_node
+from torchrl_llm.data.nodes import cell, leaf, new_node, own_rows, typed_node
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.rollouts import split_batch
-from torchrl_llm.data.wire import leaf, own_rows, pack_rows, typed_node, unpack_rows
+from torchrl_llm.data.wire import pack_rows
 
 
 def _chat(length: int, answer: str) -> Chat:
@@ -48,7 +48,7 @@ def test_kept_ids_of_a_record_come_back_where_it_has_them():
     )
     chats = [Chat([{"role": "user", "content": "q"}], r) for r in (with_ids, prompt)]
     rows = split_batch(TensorDict({"history": History.of(chats)}, batch_size=[2]))
-    back = unpack_rows(pickle.loads(pickle.dumps(pack_rows(rows))))
+    back = pickle.loads(pickle.dumps(pack_rows(rows))).unpack()
     one, other = (chat.record for chat in back["history"].chats)
     assert one.support.counts.tolist() == [0, 0, 0, 2, 1]
     assert one.support.token_ids.tolist() == [9, 7, 8]
@@ -57,7 +57,7 @@ def test_kept_ids_of_a_record_come_back_where_it_has_them():
 
 
 def test_rows_come_back_with_tensors_objects_records_and_types():
-    rows = unpack_rows(pickle.loads(pickle.dumps(pack_rows(_rows()))))
+    rows = pickle.loads(pickle.dumps(pack_rows(_rows()))).unpack()
 
     assert [ids.tolist() for ids in read_rows(rows, ("tokens", "full"))] == [
         list(range(4)),
@@ -78,7 +78,7 @@ def test_rows_come_back_with_tensors_objects_records_and_types():
 
 
 def test_a_key_that_only_some_rows_have_stays_with_them():
-    rows = unpack_rows(pack_rows(_rows())).unbind(0)
+    rows = pack_rows(_rows()).unpack().unbind(0)
 
     assert "error" not in rows[0].keys()
     assert rows[1]["error", "message"] == "boom"
@@ -89,15 +89,15 @@ def test_one_record_shared_by_two_chats_is_sent_once():
     row = TensorDict({"a": NonTensorData(chat), "b": NonTensorData(chat + [{"role": "tool"}])})
     packed = pack_rows([row])
 
-    assert len(packed.records.num_messages) == 1
-    back = unpack_rows(packed)[0]
+    assert len(packed.table.records) == 1
+    back = packed.unpack()[0]
     assert back["a"].record is back["b"].record
     assert len(back["b"]) == 3
 
 
 def test_chats_without_a_record_and_empty_tensors_survive():
     row = TensorDict({"chat": NonTensorData(Chat([{"role": "user"}])), "ids": torch.zeros(0)})
-    back = unpack_rows(pack_rows([row, row.clone()]))
+    back = pack_rows([row, row.clone()]).unpack()
 
     assert back[1]["chat"].record is None
     assert back[0]["ids"].shape == (0,)
@@ -105,7 +105,7 @@ def test_chats_without_a_record_and_empty_tensors_survive():
 
 def test_tensors_that_cannot_be_joined_are_kept_one_by_one():
     rows = [TensorDict({"x": torch.ones(2, 3)}), TensorDict({"x": torch.ones(4, dtype=torch.int8)})]
-    back = unpack_rows(pack_rows(rows))
+    back = pack_rows(rows).unpack()
 
     assert back[0]["x"].shape == (2, 3)
     assert back[1]["x"].dtype == torch.int8
@@ -113,7 +113,7 @@ def test_tensors_that_cannot_be_joined_are_kept_one_by_one():
 
 def test_a_node_with_a_batch_of_its_own_is_kept_whole():
     node = lazy_stack([TensorDict({"y": torch.ones(1)}), TensorDict({"y": torch.ones(2)})])
-    back = unpack_rows(pack_rows([TensorDict({"node": node})]))[0]
+    back = pack_rows([TensorDict({"node": node})]).unpack()[0]
 
     assert [row["y"].shape[0] for row in back["node"].unbind(0)] == [1, 2]
 
@@ -121,7 +121,7 @@ def test_a_node_with_a_batch_of_its_own_is_kept_whole():
 def test_no_rows_pack_and_a_batch_with_two_dims_is_refused():
     assert pack_rows([]).num_rows == 0
     with pytest.raises(ValueError, match="at least one"):
-        unpack_rows(pack_rows([]))
+        pack_rows([]).unpack()
     with pytest.raises(ValueError, match="one batch dimension"):
         pack_rows(TensorDict(batch_size=[2, 2]))
 
@@ -146,9 +146,9 @@ def test_own_rows_copies_views_of_large_storages_and_leaves_the_rest():
     assert owned["c"].data_ptr() == single.data_ptr()
 
 
-def test_unpacking_with_own_memory_leaves_no_views_of_much():
+def test_unpacked_rows_with_own_memory_are_no_views_of_much():
     packed = pack_rows(ragged_rows({"x": [torch.arange(3), torch.arange(5000)]}))
-    small = unpack_rows(packed, own=True)[0]["x"]
+    small = own_rows(packed.unpack().unbind(0))[0]["x"]
 
     assert small.untyped_storage().nbytes() == 24
 

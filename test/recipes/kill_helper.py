@@ -22,8 +22,7 @@ import torch
 from fork_server import fork_server
 from recipes.script import load_recipe
 
-from torchrl_llm.data.safe_wire import rows_to_bytes
-from torchrl_llm.data.wire import PackedRows
+from torchrl_llm.data.wire import PackedRows, encode
 from torchrl_llm.recipes import launch
 from torchrl_llm.trainers import BatchSource
 from torchrl_llm.trainers.checkpoint import CheckpointStore
@@ -190,8 +189,8 @@ def differences(one, other, where):
     """Where two states differ; the seconds that a reward took are no state."""
     if isinstance(one, PackedRows):
         for rows in (one, other):
-            rows.columns.pop((("next", "reward_seconds"), "tensor"), None)
-        one, other = rows_to_bytes(one), rows_to_bytes(other)
+            rows.columns[:] = [c for c in rows.columns if c.path != ("next", "reward_seconds")]
+        one, other = encode(one), encode(other)
     if isinstance(one, dict) and isinstance(other, dict) and list(one) == list(other):
         for name in one:
             yield from differences(one[name], other[name], f"{where}/{name}")

@@ -10,7 +10,7 @@ from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import split_rollout
-from torchrl_llm.data.wire import pack_rows, unpack_rows
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.transforms import StepCounter
 from torchrl_llm.modules import FakeWrapper
@@ -41,7 +41,7 @@ def collected(components, tokenizer, turns=1):
 def test_components_survive_the_collector_the_wire_and_the_buffer(tokenizer):
     parts = {"task": Constant(1.0), "seen": Component(Fails(), weight=0.5)}
     rows = collected(parts, tokenizer)
-    again = unpack_rows(pack_rows(rows))
+    again = pack_rows(rows).unpack()
     buffer = ReplayBuffer()
     buffer.extend(again)
     for row in (*rows.unbind(0), *again.unbind(0), *(buffer[n] for n in range(4))):

@@ -10,8 +10,7 @@ from torchrl.envs.utils import check_env_specs
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
-from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper
@@ -378,7 +377,7 @@ def test_odd_names_and_arguments_of_calls_are_safe_to_store_and_to_send(queries,
     assert first == ["There is no tool '?'. There are ['note'].", "?"]
     assert second[1] == "x"
     assert len(td["history"].prompt.chats[1][-3]["name"]) == 200
-    rows_from_bytes(rows_to_bytes(pack_rows(td)))
+    PackedRows.open(encode(pack_rows(td)))
     env.close()
 
 
@@ -407,7 +406,7 @@ def test_specs_hold_in_every_mode(mode, tokenizer):
 def test_rows_travel_by_pickle_and_as_safe_bytes(played):
     td = played(ToolTransform([add], HermesParser()), hermes("add", a=1, b=2), "no")
     td = td.select("tools")
-    again, _ = rows_from_bytes(rows_to_bytes(pack_rows(td)))
+    again = PackedRows.open(encode(pack_rows(td)))
     for rows in (pickle.loads(pickle.dumps(td)), again.unpack()):
         calls = [row.get(("tools", "calls")) for row in rows.unbind(0)]
         calls = [getattr(c, "data", c) for c in calls]

@@ -312,7 +312,7 @@ def test_a_folder_or_a_link_in_the_place_of_rollouts_is_put_aside_or_told_of(tmp
 @pytest.fixture
 def long_run(tmp_path, monkeypatch):
     """A run of six steps whose rollouts are in three segments of two steps."""
-    monkeypatch.setattr("torchrl_llm.data.rollout_store.SEGMENT_BYTES", 3000)
+    monkeypatch.setattr("torchrl_llm.data.rollout_store.SEGMENT_BYTES", 6_000)
     rows = lazy_rows(numbered([row(0), row(1)]))
     Toy(tmp_path, interval=2).train(collected=[rows] * 6)
     segments = sorted((tmp_path / "rollouts").iterdir())
@@ -348,7 +348,7 @@ def test_a_flipped_bit_in_any_rollout_is_told_and_costs_no_other_step(long_run, 
 def test_a_rollout_file_that_is_gone_or_shorter_is_told(long_run, place, capfd):
     folder, segments, _ = long_run
     data = segments[place].read_bytes()
-    second = data.rindex(b"rollout1")
+    second = data.rindex(b"tensors1")
     segments[place].write_bytes(data[:second])
     Toy(folder, max_steps=6, resume="auto")
     assert f"{segments[place]} is shorter than it was; it is now in" in capfd.readouterr().err

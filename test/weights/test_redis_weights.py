@@ -99,7 +99,7 @@ def test_a_backend_takes_them_and_keeps_the_old_ones_where_they_are_damaged(serv
     before = sampler.module.head.clone()
     writer.publish(FakeBackend(vocab_size=16, eos_token_ids=(2,), seed=3).module, 2)
     client = writer._link.client
-    for damage in (b"garbage", to_bytes(["head"], [torch.zeros(1)]), pickle.dumps(print)):
+    for damage in (b"garbage", to_bytes(None, {"head": torch.zeros(1)}), pickle.dumps(print)):
         for key in chunk_keys(writer):
             client.set(key, damage)
         with pytest.raises(WeightUpdateError):

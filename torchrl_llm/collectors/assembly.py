@@ -15,7 +15,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from torchrl_llm.data.child_rows import ChildRows
-from torchrl_llm.data.column import new_node
+from torchrl_llm.data.nodes import new_node
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens, split_batch
 from torchrl_llm.data.saved_state import SavedState
 

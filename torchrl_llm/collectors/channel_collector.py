@@ -26,9 +26,10 @@ from torchrl_llm.collectors.transport.channel import (
     TokenAccounts,
     WorkerCounts,
 )
+from torchrl_llm.data.nodes import leaf, own_rows
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import ends_trajectory, sampled_tokens
-from torchrl_llm.data.wire import leaf, own_rows, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.envs.transforms import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights import CanaryCheck, WeightLedger, WeightUpdater

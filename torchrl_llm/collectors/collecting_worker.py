@@ -20,9 +20,10 @@ from torchrl._utils import logger
 from torchrl_llm._threads import BackgroundLoop
 from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.transport.channel import ChannelClosedError, Delivery, RowChannel
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.rollouts import split_rollout
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.data.wire import leaf, pack_rows
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights import CanaryJudge, engine_weights
 from torchrl_llm.weights.fingerprint import weights_digest

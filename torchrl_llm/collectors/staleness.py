@@ -23,8 +23,8 @@ from torch import Tensor
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm.collectors.transport.channel import WorkerCounts
 from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.rollouts import invalidate_reward, mask_trained
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 
 _FREE = 1 << 30

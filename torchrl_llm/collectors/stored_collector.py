@@ -10,11 +10,10 @@ from typing import Any
 
 from tensordict import LazyStackedTensorDict, TensorDict
 
-from torchrl_llm.data.column import new_node
+from torchrl_llm.data.nodes import leaf, new_node, plain_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollout_store import CHANGED, RolloutStore
 from torchrl_llm.data.saved_state import SavedState
-from torchrl_llm.data.wire import leaf, plain_node, set_copied, typed_node
 from torchrl_llm.errors import DataError
 
 _OF_THE_STORE = ("fate", "carried", "step", "collected")

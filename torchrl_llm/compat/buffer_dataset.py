@@ -14,8 +14,8 @@ from torchrl.data import ReplayBuffer
 
 from torchrl_llm._imports import require
 from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.nodes import plain_node
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import plain_node
 from torchrl_llm.errors import ConfigError, DataError
 
 

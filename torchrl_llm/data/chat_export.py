@@ -22,10 +22,10 @@ from tensordict import TensorDict
 from torchrl_llm._files import replacing
 from torchrl_llm._imports import require
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollout_store import RolloutStore
 from torchrl_llm.data.table_files import FileRow, read_jsonl
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
 # What only the environment needs, and what was sampled where a parser read something else in it.

@@ -21,8 +21,8 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from torchrl_llm.data.column import new_node
 from torchrl_llm.data.enums import MaskReason, TruncationReason
+from torchrl_llm.data.nodes import Path, leaf, new_node, plain_node, set_copied
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     CUT_TOKENS,
     group_value,
@@ -31,7 +31,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 from torchrl_llm.data.rollouts import invalidate_reward, mask_trained, sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
-from torchrl_llm.data.wire import Path, leaf, plain_node, set_copied
 from torchrl_llm.errors import ConfigError, OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]

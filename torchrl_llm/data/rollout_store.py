@@ -1,9 +1,9 @@
 """Rollouts of a run, as they were kept: files of blocks, one a step, that are read where they lie.
 
-A folder holds segments, ``steps_00000001.rows``, named for their first step: blocks of
-:mod:`torchrl_llm.data.rollout_block`, one after the other. A segment grows only at its end, and the
-next one begins when it is full, so the older ones may be deleted. What a killed process has half
-written is at the end of the last one, and is not read.
+A folder holds segments, ``steps_00000001.rows``, named for their first step: blocks, messages of
+:mod:`torchrl_llm.data.wire`, one after the other. A segment grows only at its end, and the next one
+begins when it is full, so the older ones may be deleted. What a killed process has half written is
+at the end of the last one, and is not read.
 
 :class:`RolloutStore` reads, also while a run writes: what it finds is what was whole when it was
 opened. :class:`RolloutWriter` is for the one process that writes.
@@ -29,7 +29,9 @@ from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl_llm._files import plain_file, replacing
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
-from torchrl_llm.data.rollout_block import Block, is_sound, read_head, write_block
+from torchrl_llm.data.safe_bytes import is_sound, read_head
+from torchrl_llm.data.safe_values import MAX_ROWS
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.errors import DataError
 
 FOLDER = "rollouts"
@@ -40,6 +42,7 @@ SEGMENT_BYTES = 1 << 26
 """Bytes after which the next segment begins."""
 _SUFFIX = ".rows"
 _OPEN_BLOCKS = 32
+_CALLS = ("next", "tools", "calls")
 
 
 class _Place(NamedTuple):
@@ -93,7 +96,7 @@ class RolloutStore:
         self._ends = list(accumulate(place.num_rows for place in self._places))
         self._steps = torch.tensor([place.step for place in self._places]).unbind(0)
         self._at = {place.step: number for number, place in enumerate(self._places)}
-        self._blocks: OrderedDict[int, Block] = OrderedDict()
+        self._blocks: OrderedDict[int, PackedRows] = OrderedDict()
 
     def _add(self, path: Path) -> None:
         try:
@@ -142,18 +145,20 @@ class RolloutStore:
         return self._row(number, at - self._ends[number] + place.num_rows)
 
     def _row(self, number: int, index: int) -> TensorDict:
-        row = self._block(number).row(index)
+        row = self._block(number)[index]
         row._tensordict["step"] = self._steps[number]
         return row
 
-    def _block(self, number: int) -> Block:
+    def _block(self, number: int) -> PackedRows:
         block = self._blocks.get(number)
         if block is None:
             place = self._places[number]
             try:
-                block = Block(place.data, place.start)
+                block = PackedRows.open(place.data, place.start)
             except DataError as error:
-                raise DataError(f"{place.path}: {error}") from None
+                raise DataError(f"step {place.step} of {place.path}: {error}") from None
+            if len(block) != place.num_rows:
+                raise DataError(f"step {place.step} of {place.path} has another number of rows")
             self._blocks[number] = block
             if len(self._blocks) > _OPEN_BLOCKS:
                 self._blocks.popitem(last=False)
@@ -264,10 +269,10 @@ class RolloutWriter:
             about: plain values to go with them.
 
         Raises:
-            DataError: a value that has no safe form.
+            DataError: no rows, or a value that has no safe form; the message names its key.
             OSError: the disk is full or the folder read-only; what was there before is whole.
         """
-        data = write_block(step, rows, about)
+        data = _block(step, rows, about)
         if self._path is None or self._size + len(data) > SEGMENT_BYTES:
             self.folder.mkdir(parents=True, exist_ok=True)
             path, size = self.folder / f"steps_{step:08d}{_SUFFIX}", 0
@@ -338,6 +343,22 @@ class RolloutWriter:
         return last
 
 
+def _block(step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | None) -> bytes:
+    """Rows of a step as bytes, the same for the same rows: without times (``..._seconds``)."""
+    packed = pack_rows(rows)
+    if not packed.num_rows:
+        raise DataError(f"no rows of step {step} to write")
+    packed.columns = [c for c in packed.columns if not c.path[-1].endswith("seconds")]
+    objects = packed.table.objects
+    for column in packed.columns:
+        for place in set(column.content) if column.path == _CALLS else ():
+            objects[place] = tuple(
+                {name: fact for name, fact in call.items() if name != "seconds"}
+                for call in objects[place]
+            )
+    return encode(packed, about, tags=(step, packed.num_rows))
+
+
 def _rollouts_of(folder: Path) -> Path:
     """The folder with the segments, of a run or itself."""
     if not folder.is_dir():
@@ -378,6 +399,8 @@ def _scan(path: Path, data: Any) -> Iterator[_Place]:
     while start < len(data):
         try:
             head = read_head(data, start)
+            if head is not None and not 0 < head.tags[1] <= MAX_ROWS:
+                raise DataError(f"{head.tags[1]} rows at byte {start} are impossible")
         except DataError as error:
             if not any(data[start:]):  # a power cut: the length was kept, the contents were not
                 return
@@ -385,5 +408,5 @@ def _scan(path: Path, data: Any) -> Iterator[_Place]:
         if head is None:
             return
         end = start + head.num_bytes
-        yield _Place(head.step, head.num_rows, path, data, start, end)
+        yield _Place(*head.tags, path, data, start, end)
         start = end

@@ -22,11 +22,10 @@ from tensordict import (
 )
 from torch import Tensor
 
-from torchrl_llm.data.column import cell, new_node
 from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.nodes import SHARED_BYTES, cell, leaf, new_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.views import LogProbs, Masks, Tokens, TokenSupport, TokenTrace
-from torchrl_llm.data.wire import SHARED_BYTES, leaf, set_copied, typed_node
 
 _REASON, _VALID = ("trace", "mask_reason"), ("next", "reward_valid")
 # Read as columns of the whole batch; an instance in each row would cost more than the row itself.

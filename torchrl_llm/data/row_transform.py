@@ -21,10 +21,10 @@ from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
 from torchrl_llm.data.enums import Source
+from torchrl_llm.data.nodes import leaf, set_copied
 from torchrl_llm.data.ragged import lazy_rows, read_rows, write_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import CUT_TOKENS
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 
 Path = tuple[str, ...]

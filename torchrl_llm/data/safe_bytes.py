@@ -1,14 +1,15 @@
 """Tensors and plain values as bytes that may come from anyone: reading them runs no code.
 
-A message is a CRC-32, which safetensors does not have, and then a safetensors file. Its tensors are
-called ``"0"``, ``"1"``, ... and ``"about"``, which holds JSON. Whatever is wrong with the bytes is
-a :class:`~torchrl_llm.errors.DataError`.
+A message is a head of fixed size and a safetensors file: the tensors under their names, the plain
+values as JSON in its metadata. The head has the checksum that safetensors lacks, and its length, so
+that messages may follow each other in a file and are read where they lie. Whatever is wrong with
+the bytes is a :class:`~torchrl_llm.errors.DataError`.
 
 The number of bytes bounds what reading costs: no two tensors share any, and what a message claims
 without bytes of its own (the rows of an empty tensor, see ``claims``) is paid for by spaces at the
-end of the JSON.
+end of its header.
 
-Next: :mod:`torchrl_llm.data.safe_wire` for rows.
+Next: :mod:`torchrl_llm.data.wire` for rows.
 """
 
 from __future__ import annotations
@@ -16,37 +17,96 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import struct
 import zlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load, save
 from torch import Tensor
 
 from torchrl_llm.errors import DataError
 
-_CRC_BYTES = 4
+# Magic and version, two tags, bytes of all, CRC-32 of all behind the head, CRC-32 of the head.
+_HEAD = struct.Struct("<8sqqqII")
+HEAD_BYTES = _HEAD.size
+"""Bytes of the head of a message."""
+_MAGIC = b"tensors1"
+_ALIGN = 8
 _MAX_EMPTY = 1 << 24
 _MAX_DIMS = 16
-_MAX_DEPTH = 256
+MAX_DEPTH = 256
+"""Most lists and dicts within each other."""
+_MAX_HEADER = 1 << 28
 _ERROR_CHARS = 200
 CLAIM_BYTES = 8
 """Bytes of a message for each thing that it claims without bytes of its own."""
+# By their names in safetensors.
 _DTYPES = {
-    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
-    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},
+    **{"I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F32": torch.float32, "F64": torch.float64},
 }
-_WRONG = (KeyError, TypeError, ValueError, RecursionError, RuntimeError, OverflowError)
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+MALFORMED = (
+    *(KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError),
+    *(RecursionError, ArithmeticError),
+)
+"""What building something of values that nobody vouches for may raise."""
 
 
-def to_bytes(about: Any, tensors: Sequence[Tensor] = (), *, claims: int = 0) -> bytes:
+class Head(NamedTuple):
+    """What the head of a message says.
+
+    Attributes:
+        tags: numbers that its writer gave it.
+        num_bytes: length of the whole message.
+        crc: CRC-32 of what stands behind the head.
+    """
+
+    tags: tuple[int, int]
+    num_bytes: int
+    crc: int
+
+
+class Message(NamedTuple):
+    """What :func:`from_bytes` read.
+
+    Attributes:
+        head: of the message.
+        about: the plain values.
+        tensors: by name, views of the buffer or of its copy.
+    """
+
+    head: Head
+    about: Any
+    tensors: dict[str, Tensor]
+
+
+def check(holds: bool, what: str) -> None:
+    """Raise a ``ValueError`` that says ``what`` where something does not hold."""
+    if not holds:
+        raise ValueError(what)
+
+
+def told(what: str, error: Exception) -> DataError:
+    """An error about bytes of others, which decide how long its text would be."""
+    return DataError(f"{what}: {type(error).__name__}: {error}"[:_ERROR_CHARS])
+
+
+def to_bytes(
+    about: Any,
+    tensors: Mapping[str, Tensor] | None = None,
+    *,
+    tags: tuple[int, int] = (0, 0),
+    claims: int = 0,
+) -> bytes:
     """Write plain values and tensors.
 
     Args:
         about: ``None``, bools, numbers, strings, and lists and dicts of them with string keys.
-        tensors: dense, of any usual dtype and device.
+        tensors: dense, of any usual dtype and device, by name.
+        tags: numbers from 0, to be read without the rest.
         claims: things that a reader builds of ``about`` alone; the message is made long enough for
             them, with ``CLAIM_BYTES`` each.
 
@@ -54,70 +114,132 @@ def to_bytes(about: Any, tensors: Sequence[Tensor] = (), *, claims: int = 0) -> 
         DataError: something that cannot be written.
 
     Example:
-        >>> data = to_bytes({"name": "x"}, [torch.arange(3)])
-        >>> about, tensors = from_bytes(data)
-        >>> about, tensors[0].tolist()
+        >>> data = to_bytes({"name": "x"}, {"ids": torch.arange(3)})
+        >>> message = from_bytes(data)
+        >>> message.about, message.tensors["ids"].tolist()
         ({'name': 'x'}, [0, 1, 2])
     """
-    parts = {}
-    for place, tensor in enumerate(tensors):
-        if tensor.dtype not in _DTYPES or tensor.layout != torch.strided:
+    header: dict[str, Any] = {}
+    parts, size = [], 0
+    # The largest dtypes first, so that each tensor is aligned and no gap is between them.
+    for name, tensor in sorted((tensors or {}).items(), key=lambda item: -item[1].itemsize):
+        if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             raise DataError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be written safely")
-        # safetensors refuses tensors that share memory, as views of one column do.
-        dense = tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        parts[str(place)] = dense
-        claims += _empty_rows(dense)
+        dense = tensor.detach().cpu().contiguous()
+        parts.append(dense.reshape(-1).view(torch.uint8).numpy())
+        end = size + dense.nbytes
+        entry = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape)}
+        header[name], size = entry | {"data_offsets": [size, end]}, end
+        claims += _empty_rows(tensor.shape)
     try:
-        _check_depth(about)
-        text = json.dumps(about, separators=(",", ":")).encode()
+        check_depth(about)
+        text = json.dumps(about, separators=(",", ":"))
     except (TypeError, ValueError, RecursionError) as error:
         raise DataError(f"only plain values can be written: {error}") from None
-    paid = sum(tensor.nbytes for tensor in parts.values())
-    text += b" " * (CLAIM_BYTES * claims - len(text) - paid)
-    parts["about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-    body = save(parts)
-    return zlib.crc32(body).to_bytes(_CRC_BYTES, "little") + body
+    header["__metadata__"] = {"about": text.ljust(CLAIM_BYTES * claims - size)}
+    written = json.dumps(header, separators=(",", ":")).encode()
+    written += b" " * (-len(written) % _ALIGN)
+    parts = [len(written).to_bytes(8, "little"), written, *parts, bytes(-size % _ALIGN)]
+    body = b"".join(parts)
+    head = _HEAD.pack(_MAGIC, *tags, HEAD_BYTES + len(body), zlib.crc32(body), 0)[:-4]
+    return head + zlib.crc32(head).to_bytes(4, "little") + body
 
 
-def from_bytes(data: bytes) -> tuple[Any, list[Tensor]]:
+def read_head(buffer: Any, start: int = 0) -> Head | None:
+    """The head of a message.
+
+    Args:
+        buffer: bytes or a memory map.
+        start: where the message begins.
+
+    Returns:
+        What it says; ``None`` where the buffer ends before the head or the message does.
+
+    Raises:
+        DataError: no message begins here.
+    """
+    data = bytes(buffer[start : start + HEAD_BYTES])
+    if len(data) < HEAD_BYTES:
+        return None
+    magic, *tags, num_bytes, body_crc, crc = _HEAD.unpack(data)
+    head = Head(tuple(tags), num_bytes, body_crc)
+    sound = magic == _MAGIC and crc == zlib.crc32(data[:-4]) and min(tags) >= 0
+    if not sound or head.num_bytes < HEAD_BYTES + 8 or head.num_bytes % _ALIGN:
+        raise DataError(f"no message of this version of torchrl_llm begins at byte {start}")
+    return None if start + head.num_bytes > len(buffer) else head
+
+
+def is_sound(buffer: Any, start: int, head: Head) -> bool:
+    """Whether a message is what was written, by its checksum.
+
+    Args:
+        buffer: bytes or a memory map.
+        start: where the message begins.
+        head: what its head says.
+    """
+    with memoryview(buffer) as view, view[start + HEAD_BYTES : start + head.num_bytes] as body:
+        return zlib.crc32(body) == head.crc
+
+
+def from_bytes(buffer: Any, start: int = 0) -> Message:
     """Read what :func:`to_bytes` wrote.
 
     Args:
-        data: from anyone.
-
-    Returns:
-        The plain values, and the tensors on the CPU, in memory of their own.
+        buffer: from anyone: bytes, which are copied, or what may be written to, as a memory map.
+        start: where the message begins.
 
     Raises:
         DataError: the bytes are not of this format, cut short or damaged.
     """
-    body = data[_CRC_BYTES:]
-    if zlib.crc32(body).to_bytes(_CRC_BYTES, "little") != data[:_CRC_BYTES]:
+    buffer = bytearray(buffer) if isinstance(buffer, bytes) else buffer
+    head = read_head(buffer, start)
+    if head is None or not is_sound(buffer, start, head):
         raise DataError(
-            f"{len(data)} bytes are not a message of torchrl_llm (or of another version), or one "
-            "that is cut short or damaged; let the other end send it again"
+            f"a message of {len(buffer) - start} bytes is damaged or cut short: it is shorter than "
+            "it says, or its checksum is wrong; let the other end send it again"
         )
     try:
-        parts = load(body)
-        about = json.loads(parts.pop("about").numpy().tobytes())
-        _check_depth(about)
-        tensors = [parts[str(place)] for place in range(len(parts))]
-        if any(t.dtype not in _DTYPES or t.ndim > _MAX_DIMS for t in tensors):
-            raise ValueError("a tensor of an impossible type or shape")
-        empty = [tensor for tensor in tensors if not tensor.numel()]
-        claimed = sum(map(_empty_rows, empty))
-        if claimed > len(data) // CLAIM_BYTES or any(max(t.shape) > _MAX_EMPTY for t in empty):
-            raise ValueError("an empty tensor of an impossible shape")
-        return about, tensors
-    except (*_WRONG, SafetensorError) as error:
-        said = str(error)[:_ERROR_CHARS]
-        raise DataError(f"the header of a message is malformed: {said}") from None
+        return Message(head, *_read(buffer, start + HEAD_BYTES, head.num_bytes - HEAD_BYTES))
+    except MALFORMED as error:
+        raise told("the header of a message is malformed", error) from None
 
 
-def _check_depth(value: Any) -> None:
-    """Refuse what functions that call themselves could not walk through."""
+def _read(buffer: Any, start: int, size: int) -> tuple[Any, dict[str, Tensor]]:
+    length = int.from_bytes(buffer[start : start + 8], "little")
+    check(length <= min(size - 8, _MAX_HEADER) and not length % _ALIGN, "an impossible length")
+    header = json.loads(bytes(buffer[start + 8 : start + 8 + length]))
+    about = json.loads(header.pop("__metadata__")["about"])
+    check_depth(about)
+    tensors, end, empty = {}, 0, 0
+    for name, entry in header.items():
+        dtype, shape, (begin, stop) = _DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
+        check(all(type(n) is int and 0 <= n < 1 << 40 for n in shape), "an impossible shape")
+        check(len(shape) <= _MAX_DIMS, "too many dimensions")
+        count = math.prod(shape)
+        holds = begin == end and begin % dtype.itemsize == 0
+        check(holds and stop == begin + count * dtype.itemsize, "a tensor in an impossible place")
+        end = stop
+        check(end <= size - 8 - length, "a tensor behind the end")
+        if count:
+            place = start + 8 + length + begin
+            flat = torch.frombuffer(buffer, dtype=dtype, count=count, offset=place)
+        else:
+            empty += _empty_rows(shape)
+            check(max(shape) <= _MAX_EMPTY and empty <= size // CLAIM_BYTES, "too many empty rows")
+            flat = torch.empty(0, dtype=dtype)
+        tensors[name] = flat.view(shape)
+    check(end + -end % _ALIGN == size - 8 - length, "bytes that are no tensor's")
+    return about, tensors
+
+
+def check_depth(value: Any) -> None:
+    """Refuse what functions that call themselves could not walk through.
+
+    Raises:
+        ValueError: it is nested too deep.
+    """
     level = [value]
-    for _ in range(_MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         level = [
             inner
             for outer in level
@@ -126,9 +248,9 @@ def _check_depth(value: Any) -> None:
         ]
         if not level:
             return
-    raise ValueError(f"values nested more than {_MAX_DEPTH} deep")
+    raise ValueError(f"values nested more than {MAX_DEPTH} deep")
 
 
-def _empty_rows(tensor: Tensor) -> int:
+def _empty_rows(shape: Any) -> int:
     """How many tensors or lists an empty tensor falls into; 0 for one that has bytes."""
-    return 0 if tensor.numel() else math.prod(itertools.takewhile(bool, tensor.shape))
+    return 0 if all(shape) else math.prod(itertools.takewhile(bool, shape))

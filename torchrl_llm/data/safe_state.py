@@ -2,10 +2,10 @@
 
 A state is nested dicts, lists, tuples and sets of tensors, plain values, NumPy's arrays, rows
 (packed or as tensordicts), chats and the enums of :mod:`torchrl_llm.data.enums`. It becomes JSON,
-and a list of tensors that the JSON refers to by number. Rows become the bytes of
-:mod:`torchrl_llm.data.safe_wire`, a tensor each.
+and tensors that the JSON refers to by name. Rows become the bytes of
+:func:`~torchrl_llm.data.wire.encode`, a tensor each.
 
-A tensor that is spread over ranks (a DTensor) is not in the list: it stays where it is, under a
+A tensor that is spread over ranks (a DTensor) is not among them: it stays where it is, under a
 name, and comes back as :class:`Spread`.
 """
 
@@ -18,9 +18,10 @@ from tensordict import TensorDictBase, is_tensorclass
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from torchrl_llm.data.column import new_node
-from torchrl_llm.data.safe_wire import _WRONG, _Reader, _Writer, rows_from_bytes, rows_to_bytes
-from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
+from torchrl_llm.data.nodes import new_node
+from torchrl_llm.data.safe_bytes import MALFORMED
+from torchrl_llm.data.safe_values import ValueReader, ValueWriter
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError, DataError
 
 
@@ -43,12 +44,12 @@ class PlainState(NamedTuple):
 
     Attributes:
         plain: what JSON can hold.
-        tensors: on any device; ``plain`` refers to them by number.
+        tensors: on any device, by the names that ``plain`` has for them.
         spread: tensors over ranks, by name.
     """
 
     plain: Any
-    tensors: list[Tensor]
+    tensors: dict[str, Tensor]
     spread: dict[str, DTensor]
 
 
@@ -64,7 +65,7 @@ def state_to_plain(state: Any) -> PlainState:
     Example:
         >>> plain, tensors, _ = state_to_plain({"count": 3, "weights": torch.ones(2)})
         >>> plain, len(tensors)
-        (['dict', ['count', 3], ['weights', ['tensor', 0]]], 1)
+        (['dict', ['count', 3], ['weights', ['tensor', '#0']]], 1)
         >>> state_from_plain(plain, tensors)
         {'count': 3, 'weights': tensor([1., 1.])}
     """
@@ -72,7 +73,7 @@ def state_to_plain(state: Any) -> PlainState:
     return PlainState(writer.value(state), writer.tensors, writer.spread)
 
 
-def state_from_plain(plain: Any, tensors: list[Tensor]) -> Any:
+def state_from_plain(plain: Any, tensors: dict[str, Tensor]) -> Any:
     """The state again; the tensors are those that are given.
 
     Args:
@@ -84,12 +85,12 @@ def state_from_plain(plain: Any, tensors: list[Tensor]) -> Any:
     """
     try:
         return _StateReader(tensors).value(plain)
-    except (*_WRONG, DataError) as error:
+    except (*MALFORMED, DataError) as error:
         said = f"{type(error).__name__}: {error}"[:200]
         raise DamagedCheckpointError(f"this is no state of a run: {said}") from None
 
 
-class _StateWriter(_Writer):
+class _StateWriter(ValueWriter):
     def __init__(self) -> None:
         super().__init__()
         self.spread: dict[str, DTensor] = {}
@@ -127,13 +128,16 @@ class _StateWriter(_Writer):
         self.path.pop()
         return written
 
-    def _bytes(self, rows: PackedRows) -> int:
-        return self.tensor(torch.frombuffer(bytearray(rows_to_bytes(rows)), dtype=torch.uint8))
+    def _bytes(self, rows: PackedRows) -> str:
+        return self.tensor(torch.frombuffer(bytearray(encode(rows)), dtype=torch.uint8))
 
 
-class _StateReader(_Reader):
-    def __init__(self, tensors: list[Tensor]) -> None:
-        self.tensors, self.claims_left = list(tensors), 1 << 40
+class _StateReader(ValueReader):
+    def __init__(self, tensors: dict[str, Tensor]) -> None:
+        super().__init__(tensors, 1 << 60)
+
+    def tensor(self, name: Any) -> Tensor:
+        return self.view(name)  # each is used once, and weights are large
 
     def value(self, value: Any) -> Any:
         match value:
@@ -145,9 +149,9 @@ class _StateReader(_Reader):
             case ["rows", place]:
                 return self._rows(place)
             case ["node", place]:
-                (row,) = unpack_row_list(self._rows(place))
+                (row,) = self._rows(place)
                 return row._tensordict["value"]
         return super().value(value)
 
     def _rows(self, place: Any) -> PackedRows:
-        return rows_from_bytes(self.tensor(place).numpy().tobytes())[0]
+        return PackedRows.open(self.tensor(place).numpy().tobytes())

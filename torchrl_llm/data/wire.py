@@ -1,20 +1,30 @@
-"""Wire form of rows: flat values and lengths, for pickles, queues and checkpoints.
+"""The codec of rows: a few long tensors and a table of objects, for pickles, networks and files.
 
 Rows live as one small tensor per row and key. Pickled like that, a batch costs twenty times too
-much, and a row that is a view drags its whole storage along. :func:`pack_rows` turns any rows
-into a few long tensors and lists, :func:`unpack_rows` back into the same rows: ragged tensors,
-strings, other objects, chats with their token records, keys that only some rows have, and the
-tensorclass of every node. :func:`own_rows` makes rows safe to keep for long.
+much, and a row that is a view drags its whole storage along. :func:`pack_rows` turns any rows into
+columns: ragged tensors, strings, other objects, chats with their token records, keys that only some
+rows have, and the tensorclass of every node. Of :class:`PackedRows` any row is read without the
+others, and :meth:`PackedRows.unpack` gives them all.
 
-Shape legend: ``N`` rows that have a column, ``L_n`` length of row ``n``, ``L`` their sum.
+Between processes that trust each other they are pickled. :func:`encode` writes them as bytes that
+may come from anyone, and :meth:`PackedRows.open` reads those, where they lie in a file or from a
+network: what is read is checked first, runs no code, and whatever does not fit is a
+:class:`~torchrl_llm.errors.DataError`. Time and memory of reading grow with the bytes, whatever
+they claim: each row of each node and column, and each use of a tensor, needs its share of them.
+
+Next: :mod:`torchrl_llm.data.safe_values` for the form of single values,
+:mod:`torchrl_llm.data.rollout_store` for files of rows.
+
+Shape legend: ``N`` rows that have a column, ``L`` records.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import Any
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain
+from typing import Any, NamedTuple
 
 import torch
 from tensordict import (
@@ -27,216 +37,287 @@ from tensordict import (
 from torch import Tensor
 
 from torchrl_llm.data.chat import Chat
-from torchrl_llm.data.column import cell, new_node
-from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.nodes import Path, cell, new_node, plain_node, typed_node
+from torchrl_llm.data.ragged import RaggedColumn, lazy_rows
 from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.safe_bytes import (
+    CLAIM_BYTES,
+    MALFORMED,
+    MAX_DEPTH,
+    check,
+    check_depth,
+    from_bytes,
+    to_bytes,
+    told,
+)
+from torchrl_llm.data.safe_values import (
+    MAX_ROWS,
+    ValueReader,
+    ValueWriter,
+    checked_record,
+    class_name,
+    class_of,
+    naturals,
+    typed,
+    use_of,
+)
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.data.token_facts import RECORD_COLUMNS, SUPPORT_COLUMNS
+from torchrl_llm.data.token_facts import SUPPORT_COLUMNS
+from torchrl_llm.errors import DataError
 
-Path = tuple[str, ...]
-# A storage of this many bytes may be shared: copying flags and ids one by one costs more than a
-# kept row can waste by it.
-SHARED_BYTES = 4096
-_ROW = torch.Size([])
+_MAX_PATH = 32
+# What else a token record holds, under the name of no fact.
+_REST = "*"
+# Rows that are cut out of their columns one by one, before all are cut at once.
+_FEW_ROWS = 4
+_to_json = json.JSONEncoder(separators=(",", ":")).encode
+_from_json = json.JSONDecoder().decode
 
 
-@dataclass(frozen=True, slots=True)
-class _Tensors:
-    """One tensor per row: ``values`` with a leading row dimension, or flat with ``lengths``."""
+class PackedColumn(NamedTuple):
+    """A key of some rows, whose values are of one kind.
 
+    Attributes:
+        path: the key.
+        kind: ``"tensor"``, ``"object"``, ``"node"`` (what it holds are columns, too), or
+            ``"whole"`` for nodes that have a batch size of their own.
+        rows: that have it; ``None`` for all.
+        content: a :class:`~torchrl_llm.data.ragged.RaggedColumn`, the places of objects in the
+            table, a node's tensorclass or ``None``, or whole nodes; read by index.
+    """
+
+    path: Path
+    kind: str
     rows: list[int] | None
-    values: Any
-    lengths: list[int] | None
-
-    @classmethod
-    def of(cls, rows: list[int] | None, tensors: list[Tensor]) -> _Tensors:
-        # Asking each tensor for its shape takes longer than to copy them all.
-        ndim = tensors[0].dim()
-        alike = len({(t.dtype, t.device, t.dim()) for t in tensors}) == 1
-        if alike and ndim > 1:
-            alike = len({t.shape[1:] for t in tensors}) == 1
-        lengths = [t.size(0) for t in tensors] if alike and ndim else []
-        if alike and len(set(lengths)) < 2:
-            return cls(rows, torch.stack(tensors), None)
-        if alike:
-            return cls(rows, torch.cat(tensors), lengths)
-        return cls(rows, [t.clone() for t in tensors], None)
-
-    def split(self) -> Sequence[Tensor]:
-        if isinstance(self.values, list):
-            return self.values
-        return self.values.unbind(0) if self.lengths is None else self.values.split(self.lengths)
+    content: Any
 
 
-@dataclass(frozen=True, slots=True)
-class _Objects:
-    rows: list[int] | None
-    values: list[Any]
+class _Chat(NamedTuple):
+    """A chat in a table: the places of its messages, and that of its record, -1 for none."""
 
-    def split(self) -> list[NonTensorData]:
-        return [cell(value) for value in self.values]
+    messages: list[int]
+    record: int
 
 
-@dataclass(frozen=True, slots=True)
-class _Chats:
-    """Messages as they are, records by their place in the table of records (-1 for none)."""
+@dataclass(slots=True, eq=False)
+class _Table:
+    """What columns refer to by its place: objects and token records, each once."""
 
-    rows: list[int] | None
-    messages: list[tuple]
-    records: list[int]
+    objects: Sequence[Any] = ()
+    records: PackedRows | None = None
+    is_checked: bool = True
+    # Of the row that is read: its chats share their records as they did before.
+    row_records: dict[int, TokenRecord] = field(default_factory=dict)
+    _cells: dict[int, NonTensorData] = field(default_factory=dict)
 
+    def cell(self, place: int) -> NonTensorData:
+        """The cell of an object; one for all rows that have it, where it is no chat."""
+        found = self._cells.get(place)
+        if found is not None:
+            return found
+        value = self.objects[place]
+        if type(value) is _Chat:
+            messages = tuple([self.objects[place] for place in value.messages])
+            return cell(Chat._of(messages, self._record(value.record)))
+        found = self._cells[place] = cell(value)
+        return found
 
-@dataclass(frozen=True, slots=True)
-class _Nodes:
-    """Sub-tensordicts that are kept whole, because they have a batch size of their own."""
-
-    rows: list[int] | None
-    values: list[Any]
-
-    def split(self) -> list[Any]:
-        return self.values
-
-
-@dataclass(frozen=True, slots=True)
-class _Records:
-    columns: dict[str, _Tensors]
-    num_messages: list[int]
-    finish_reason: list[Any]
-    response_start: list[int | None]
-    fork_cause: list[str | None]
-    earlier_turns: list[int]
-
-    @classmethod
-    def of(cls, records: list[TokenRecord]) -> _Records:
-        columns = {
-            name: _Tensors.of(None, [getattr(r, name) for r in records]) for name in RECORD_COLUMNS
-        }
-        for name in dict.fromkeys(name for r in records for name in r.facts):
-            # A record that lacks the fact has no values of it, not even defaults.
-            none = next(r.facts[name] for r in records if name in r.facts)[:0]
-            columns[name] = _Tensors.of(None, [r.facts.get(name, none) for r in records])
-        if any(r.support is not None for r in records):
-            # A record without one has no counts, not even zeros.
-            supports = [r.support or Support.whole(0) for r in records]
-            for name, column in zip(SUPPORT_COLUMNS, zip(*supports, strict=True), strict=True):
-                columns[name] = _Tensors.of(None, list(column))
-        rest = ("num_messages", "finish_reason", "response_start", "fork_cause", "earlier_turns")
-        return cls(columns, *([getattr(r, name) for r in records] for name in rest))
-
-    def split(self) -> list[TokenRecord]:
-        columns = {name: column.split() for name, column in self.columns.items()}
-        supports = [columns.pop(name, None) for name in SUPPORT_COLUMNS]
-        rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        if len(columns) > len(RECORD_COLUMNS):
-            rows = [_without_lacking(row) for row in rows]
-        return [
-            TokenRecord.of(
-                rows[i],
-                num_messages=self.num_messages[i],
-                finish_reason=self.finish_reason[i],
-                response_start=self.response_start[i],
-                fork_cause=self.fork_cause[i],
-                earlier_turns=self.earlier_turns[i],
-                support=None
-                if supports[0] is None or not supports[1][i].numel()
-                else Support(supports[0][i], supports[1][i]),
-            )
-            for i in range(len(self.num_messages))
-        ]
+    def _record(self, place: int) -> TokenRecord | None:
+        found = self.row_records.get(place)
+        if found is None and place >= 0:
+            found = _record_of(self.records.read(place))
+            self.row_records[place] = found if self.is_checked else checked_record(found)
+        return found
 
 
-def _without_lacking(row: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The columns of a record without the registered facts that it lacks."""
-    length = row["token_ids"].shape[0]
-    return {
-        name: column
-        for name, column in row.items()
-        if name in RECORD_COLUMNS or column.shape[0] or not length
-    }
+@dataclass(slots=True, eq=False)
+class _Whole:
+    nodes: list[Any]
+
+    def __getitem__(self, index: int) -> Any:
+        return self.nodes[index].clone(recurse=False)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class PackedRows:
-    """Rows in wire form; made by :func:`pack_rows`, picklable, a few tensors whatever the rows.
+    """Rows as columns; made by :func:`pack_rows` or :meth:`open`, picklable, read by index.
 
     Attributes:
         num_rows: how many rows were packed.
-        columns: the packed columns by path.
-        nodes: inner nodes by path: the rows that have the node (``None`` for all) and its
-            tensorclass (``None`` for a plain tensordict).
-        records: the token records of all chats, each once.
+        columns: the keys, a node before what it holds.
+        table: objects and token records, to which the columns refer.
+        about: what was sent with the rows.
+
+    Example:
+        >>> packed = pack_rows([TensorDict(ids=torch.arange(n)) for n in (2, 4)])
+        >>> len(packed), packed[1]["ids"].tolist()
+        (2, [0, 1, 2, 3])
     """
 
     num_rows: int
-    columns: dict[Path, Any]
-    nodes: dict[tuple[Path, type | None], list[int] | None]
-    records: _Records | None
+    columns: list[PackedColumn]
+    table: _Table
+    about: dict[str, Any] = field(default_factory=dict)
+    _plan: tuple[int, list[Any], list[Any]] | None = field(default=None, init=False)
+    _reads: int = field(default=0, init=False)
+
+    @classmethod
+    def open(cls, buffer: Any, start: int = 0) -> PackedRows:
+        """Read rows that :func:`encode` wrote.
+
+        Args:
+            buffer: from anyone. Bytes are checked as a whole, and the rows have memory of their
+                own. Of what may be written to, as a memory map, each row is checked when it is
+                read, and its tensors are views: clone what is to be changed.
+            start: where the message begins.
+
+        Raises:
+            DataError: the bytes are cut short, damaged or no such rows.
+        """
+        message, copied = from_bytes(buffer, start), isinstance(buffer, bytes)
+        opener = _Opener(message.tensors, message.head.num_bytes // CLAIM_BYTES, copied)
+        try:
+            packed = opener.rows(typed(message.about, dict))
+            for place in range(len(packed.table.objects)) if copied else ():
+                if type(packed.table.objects[place]) is _Chat:
+                    packed.table.cell(place)
+        except MALFORMED as error:
+            raise told("a message holds no rows", error) from None
+        return packed
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    def __getitem__(self, index: int) -> TensorDict:
+        """One row, a tensordict without batch dimension.
+
+        Raises:
+            IndexError: there is no such row.
+            DataError: it is malformed.
+        """
+        if not 0 <= index < self.num_rows:
+            raise IndexError(f"row {index} of {self.num_rows}")
+        self.table.row_records.clear()
+        try:
+            return new_node(self.read(index))
+        except MALFORMED as error:
+            raise told(f"row {index} is malformed", error) from None
 
     def unpack(self) -> LazyStackedTensorDict:
-        """The rows; the same as :func:`unpack_rows`."""
-        return unpack_rows(self)
+        """All rows as a lazy stack of batch size ``[N]``.
+
+        The tensors of a row are views of the long tensors, which one kept row keeps; see
+        :func:`~torchrl_llm.data.nodes.own_rows`.
+
+        Raises:
+            ValueError: for no rows at all, which a lazy stack cannot hold.
+        """
+        if not self.num_rows:
+            raise ValueError("no rows were packed; a lazy stack needs at least one")
+        return lazy_rows(unpack_row_list(self))
+
+    def read(self, index: int) -> dict[str, Any]:
+        """What the tensordict of a row holds."""
+        self._reads += 1
+        if self._reads in (1, _FEW_ROWS):
+            self._plan = self._make_plan(cut=self._reads > 1)
+        num_slots, leaves, nodes = self._plan
+        holders: list[dict[str, Any]] = [{} for _ in range(num_slots)]
+        for slot, name, where, content in leaves:
+            if where is None or index in where:
+                value = content[index if where is None else where[index]]
+                holders[slot][name] = self.table.cell(value) if type(value) is int else value
+        for slot, parent, name, cls, where in nodes:
+            if where is None or index in where:
+                node = new_node(holders[slot])
+                holders[parent][name] = node if cls is None else typed_node(cls, node)
+        return holders[0]
+
+    def _make_plan(self, *, cut: bool) -> tuple[int, list[Any], list[Any]]:
+        """Numbers in place of paths: one for each node, whatever its class is in which row."""
+        paths = dict.fromkeys(column.path for column in self.columns if column.kind == "node")
+        slots: dict[Path, int] = {path: slot for slot, path in enumerate([(), *paths])}
+        leaves, nodes = [], []
+        # From the inside out.
+        for path, kind, rows, content in sorted(self.columns, key=lambda c: -len(c.path)):
+            parent, name, where = slots[path[:-1]], path[-1], _where(rows)
+            if kind == "node":
+                nodes.append((slots[path], parent, name, content, where))
+            else:
+                content = content.split() if cut and kind == "tensor" else content
+                leaves.append((parent, name, where, content))
+        return len(slots), leaves, nodes
 
 
-def plain_node(value: Any) -> Any:
-    """The tensordict under a tensorclass; anything else as it is.
+def _where(rows: list[int] | None) -> dict[int, int] | None:
+    """Row to its place in a column that only some rows have."""
+    return None if rows is None else {row: place for place, row in enumerate(rows)}
+
+
+def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
+    """Turn rows into columns.
 
     Args:
-        value: a node of a row or batch.
-    """
-    return value._tensordict if is_tensorclass(value) else value
+        rows: a tensordict of batch size ``[N]``, or tensordicts without batch dimension. Rows may
+            differ in their keys.
 
+    Returns:
+        The packed rows. Tensors are copied; objects are referenced.
 
-def leaf(row: TensorDict, path: Path) -> Any:
-    """The value at a path of a row, or ``None``: ``row.get(path, None)`` at a tenth of its cost.
-
-    Args:
-        row: a row of plain tensordicts, with tensorclasses in it or not.
-        path: the key as a tuple.
-    """
-    value: Any = row
-    for name in path:
-        value = plain_node(value) if type(value) is not TensorDict else value
-        value = value._tensordict.get(name)
-        if value is None:
-            return None
-    return value
-
-
-def typed_node(cls: type, node: TensorDictBase) -> Any:
-    """View a node as a tensorclass, without the checks of the public constructor.
-
-    Args:
-        cls: a tensorclass.
-        node: the tensordict that holds its fields.
-    """
-    view = cls.__new__(cls)
-    view.__dict__.update(_tensordict=node, _non_tensordict={})
-    return view
-
-
-def set_copied(row: TensorDict, path: Path, value: Any) -> None:
-    """Set a nested key through copies of the nodes on the way, which other rows may share.
-
-    Args:
-        row: a row without batch dimension; its root is changed.
-        path: the key as a tuple.
-        value: a tensor, cell or node.
+    Raises:
+        ValueError: for a tensordict with more or less than one batch dimension.
 
     Example:
-        >>> shared = TensorDict(reward=torch.ones(1))
-        >>> row = TensorDict(next=shared)
-        >>> set_copied(row, ("next", "reward"), torch.zeros(1))
-        >>> row["next", "reward"].item(), shared["reward"].item()
-        (0.0, 1.0)
+        >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
+        >>> packed = pack_rows(ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]}))
+        >>> [row.tolist() for row in read_rows(packed.unpack(), "ids")]
+        [[1, 2], [3]]
     """
-    node = row
-    for name in path[:-1]:
-        child = node._get_str(name, None)
-        inner = new_node({} if child is None else dict(plain_node(child)._tensordict))
-        typed = child is not None and is_tensorclass(child)
-        node._tensordict[name] = typed_node(type(child), inner) if typed else inner
-        node = inner
-    node._tensordict[path[-1]] = value
+    members = _members(rows)
+    for i, row in enumerate(members):
+        if not isinstance(row, TensorDict) or row.batch_dims:
+            raise ValueError(
+                f"row {i} must be a TensorDict without batch dimension, got {type(row).__name__} "
+                f"of batch size {tuple(getattr(row, 'batch_size', ()))}"
+            )
+    packer = _Packer()
+    packed = packer.pack([row._tensordict for row in members])
+    packed.table.records = packer.pack([_record_columns(record) for record in packer.records])
+    return packed
+
+
+def unpack_row_list(packed: PackedRows) -> list[TensorDict]:
+    """Rows from their packed form as a list, which may be empty."""
+    return [packed[index] for index in range(packed.num_rows)]
+
+
+def encode(
+    packed: PackedRows, about: Mapping[str, Any] | None = None, *, tags: tuple[int, int] = (0, 0)
+) -> bytes:
+    """Write rows as bytes that :meth:`PackedRows.open` reads; the same for the same rows.
+
+    Args:
+        packed: the rows.
+        about: plain values to go with them, by name.
+        tags: see :func:`~torchrl_llm.data.safe_bytes.to_bytes`.
+
+    Raises:
+        DataError: a value that has no safe form; the message names its key.
+
+    Example:
+        >>> packed = pack_rows([TensorDict(ids=torch.arange(n)) for n in (2, 4)])
+        >>> opened = PackedRows.open(encode(packed, {"worker": "a"}))
+        >>> opened[1]["ids"].tolist(), opened.about
+        ([0, 1, 2, 3], {'worker': 'a'})
+    """
+    if packed.num_rows >= MAX_ROWS:
+        raise DataError(f"a message holds fewer than {MAX_ROWS} rows, got {packed.num_rows}")
+    encoder = _Encoder(packed.table)
+    header = encoder.header(packed, about or {})
+    return to_bytes(header, encoder.tensors, tags=tags, claims=encoder.claims)
+
+
+# -- packing --------------------------------------------------------------------------------------
 
 
 def _members(rows: Any) -> list[TensorDictBase]:
@@ -252,16 +333,40 @@ def _members(rows: Any) -> list[TensorDictBase]:
 
 
 class _Packer:
-    def __init__(self) -> None:
-        self.leaves: dict[tuple[Path, str], tuple[list[int], list[Any]]] = {}
-        self.nodes: dict[tuple[Path, type | None], list[int]] = {}
-        self.records: dict[int, int] = {}
-        self.record_list: list[TokenRecord] = []
+    """Fills columns, and a table with objects and records as they are met, each once."""
 
-    def add(self, rows: list[int], nodes: Sequence[TensorDict], path: Path) -> None:
-        """Take the leaves of one node of some rows, a name at a time."""
-        sources = [node._tensordict for node in nodes]
-        names = tuple(sources[0])
+    def __init__(self) -> None:
+        self.table = _Table([])
+        self.records: list[TokenRecord] = []
+        self._places: dict[int, int] = {}
+
+    def pack(self, sources: Sequence[dict[str, Any]]) -> PackedRows:
+        """Take what the rows hold."""
+        self.num_rows, self.columns = len(sources), []
+        self.add(list(range(len(sources))), sources, ())
+        return PackedRows(self.num_rows, self.columns, self.table)
+
+    def place(self, value: Any) -> int:
+        """That of an object; a chat's messages stand before it."""
+        place = self._places.get(id(value))
+        if place is None:
+            kept = value
+            if isinstance(value, Chat):
+                messages = list(map(self.place, value.messages))
+                kept = _Chat(messages, -1 if value.record is None else self._record(value.record))
+            place = self._places[id(value)] = len(self.table.objects)
+            self.table.objects.append(kept)
+        return place
+
+    def _record(self, record: TokenRecord) -> int:
+        place = self._places.setdefault(id(record), len(self.records))
+        if place == len(self.records):
+            self.records.append(record)
+        return place
+
+    def add(self, rows: list[int], sources: Sequence[dict[str, Any]], path: Path) -> None:
+        """Take what one node of some rows holds, a name at a time."""
+        names = tuple(sources[0]) if sources else ()
         if all(tuple(source) == names for source in sources):
             values = zip(*(source.values() for source in sources), strict=True)
             for name, column in zip(names, values, strict=True):
@@ -275,214 +380,230 @@ class _Packer:
     def column(self, rows: list[int], values: Sequence[Any], path: Path) -> None:
         """Take one column, in parts where its values are of several kinds."""
         if len(set(map(type, values))) > 1:
-            parts: dict[type, list[int]] = {}
-            for at, value in enumerate(values):
-                parts.setdefault(type(value), []).append(at)
-            for part in parts.values():
-                self.column([rows[at] for at in part], [values[at] for at in part], path)
+            self.parts(rows, values, path, type)
             return
-        kind, cls = _kind(values[0]), None
-        if kind == "cell" and not any(value._tensordict._batch_size for value in values):
+        first, cls, inner = values[0], None, values
+        if isinstance(first, Tensor):
+            # Asking each tensor for its shape takes longer than to copy them all.
+            alike = len({(t.dtype, t.device, t.dim()) for t in values}) == 1
+            if not alike or (first.dim() > 1 and len({t.shape[1:] for t in values}) > 1):
+                self.parts(rows, values, path, lambda t: (t.dtype, t.device, t.dim(), t.shape[1:]))
+                return
+            self.leaf(rows, RaggedColumn.of(values), path, "tensor")
+            return
+        is_cell = isinstance(first, NonTensorData)
+        if is_cell and not any(value._tensordict._batch_size for value in values):
             # Through the tensorclass it takes thirty times as long.
             data = [value._non_tensordict["data"] for value in values]
-            chats = [isinstance(value, Chat) for value in data]
-            for kind, wanted in (("chat", True), ("object", False)):
-                part = [at for at, flag in enumerate(chats) if flag is wanted]
-                if part:
-                    self.leaf([rows[at] for at in part], [data[at] for at in part], path, kind)
+            self.leaf(rows, list(map(self.place, data)), path, "object")
             return
-        inner = values
-        if kind == "class":
-            cls, inner = type(values[0]), [value._tensordict for value in values]
-            plain = all(type(node) is TensorDict for node in inner)
-            is_node = not plain or any(value._non_tensordict for value in values)
-            kind = "node" if is_node else "dict"
-        if kind == "dict" and not any(node._batch_size for node in inner):
-            self.nodes.setdefault((path, cls), []).extend(rows)
-            self.add(rows, inner, path)
+        if is_tensorclass(first) and not any(value._non_tensordict for value in values):
+            cls, inner = type(first), [value._tensordict for value in values]
+        if all(type(node) is TensorDict and not node._batch_size for node in inner):
+            self.leaf(rows, cls, path, "node")
+            self.add(rows, [node._tensordict for node in inner], path)
         else:
-            self.leaf(rows, values, path, kind)
+            self.leaf(rows, _Whole(list(values)), path, "whole")
 
-    def leaf(self, rows: list[int], values: Sequence[Any], path: Path, kind: str) -> None:
-        known = self.leaves.setdefault((path, kind), ([], []))
-        known[0].extend(rows)
-        known[1].extend(values)
+    def parts(
+        self, rows: list[int], values: Sequence[Any], path: Path, by: Callable[[Any], Any]
+    ) -> None:
+        """Take a column in parts whose values are alike."""
+        parts: dict[Any, list[int]] = {}
+        for at, value in enumerate(values):
+            parts.setdefault(by(value), []).append(at)
+        for part in parts.values():
+            self.column([rows[at] for at in part], [values[at] for at in part], path)
 
-    def record(self, record: TokenRecord | None) -> int:
-        if record is None:
-            return -1
-        place = self.records.setdefault(id(record), len(self.record_list))
-        if place == len(self.record_list):
-            self.record_list.append(record)
-        return place
-
-    def finish(self, num_rows: int) -> PackedRows:
-        columns: dict[Any, Any] = {}
-        for (path, kind), (rows, values) in self.leaves.items():
-            where = None if len(rows) == num_rows else rows
-            match kind:
-                case "tensor":
-                    column: Any = _Tensors.of(where, values)
-                case "chat":
-                    places = [self.record(chat.record) for chat in values]
-                    column = _Chats(where, [chat.messages for chat in values], places)
-                case "object":
-                    column = _Objects(where, values)
-                case _:
-                    column = _Nodes(where, values)
-            columns[path, kind] = column
-        nodes = {key: None if len(rows) == num_rows else rows for key, rows in self.nodes.items()}
-        records = _Records.of(self.record_list) if self.record_list else None
-        return PackedRows(num_rows, columns, nodes, records)
+    def leaf(self, rows: list[int], content: Any, path: Path, kind: str) -> None:
+        where = None if len(rows) == self.num_rows else rows
+        self.columns.append(PackedColumn(path, kind, where, content))
 
 
-_KINDS: dict[type, str] = {}
+def _record_columns(record: TokenRecord) -> dict[str, Any]:
+    """A token record as what a row holds; a fact that it lacks has no values, not even defaults."""
+    columns: dict[str, Any] = record.columns()
+    columns.update(zip(SUPPORT_COLUMNS, record.support or (), strict=False))
+    rest = (record.num_messages, record.finish_reason, record.response_start)
+    return columns | {_REST: cell((*rest, record.fork_cause, record.earlier_turns))}
 
 
-def _kind(value: Any) -> str:
-    """What a value of a row is: tensor, cell, dict, class, or node for the rest."""
-    kind = _KINDS.get(type(value))
-    if kind is None:
-        if isinstance(value, Tensor):
-            kind = "tensor"
-        elif isinstance(value, NonTensorData):
-            kind = "cell"
-        elif isinstance(value, TensorDict):
-            kind = "dict"
+def _record_of(columns: dict[str, Any]) -> TokenRecord:
+    messages, reason, start, cause, turns = columns.pop(_REST)._non_tensordict["data"]
+    support = [columns.pop(name) for name in SUPPORT_COLUMNS if name in columns]
+    return TokenRecord.of(
+        columns,
+        num_messages=messages,
+        finish_reason=reason,
+        response_start=start,
+        fork_cause=cause,
+        support=Support(*support) if support else None,
+        earlier_turns=turns,
+    )
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+class _Encoder(ValueWriter):
+    """Tensors and texts of rows, equal ones once, and the header that says where they are."""
+
+    def __init__(self, table: _Table) -> None:
+        super().__init__()
+        self._objects = table.objects
+        self._names: dict[Any, str] = {}
+        self._texts: dict[bytes, int] = {}
+        # By the place of an object in the table, too: many rows have the same.
+        self._known: dict[int, int] = {}
+
+    def tensor(self, tensor: Tensor, name: str = "") -> str:
+        dense = tensor.detach().cpu().contiguous()
+        key = (dense.dtype, dense.shape, dense.reshape(-1).view(torch.uint8).numpy().tobytes())
+        known = self._names.get(key)
+        if known is None:
+            known = self._names[key] = super().tensor(dense, name)
         else:
-            kind = "class" if is_tensorclass(value) else "node"
-        _KINDS[type(value)] = kind
-    return kind
+            self.claims += use_of(dense)
+        return known
+
+    def numbers(self, values: Sequence[int], name: str) -> str:
+        return self.tensor(torch.tensor(values, dtype=torch.int64), name)
+
+    def text(self, place: int) -> int:
+        """Where an object of the table stands among the texts."""
+        found = self._known.get(place)
+        if found is None:
+            value = self._objects[place]
+            if type(value) is _Chat:
+                written = ["row_chat", list(map(self.text, value.messages)), value.record]
+            else:
+                written = self.value(value)
+            text = _to_json(written).encode()
+            if text.count(b"[") > MAX_DEPTH:
+                check_depth(written)
+            found = self._known[place] = self._texts.setdefault(text, len(self._texts))
+        return found
+
+    def header(self, packed: PackedRows, about: Mapping[str, Any]) -> dict[str, Any]:
+        records = self.columns(packed.table.records)
+        header = {"about": self.value(dict(about)), "rows": self.columns(packed)}
+        text = torch.frombuffer(bytearray(b"".join(self._texts) or b" "), dtype=torch.uint8)
+        lengths = self.numbers(list(map(len, self._texts)), "texts/lengths")
+        return header | {"records": records, "texts": [self.tensor(text, "texts"), lengths]}
+
+    def columns(self, packed: PackedRows) -> list[Any]:
+        columns = []
+        # Sorted: the order of a row's keys says nothing, and may differ after a resume.
+        for path, kind, rows, content in sorted(packed.columns, key=lambda column: column[:2]):
+            name = "/".join(path)
+            self.claims += packed.num_rows if rows is None else len(rows)
+            where = None if rows is None else self.numbers(rows, f"{name}/rows")
+            try:
+                columns.append([list(path), kind, where, self.content(content, name)])
+            except (DataError, ValueError) as error:
+                raise DataError(f"key {path}: {error}") from None
+        self.claims += packed.num_rows
+        return [packed.num_rows, columns]
+
+    def content(self, content: Any, name: str) -> Any:
+        if isinstance(content, RaggedColumn):
+            lengths = content.lengths
+            if lengths is not None:
+                lengths = self.numbers(lengths, f"{name}/lengths")
+            return [self.tensor(content.values, name), lengths]
+        if isinstance(content, list):
+            return self.numbers(list(map(self.text, content)), name)
+        if isinstance(content, _Whole):
+            return list(map(self.node, content.nodes))
+        return class_name(content)
 
 
-def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
-    """Turn rows into their wire form.
+class _Texts:
+    """Objects as one text after the other, each read when it is asked for."""
 
-    Args:
-        rows: a tensordict of batch size ``[N]``, or tensordicts without batch dimension. Rows may
-            differ in their keys.
+    def __init__(self, text: Tensor, lengths: list[int], read: Callable[[Any], Any]) -> None:
+        check(text.ndim == 1 and text.dtype == torch.uint8, "texts of another type")
+        self._text, self._ends = memoryview(text.numpy()), [0, *accumulate(lengths)]
+        self._read, self._known = read, {}
+        check(self._ends[-1] <= len(text), "texts of other lengths")
 
-    Returns:
-        The packed rows. Tensors are copied; objects are referenced.
+    def __len__(self) -> int:
+        return len(self._ends) - 1
 
-    Raises:
-        ValueError: for a tensordict with more or less than one batch dimension.
-
-    Example:
-        >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
-        >>> packed = pack_rows(ragged_rows({"ids": [torch.tensor([1, 2]), torch.tensor([3])]}))
-        >>> [row.tolist() for row in read_rows(unpack_rows(packed), "ids")]
-        [[1, 2], [3]]
-    """
-    members = _members(rows)
-    packer = _Packer()
-    for i, row in enumerate(members):
-        if _kind(row) != "dict" or row.batch_dims:
-            raise ValueError(
-                f"row {i} must be a TensorDict without batch dimension, got {type(row).__name__} "
-                f"of batch size {tuple(getattr(row, 'batch_size', ()))}"
-            )
-    if members:
-        packer.add(list(range(len(members))), members, ())
-    return packer.finish(len(members))
+    def __getitem__(self, place: int) -> Any:
+        if place not in self._known:
+            text = str(self._text[self._ends[place] : self._ends[place + 1]], "utf-8")
+            value = _from_json(text)
+            if type(value) is list and value[:1] == ["row_chat"]:
+                _, messages, record = value
+                # Each stands before it, so that no chat holds itself.
+                is_chat = all(type(self[p]) is dict for p in naturals(messages, place))
+                check(is_chat and type(record) is int, "no chat")
+                self._known[place] = _Chat(messages, record)
+            else:
+                self._known[place] = self._read(value)
+        return self._known[place]
 
 
-def unpack_rows(packed: PackedRows, *, own: bool = False) -> LazyStackedTensorDict:
-    """Rows from their wire form.
+class _Opener(ValueReader):
+    """Builds rows of a header that nobody vouches for, checking each part first."""
 
-    Args:
-        packed: what :func:`pack_rows` returned.
-        own: copy each row's tensors. Without it they are views of the long tensors: cheaper, but
-            one kept row keeps the memory of all.
+    def __init__(self, tensors: Mapping[str, Tensor], claims: int, copied: bool) -> None:
+        super().__init__(tensors, claims)
+        self._array = self.tensor if copied else self.view
+        self._table = _Table(is_checked=False)
 
-    Returns:
-        A lazy stack of batch size ``[N]``.
+    def rows(self, header: dict[str, Any]) -> PackedRows:
+        about, (text, lengths) = typed(self.value(header["about"]), dict), header["texts"]
+        self._table.objects = _Texts(self._array(text), self._numbers(lengths, 1 << 40), self.value)
+        self._table.records = self._rows(header["records"], {})
+        return self._rows(header["rows"], about)
 
-    Raises:
-        ValueError: for no rows at all, which a lazy stack cannot hold.
-    """
-    if not packed.num_rows:
-        raise ValueError("no rows were packed; a lazy stack needs at least one")
-    rows = unpack_row_list(packed)
-    return lazy_rows(own_rows(rows) if own else rows)
+    def _rows(self, content: Any, about: dict[str, Any]) -> PackedRows:
+        num_rows, written = content
+        self.claim(*naturals([num_rows], MAX_ROWS))
+        every, columns = range(num_rows), []
+        # The rows that have a node, and those that have a key.
+        have: dict[Path, set[int]] = {(): set(every)}
+        taken: dict[Path, set[int]] = {}
+        for path, kind, where, content in typed(written, list):
+            check(0 < len(typed(path, list)) <= _MAX_PATH, "a key of impossible length")
+            path = tuple(typed(name, str) for name in path)
+            places = None if where is None else self._numbers(where, num_rows)
+            rows = set(every if places is None else places)
+            self.claim(len(rows))
+            check(places is None or len(rows) == len(places), "a row twice in a column")
+            check(rows <= have.get(path[:-1], set()), f"{path} stands nowhere")
+            check(not rows & taken.get(path, set()), f"the key {path} twice in a row")
+            taken[path] = taken.get(path, set()) | rows
+            if kind == "node":
+                have[path] = have.get(path, set()) | rows
+            column = self._content(typed(kind, str), content, len(rows))
+            columns.append(PackedColumn(path, kind, places, column))
+        return PackedRows(num_rows, columns, self._table, about)
 
+    def _numbers(self, place: Any, limit: int, count: int | None = None) -> list[int]:
+        array = self.view(place)
+        check(array.dtype == torch.int64 and array.ndim == 1, "numbers of another type")
+        check(count is None or len(array) == count, "a column is too short or too long")
+        values = array.tolist()
+        check(not values or (min(values) >= 0 and max(values) < limit), "a number out of range")
+        return values
 
-def unpack_row_list(packed: PackedRows) -> list[TensorDict]:
-    """Rows from their wire form as a list, which may be empty."""
-    every = range(packed.num_rows)
-    sources: list[dict[str, Any]] = [{} for _ in every]
-    # What a node holds, by path and row; filled first and turned into tensordicts from the inside
-    # out, for a tensordict copies the dict that it is given.
-    inner: dict[Path, dict[int, dict[str, Any]]] = {(): dict(enumerate(sources))}
-    for (path, _), rows in packed.nodes.items():
-        inner.setdefault(path, {}).update({row: {} for row in (every if rows is None else rows)})
-    records = packed.records.split() if packed.records is not None else []
-    for (path, _), column in packed.columns.items():
-        if isinstance(column, _Chats):
-            column = _Objects(
-                column.rows,
-                [
-                    Chat._of(messages, records[place] if place >= 0 else None)
-                    for messages, place in zip(column.messages, column.records, strict=True)
-                ],
-            )
-        holders, name = inner[path[:-1]], path[-1]
-        rows = every if column.rows is None else column.rows
-        for row, value in zip(rows, column.split(), strict=True):
-            holders[row][name] = value
-    for (path, cls), rows in sorted(packed.nodes.items(), key=lambda item: -len(item[0][0])):
-        holders, own, name = inner[path[:-1]], inner[path], path[-1]
-        for row in every if rows is None else rows:
-            node = new_node(own[row])
-            holders[row][name] = node if cls is None else typed_node(cls, node)
-    return [new_node(source) for source in sources]
-
-
-def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
-    """Give each row memory of its own, copying only tensors that are parts of a larger storage.
-
-    A row that is a view keeps its whole batch alive and drags it into every pickle. Storages of up
-    to 4 KiB may stay shared, and a ``response`` that is the end of its ``full`` stays so.
-
-    Args:
-        rows: tensordicts without batch dimension; their tensors are replaced in place.
-
-    Returns:
-        The same rows as a list.
-    """
-    rows = list(rows)
-    for row in rows:
-        _own(row)
-    return rows
-
-
-def _own(node: TensorDict) -> None:
-    leaves = node._tensordict
-    tail = _tail(leaves) if "response" in leaves else 0
-    for name, value in leaves.items():
-        # The two common kinds first, by exact type: this loop sees every tensor that is kept.
-        kind = type(value)
-        if kind is Tensor:
-            if value.untyped_storage().nbytes() > value.nbytes + SHARED_BYTES and not (
-                tail and name == "response"
-            ):
-                leaves[name] = value.clone()
-        elif kind is TensorDict:
-            _own(value)
-        elif kind is not NonTensorData and type(getattr(value, "_tensordict", None)) is TensorDict:
-            _own(value._tensordict)
-    if tail:
-        leaves["response"] = leaves["full"][-tail:]
-
-
-def _tail(leaves: dict[str, Any]) -> int:
-    """How many values of ``full`` the response is a view of, at its end; 0 where it is none."""
-    full, response = leaves.get("full"), leaves["response"]
-    if type(full) is not Tensor or type(response) is not Tensor or not response.nbytes:
-        return 0
-    if full.data_ptr() + full.nbytes != response.data_ptr() + response.nbytes:
-        return 0
-    flat = full.is_contiguous() and response.is_contiguous()
-    if not flat or full.dtype != response.dtype or full.shape[0] < response.shape[0]:
-        return 0
-    return response.shape[0]
+    def _content(self, kind: str, content: Any, count: int) -> Any:
+        if kind == "node":
+            return class_of(content)
+        if kind == "object":
+            return self._numbers(content, len(self._table.objects), count)
+        if kind == "whole":
+            nodes = [self.node(node) for node in typed(content, list)]
+            check(len(nodes) == count, "a column is too short or too long")
+            return _Whole(nodes)
+        values, lengths = content
+        array = self._array(values)
+        check(kind == "tensor" and array.ndim > 0, "a column without a row dimension")
+        if lengths is not None:
+            lengths = self._numbers(lengths, array.shape[0] + 1, count)
+        held = count if lengths is None else sum(lengths)
+        check(array.shape[0] == held, "a column is too short or too long")
+        return RaggedColumn(array, lengths)

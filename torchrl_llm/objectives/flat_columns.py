@@ -16,8 +16,8 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.enums import MaskReason, Source
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import read_rows
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 
 

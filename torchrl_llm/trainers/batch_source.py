@@ -22,6 +22,7 @@ from torchrl.data import ReplayBuffer
 from torchrl_llm.collectors.staleness import StalenessRule, age_histogram, age_metrics
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source
 from torchrl_llm.data.failures import tell_failures_of
+from torchrl_llm.data.nodes import leaf, set_copied
 from torchrl_llm.data.overlong import FittedRows, LengthRule
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
@@ -36,7 +37,6 @@ from torchrl_llm.data.rollouts import (
 )
 from torchrl_llm.data.row_transform import RowTransform
 from torchrl_llm.data.saved_state import SavedState
-from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.kept_rollouts import RowOutcomes
 from torchrl_llm.trainers.ledger import TokenLedger

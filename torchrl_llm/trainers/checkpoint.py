@@ -441,7 +441,7 @@ def _write_state(folder: Path, name: str, state: PlainState) -> dict[str, int]:
     text, tensors = f"{_STATE}/{name}.json", f"{_STATE}/{name}.safetensors"
     written = json.dumps(state.plain, separators=(",", ":")).encode()
     (folder / text).write_bytes(written)
-    parts = {str(place): LazyTensor.of(tensor) for place, tensor in enumerate(state.tensors)}
+    parts = {name: LazyTensor.of(tensor) for name, tensor in state.tensors.items()}
     return {text: zlib.crc32(written), tensors: write_tensors(folder / tensors, parts)}
 
 
@@ -449,7 +449,7 @@ def _read_state(folder: Path, name: str) -> dict[str, Any]:
     plain = json.loads((folder / _STATE / f"{name}.json").read_bytes())
     with safe_open(folder / _STATE / f"{name}.safetensors", framework="pt") as file:
         # Copied: what is mapped from a file must not change with it.
-        tensors = [file.get_tensor(str(place)).clone() for place in range(len(file.keys()))]
+        tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     state = state_from_plain(plain, tensors)
     if not isinstance(state, dict):
         raise DamagedCheckpointError(f"the state in {folder} is a {type(state).__name__}")

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.data.failures import WORLD, failures_of
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import read_rows, row_values
 from torchrl_llm.data.replay_buffers.trajectory_queues import agent_of, task_path, trajectory_of
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.functional.advantages import are_equal
 
 # Answers to calls that no tool was asked for; their names are whatever a model wrote.

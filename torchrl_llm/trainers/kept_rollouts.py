@@ -20,13 +20,13 @@ from tensordict import NonTensorData, TensorDict
 from torch import Tensor
 from torchrl._utils import logger
 
-from torchrl_llm.data.column import cell, new_node
 from torchrl_llm.data.enums import MaskReason
+from torchrl_llm.data.nodes import cell, leaf, new_node, plain_node, set_copied
 from torchrl_llm.data.ragged import lazy_rows, row_values
 from torchrl_llm.data.replay_buffers.trajectory_queues import trajectory_of
 from torchrl_llm.data.rollout_store import CHANGED, FOLDER, RolloutWriter
 from torchrl_llm.data.rollouts import mask_trained, row_list
-from torchrl_llm.data.wire import leaf, pack_rows, plain_node, set_copied
+from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import DataError
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 

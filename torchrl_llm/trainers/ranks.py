@@ -33,9 +33,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchrl_llm._parent import end_with_parent
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import PackedRows, leaf, pack_rows
+from torchrl_llm.data.wire import PackedRows, pack_rows
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.composite_loss import CompositeNormalizer

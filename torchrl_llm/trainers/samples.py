@@ -10,6 +10,7 @@ from tensordict import LazyStackedTensorDict, TensorDict
 
 from torchrl_llm._run_log import printable
 from torchrl_llm.data.enums import FinishReason, MaskReason, Source, TruncationReason
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     Trajectory,
     TrajectoryQueue,
@@ -17,7 +18,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 )
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.row_text import row_text
-from torchrl_llm.data.wire import leaf
 
 _CUT = {FinishReason.LENGTH: "cut by its length limit", FinishReason.ABORT: "aborted"}
 

@@ -120,12 +120,12 @@ class RedisWeightWriter:
                     "bring the weights over a shared disc (FileWriter)"
                 )
             if names and size + tensor.nbytes > self._chunk_bytes:
-                yield to_bytes(names, [weights[n] for n in names])
+                yield to_bytes(None, {n: weights[n] for n in names})
                 names, size = [], 0
             names.append(name)
             size += tensor.nbytes
         if names:
-            yield to_bytes(names, [weights[n] for n in names])
+            yield to_bytes(None, {n: weights[n] for n in names})
 
     def _send(self, head: dict[str, Any], chunks: list[bytes]) -> None:
         client = self._link.client
@@ -184,13 +184,12 @@ class RedisWeightSource(WeightSource):
                     "took its place, or it was restarted"
                 )
             try:
-                names, tensors = from_bytes(data)
-                pairs = list(zip(names, tensors, strict=True))
-            except (DataError, TypeError, ValueError) as error:
+                tensors = from_bytes(data).tensors
+            except DataError as error:
                 raise WeightUpdateError(
                     f"chunk {i} of version {self.version} of the weights is damaged: {error}"
                 ) from None
-            yield from pairs
+            yield from tensors.items()
 
 
 class RedisWeightReader:

@@ -32,7 +32,7 @@ from torchrl_llm.collectors.transport.redis_channel import (
     delivery_from_bytes,
     delivery_to_bytes,
 )
-from torchrl_llm.data.safe_wire import rows_to_bytes
+from torchrl_llm.data.wire import encode
 from torchrl_llm.errors import ConfigError, DataError, ResourceError, WorkerError
 from torchrl_llm.weights.redis_weights import RedisWeightWriter
 
@@ -337,9 +337,9 @@ def test_a_message_that_does_not_say_who_sent_what_is_no_delivery(change):
     about = {"worker": "a", "sequence": 0, "claimed": 0, "generated": 0, "sent": None}
     about |= {"digests": {}}
     rows = delivery().rows
-    assert delivery_from_bytes(rows_to_bytes(rows, about)).worker == "a"
+    assert delivery_from_bytes(encode(rows, about)).worker == "a"
     with pytest.raises(DataError, match="who collected them"):
-        delivery_from_bytes(rows_to_bytes(rows, about | change))
+        delivery_from_bytes(encode(rows, about | change))
 
 
 # Each is no number that a learner or a worker writes.

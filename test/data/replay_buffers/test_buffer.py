@@ -16,7 +16,7 @@ from torchrl.data import ReplayBuffer as TorchRLReplayBuffer
 from torchrl.envs import Transform
 
 from torchrl_llm.data import Chat, TokenRecord
-from torchrl_llm.data.column import cell
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.wire import pack_rows

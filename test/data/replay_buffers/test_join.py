@@ -7,8 +7,8 @@ import torch
 from tensordict import TensorDict
 
 from torchrl_llm.data import Chat, MaskReason, Source
-from torchrl_llm.data.column import cell
 from torchrl_llm.data.history import History
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import sampled_tokens

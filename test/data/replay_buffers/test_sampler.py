@@ -18,7 +18,7 @@ from torchrl.data import (
 )
 
 from torchrl_llm import data
-from torchrl_llm.data.column import cell
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.replay_buffers import PromptGroupSampler, ReplayBuffer
 from torchrl_llm.errors import ConfigError, DataError
 

@@ -10,8 +10,7 @@ from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.data import History
 from torchrl_llm.data.demonstrations import DemonstrationColumns
-from torchrl_llm.data.safe_wire import rows_to_bytes
-from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.data.wire import encode, pack_rows
 from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.envs.datasets.rows_env import RowsEnv, choose_columns, query_and_answer
 from torchrl_llm.errors import ConfigError, DataError
@@ -205,7 +204,7 @@ def test_rewards_get_dates_decimals_and_collections_as_they_are():
         by_answer = lambda response, answer: seen.append(answer) or 1.0  # noqa: B023, E731
         for reward in (by_row, by_answer):
             env = RowsEnv(dataset=[{"question": "?", "answer": cell}], reward=reward)
-            rows_to_bytes(pack_rows(env.reset()))  # as a checkpoint does
+            encode(pack_rows(env.reset()))  # as a checkpoint does
             answered(env)
         assert seen == [expected, expected]
         assert type(seen[0]) is type(seen[1]) is type(expected)

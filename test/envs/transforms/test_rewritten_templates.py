@@ -17,8 +17,7 @@ from torchrl_llm.data import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
-from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
-from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.envs.transforms import AddThinkingPrompt, SlidingWindow, TruncatedThinking
 from torchrl_llm.envs.transforms.context_strategy import forked
@@ -137,6 +136,6 @@ def test_the_mark_of_a_fork_travels_with_packed_rows():
     fork = forked([{"role": "user", "content": "Hi"}], "window")
     row = TensorDict(history=TensorDict(prompt=History.of([fork]), batch_size=[1]), batch_size=[1])
     packed = pack_rows(lazy_rows([row[0]]))
-    for back in (packed.unpack(), rows_from_bytes(rows_to_bytes(packed))[0].unpack()):
+    for back in (packed.unpack(), PackedRows.open(encode(packed)).unpack()):
         [chat] = back["history", "prompt"].chats
         assert chat.record.fork_cause == "window"

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from tensordict import TensorDict
 
-from torchrl_llm.data.column import cell
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 

@@ -12,7 +12,7 @@ import torch
 from objectives.credit.credit_rows import NAN, advantages, row, write
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import cell
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer, drop_truncated
 from torchrl_llm.data.rollouts import row_list, sampled_tokens

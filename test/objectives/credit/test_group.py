@@ -8,7 +8,7 @@ import pytest
 import torch
 from objectives.credit.credit_rows import NAN, advantages, row, write
 
-from torchrl_llm.data.column import cell
+from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.errors import ConfigError, DataError

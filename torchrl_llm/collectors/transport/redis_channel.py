@@ -1,6 +1,6 @@
 """Channel over a Redis, between processes that share nothing else.
 
-What travels is bytes that run no code (:mod:`torchrl_llm.data.safe_wire`), so whoever can reach the
+What travels is bytes that run no code (:mod:`torchrl_llm.data.wire`), so whoever can reach the
 Redis can at worst send rows that are wrong or none. The scripts that run inside the server lie
 beside this file; ``redis_begin.lua`` says which keys they keep.
 """
@@ -26,7 +26,7 @@ from torchrl_llm.collectors.transport.channel import (
     closed_error,
     forgotten_error,
 )
-from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes
+from torchrl_llm.data.wire import PackedRows, encode
 from torchrl_llm.errors import ConfigError, DataError
 
 _MOST_BYTES = 500 << 20
@@ -80,13 +80,13 @@ def delivery_to_bytes(delivery: Delivery) -> bytes:
     """Write a delivery.
 
     Args:
-        delivery: its rows hold what :func:`~torchrl_llm.data.safe_wire.rows_to_bytes` can write.
+        delivery: its rows hold what :func:`~torchrl_llm.data.wire.encode` can write.
 
     Raises:
         DataError: a value without a safe form, or more than a Redis takes at once.
     """
     about = {name: getattr(delivery, name) for name in _ABOUT}
-    data = rows_to_bytes(delivery.rows, about | {"digests": dict(delivery.digests)})
+    data = encode(delivery.rows, about | {"digests": dict(delivery.digests)})
     if len(data) > _MOST_BYTES:
         raise DataError(
             f"a delivery of {len(data) >> 20} MiB is more than a Redis takes at once; let workers "
@@ -104,7 +104,8 @@ def delivery_from_bytes(data: bytes) -> Delivery:
     Raises:
         DataError: the bytes are no delivery.
     """
-    rows, about = rows_from_bytes(data)
+    rows = PackedRows.open(data)
+    about = rows.about
     numbers = [about.get(name) for name in ("sequence", "claimed", "generated")]
     if about.get("sent") is not None:
         numbers.append(about["sent"])

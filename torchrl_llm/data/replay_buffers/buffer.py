@@ -18,11 +18,11 @@ from torch import Tensor
 from torchrl.data import LazyStackStorage, ListStorage
 from torchrl.data import ReplayBuffer as _ReplayBuffer
 
-from torchrl_llm.data.column import new_node
+from torchrl_llm.data.nodes import new_node, own_rows
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform
 from torchrl_llm.data.rollouts import row_list, split_rollout, unpadded
-from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
 _STATE_FILE = "rows.pt"

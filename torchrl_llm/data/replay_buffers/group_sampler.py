@@ -17,8 +17,8 @@ from torchrl._utils import logger
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path, group_value
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
 _STATE_FILE = "groups.pt"

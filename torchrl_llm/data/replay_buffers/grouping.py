@@ -27,6 +27,7 @@ from torchrl.envs import Transform
 
 from torchrl_llm.data.child_rows import is_own_child
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     GroupQueue,
@@ -37,7 +38,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
     group_value,
 )
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
 _COUNTS = (

@@ -23,8 +23,8 @@ from tensordict import (
 from torch import Tensor
 from torchrl.envs import Transform
 
-from torchrl_llm.data.column import cell, new_node
 from torchrl_llm.data.enums import Source
+from torchrl_llm.data.nodes import cell, leaf, new_node, plain_node, set_copied, typed_node
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     CUT_TOKENS,
@@ -35,7 +35,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 from torchrl_llm.data.rollouts import row_list, unpadded
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS, TokenFact
-from torchrl_llm.data.wire import leaf, plain_node, set_copied, typed_node
 
 
 class JoinTurns(Transform):

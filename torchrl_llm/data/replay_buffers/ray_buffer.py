@@ -11,10 +11,11 @@ from tensordict import LazyStackedTensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
+from torchrl_llm.data.nodes import own_rows
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.buffer import ReplayBuffer
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 
 

@@ -18,9 +18,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.nodes import leaf, plain_node
 from torchrl_llm.data.rollouts import sampled_tokens
 from torchrl_llm.data.saved_state import SavedState
-from torchrl_llm.data.wire import leaf, pack_rows, plain_node, unpack_row_list
+from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import DataError
 
 CUT_TOKENS = "cut_tokens"

@@ -27,6 +27,7 @@ from torchrl_llm._ray import (
     require_ray,
 )
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.ragged import RaggedColumn
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.modules.backends.backend_port import (
@@ -37,7 +38,7 @@ from torchrl_llm.modules.backends.backend_port import (
 )
 from torchrl_llm.modules.remote.balancer import LoadBalancer, LoadSnapshot, Strategy
 from torchrl_llm.modules.remote.dispatch import Dispatcher, Part
-from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource, PackedCompletions, PackedIds
+from torchrl_llm.modules.remote.pool_wire import ObjectStoreSource, PackedCompletions
 from torchrl_llm.modules.remote.replica import ReplicaFacts, Versions
 from torchrl_llm.modules.remote.replica_supervisor import PoolSpec, Supervisor, free_place
 from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, WeightSource
@@ -358,7 +359,7 @@ class EnginePool(Backend):
         for rows in _blocks(len(prompts), number):
             drawn = params if seed is None else replace(params, seed=seed + len(parts))
             part = prompts[rows]
-            args = (PackedIds.of(part), drawn, versions)
+            args = (RaggedColumn.of(part), drawn, versions)
             parts.append(Part("generate", args, len(part), part[0], replica))
         self._run(parts, timeout_s, must=self._on_failure == "error")
         aborted = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), FinishReason.ABORT)
@@ -393,9 +394,10 @@ class EnginePool(Backend):
         for rows in _blocks(len(sequences), self.num_replicas if plain else 1):
             at = temperature[rows].tolist() if isinstance(temperature, Tensor) else temperature
             at = at if isinstance(at, list) else float(at)
-            ids, masks = PackedIds.of(sequences[rows]), PackedIds.of(select[rows])
+            ids = RaggedColumn.of(sequences[rows])
+            masks = RaggedColumn.of([mask.cpu() for mask in select[rows]])
             args = (ids, masks, at, entropy, extras, versions)
-            parts.append(Part("token_scores", args, len(ids.lengths), sequences[rows][0]))
+            parts.append(Part("token_scores", args, len(ids), sequences[rows][0]))
         self._run(parts, None, must=True)
         if len(parts) == 1:
             return parts[0].result

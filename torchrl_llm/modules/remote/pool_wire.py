@@ -7,17 +7,16 @@ each machine, and every process there maps them.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from torchrl_llm._ray import CALL_TIMEOUT_S, get, require_ray
 from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.data.ragged import RaggedColumn
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import find_fact
 from torchrl_llm.errors import WeightUpdateError, WorkerError
@@ -26,57 +25,22 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import WeightSource
 
 
-class PackedIds(NamedTuple):
-    """Rows of ids, or of flags.
-
-    Attributes:
-        values: of all rows, one row after the other.
-        lengths: int64, one a row.
-
-    Example:
-        >>> packed = PackedIds.of([torch.tensor([5, 6]), torch.tensor([7])])
-        >>> [row.tolist() for row in packed.rows()]
-        [[5, 6], [7]]
-    """
-
-    values: np.ndarray
-    lengths: np.ndarray
-
-    @classmethod
-    def of(cls, rows: Sequence[Tensor]) -> PackedIds:
-        """Pack 1-d tensors of one dtype."""
-        flat = torch.cat([row.cpu() for row in rows]) if rows else torch.zeros(0, dtype=torch.int64)
-        return cls(flat.numpy(), np.array([len(row) for row in rows], dtype=np.int64))
-
-    def rows(self) -> list[Tensor]:
-        """The rows again, tensors that may be written to."""
-        return _split(self.values, self.lengths)
-
-
 class PackedCompletions(NamedTuple):
     """What :meth:`~torchrl_llm.modules.backends.backend_port.Backend.generate` returns.
 
     Attributes:
         num_samples: completions a prompt.
-        token_ids: int64, of all completions.
-        log_probs: float32.
-        versions: int32; ``None`` where none are counted yet.
-        lengths: int64, one a completion.
-        reasons: int8, one a completion.
-        support_ids: int32, the kept ids of all completions; ``None`` where none were recorded.
-        support_counts: int32, one a token.
-        facts: registered per-token facts by name, one value a token; ``None`` for none.
+        reasons: why each completion ended.
+        columns: what each completion has, one value a token: int64 ``token_ids``, float32
+            ``log_probs``, int32 ``versions`` where they are known, int32 ``support_ids`` and
+            ``support_counts`` where the kept ids were recorded.
+        facts: registered per-token facts by name.
     """
 
     num_samples: int
-    token_ids: np.ndarray
-    log_probs: np.ndarray
-    versions: np.ndarray | None
-    lengths: np.ndarray
-    reasons: np.ndarray
-    support_ids: np.ndarray | None = None
-    support_counts: np.ndarray | None = None
-    facts: dict[str, np.ndarray] | None = None
+    reasons: list[FinishReason]
+    columns: dict[str, RaggedColumn]
+    facts: dict[str, RaggedColumn]
 
     @classmethod
     def of(
@@ -92,101 +56,70 @@ class PackedCompletions(NamedTuple):
             DataError: a completion's fact is not registered, or of another dtype or length.
         """
         flat = [completion for group in groups for completion in group]
-        lengths = np.array([len(c.token_ids) for c in flat], dtype=np.int64)
-        versions = None
-        if version is not None or (flat and all(c.versions is not None for c in flat)):
+        columns = {
+            "token_ids": _column([c.token_ids for c in flat], torch.int64),
+            "log_probs": _column([c.log_probs for c in flat], torch.float32),
+        }
+        if version is not None or all(c.versions is not None for c in flat):
             versions = [
-                torch.full((len(c.token_ids),), version, dtype=torch.int32)
-                if c.versions is None
-                else c.versions
+                torch.full(c.token_ids.shape, version) if c.versions is None else c.versions
                 for c in flat
             ]
-        support = None
-        if flat and all(c.support is not None for c in flat):
-            support = Support.join([c.support for c in flat])
-        return cls(
-            len(groups[0]) if groups else 0,
-            _join([c.token_ids for c in flat], torch.int64),
-            _join([c.log_probs for c in flat], torch.float32),
-            None if versions is None else _join(versions, torch.int32),
-            lengths,
-            np.array([int(c.finish_reason) for c in flat], dtype=np.int8),
-            None if support is None else support.token_ids.to(torch.int32).numpy(),
-            None if support is None else support.counts.to(torch.int32).numpy(),
-            _join_facts(flat),
-        )
+            columns["versions"] = _column(versions, torch.int32)
+        if all(c.support is not None for c in flat):
+            columns["support_ids"] = _column([c.support.token_ids for c in flat], torch.int32)
+            columns["support_counts"] = _column([c.support.counts for c in flat], torch.int32)
+        number = len(groups[0]) if groups else 0
+        return cls(number, [c.finish_reason for c in flat], columns, _fact_columns(flat))
 
     def groups(self) -> list[list[Completion]]:
         """The completions again."""
-        ids, log_probs = _split(self.token_ids, self.lengths), _split(self.log_probs, self.lengths)
-        versions: list[Tensor | None] = [None] * len(ids)
-        if self.versions is not None:
-            versions = list(_split(self.versions, self.lengths))
-        reasons = [FinishReason(int(reason)) for reason in self.reasons]
-        supports: list[Support | None] = [None] * len(ids)
-        if self.support_counts is not None:
-            counts = _split(self.support_counts, self.lengths)
-            sizes = np.array([int(count.sum()) for count in counts], dtype=np.int64)
-            kept = _split(self.support_ids, sizes)
-            supports = [Support(*pair) for pair in zip(kept, counts, strict=True)]
-        facts: list[dict[str, Tensor] | None] = [None] * len(ids)
-        if self.facts is not None:
-            columns = {name: _split(values, self.lengths) for name, values in self.facts.items()}
-            facts = [
-                dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-            ]
-        rows = zip(ids, log_probs, reasons, supports, versions, facts, strict=True)
-        flat = [Completion(*row) for row in rows]
+        columns = {name: column.split() for name, column in self.columns.items()}
+        facts = {name: column.split() for name, column in self.facts.items()}
+        flat = [
+            Completion(
+                columns["token_ids"][i],
+                columns["log_probs"][i],
+                reason,
+                Support(columns["support_ids"][i], columns["support_counts"][i])
+                if "support_ids" in columns
+                else None,
+                columns["versions"][i] if "versions" in columns else None,
+                {name: rows[i] for name, rows in facts.items()} or None,
+            )
+            for i, reason in enumerate(self.reasons)
+        ]
         size = self.num_samples
         return [flat[at : at + size] for at in range(0, len(flat), size)] if size else []
 
 
-def _join_facts(completions: Sequence[Completion]) -> dict[str, np.ndarray] | None:
+def _column(rows: Sequence[Tensor], dtype: torch.dtype) -> RaggedColumn:
+    return RaggedColumn.of([row.detach().to("cpu", dtype) for row in rows])
+
+
+def _fact_columns(completions: Sequence[Completion]) -> dict[str, RaggedColumn]:
     """The facts of completions, with their defaults where only others have them."""
-    joined = {}
+    columns = {}
     for name in dict.fromkeys(name for c in completions for name in c.facts or ()):
-        fact = find_fact(name)
-        rows = []
+        fact, rows = find_fact(name), []
         for completion in completions:
             length = len(completion.token_ids)
             values = (completion.facts or {}).get(name)
-            if values is not None:
-                fact.check(values, length)
             rows.append(fact.filled(length) if values is None else values)
-        joined[name] = _join(rows, fact.dtype)
-    return joined or None
-
-
-def _join(rows: Sequence[Tensor], dtype: torch.dtype) -> np.ndarray:
-    joined = torch.cat([row.detach().cpu() for row in rows]) if rows else torch.zeros(0)
-    return joined.to(dtype).numpy()
-
-
-def _split(values: np.ndarray, lengths: np.ndarray) -> list[Tensor]:
-    # Arrays out of the object store are read-only, which torch would warn of.
-    flat = torch.from_numpy(values if values.flags.writeable else values.copy())
-    return list(flat.split(lengths.tolist())) if len(lengths) else []
-
-
-_ALIGNMENT = 64
-
-
-class _Place(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    offset: int
+            fact.check(rows[-1], length)
+        columns[name] = _column(rows, fact.dtype)
+    return columns
 
 
 class ObjectStoreSource(WeightSource):
-    """Weights as one flat buffer in Ray's object store.
+    """Weights as arrays in Ray's object store.
 
     Make it with :meth:`put`. It may be opened any number of times while whoever put it lives; the
     tensors that it yields are views of shared memory and must not be written to.
 
     Args:
-        ref: Ray's reference to the bytes.
-        places: where each weight lies in them.
+        ref: Ray's reference to the bytes of each weight, by name.
+        kinds: dtype and shape of each.
         kind: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
         digest: see :class:`~torchrl_llm.weights.weight_source.WeightSource`.
         timeout_s: most seconds to wait for the bytes.
@@ -195,13 +128,13 @@ class ObjectStoreSource(WeightSource):
     def __init__(
         self,
         ref: Any,
-        places: list[_Place],
+        kinds: dict[str, tuple[torch.dtype, torch.Size]],
         *,
         kind: Literal["full", "delta", "adapter"],
         digest: str | None,
         timeout_s: float = CALL_TIMEOUT_S,
     ) -> None:
-        self._ref, self._places, self._timeout_s = ref, places, timeout_s
+        self._ref, self._kinds, self._timeout_s = ref, kinds, timeout_s
         self.kind, self.digest = kind, digest
 
     @classmethod
@@ -225,31 +158,23 @@ class ObjectStoreSource(WeightSource):
             ResourceError: Ray is not running.
         """
         ray = require_ray("ObjectStoreSource")
-        places, size = [], 0
-        for name, tensor in weights.items():
-            places.append(_Place(name, tensor.dtype, tuple(tensor.shape), size))
-            size += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        flat = torch.empty(size, dtype=torch.uint8)
-        with torch.no_grad():
-            for place, tensor in zip(places, weights.values(), strict=True):
-                _view(flat, place).copy_(tensor)
+        arrays = {
+            name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+            for name, tensor in weights.items()
+        }
+        kinds = {name: (tensor.dtype, tensor.shape) for name, tensor in weights.items()}
         digest = weights_digest(weights) if digest is None else digest
-        return cls(ray.put(flat.numpy()), places, kind=kind, digest=digest, timeout_s=timeout_s)
+        return cls(ray.put(arrays), kinds, kind=kind, digest=digest, timeout_s=timeout_s)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
         """See :meth:`WeightSource.receive`; nothing is copied on the machine that has the bytes."""
         try:
-            array = get(self._ref, timeout_s=self._timeout_s, what="weights in the object store")
+            arrays = get(self._ref, timeout_s=self._timeout_s, what="weights in the object store")
         except WorkerError as error:
             raise WeightUpdateError(str(error)) from error
-        with warnings.catch_warnings():
-            # Torch knows no read-only tensors; receivers copy out of these.
-            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-            flat = torch.from_numpy(array)
-        for place in self._places:
-            yield place.name, _view(flat, place)
-
-
-def _view(flat: Tensor, place: _Place) -> Tensor:
-    size = math.prod(place.shape) * place.dtype.itemsize
-    return flat[place.offset : place.offset + size].view(place.dtype).view(place.shape)
+        for name, (dtype, shape) in self._kinds.items():
+            with warnings.catch_warnings():
+                # Torch knows no read-only tensors; receivers copy out of these.
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                flat = torch.from_numpy(arrays[name])
+            yield name, flat.view(dtype).view(shape)

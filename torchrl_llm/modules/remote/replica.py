@@ -15,10 +15,11 @@ import torch
 
 from torchrl_llm._ray import get
 from torchrl_llm._threads import PauseGate
+from torchrl_llm.data.ragged import RaggedColumn
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
-from torchrl_llm.modules.remote.pool_wire import PackedCompletions, PackedIds
+from torchrl_llm.modules.remote.pool_wire import PackedCompletions
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_source
 
 
@@ -129,26 +130,26 @@ class Replica:
             )
 
     def generate(
-        self, prompts: PackedIds, params: SamplingParams, versions: Versions
+        self, prompts: RaggedColumn, params: SamplingParams, versions: Versions
     ) -> PackedCompletions:
         """Sample, see :meth:`~torchrl_llm.modules.backends.Backend.generate`.
 
         Raises:
             VersionMismatch: other weights than the request asks for sampled it, or would.
         """
-        with self._serving(len(prompts.lengths), versions):
+        with self._serving(len(prompts), versions):
             version = self._version if self._told else None
-            groups = self.backend.generate(prompts.rows(), params)
+            groups = self.backend.generate(list(prompts.split()), params)
             packed = PackedCompletions.of(groups, version=version)
-        exactly, found = versions.exactly, packed.versions
-        if exactly is not None and found is not None and (found != exactly).any():
+        exactly, found = versions.exactly, packed.columns.get("versions")
+        if exactly is not None and found is not None and (found.values != exactly).any():
             raise VersionMismatch(f"version {versions.exactly} was replaced within the request")
         return packed
 
     def token_scores(
         self,
-        sequences: PackedIds,
-        select: PackedIds,
+        sequences: RaggedColumn,
+        select: RaggedColumn,
         temperature: float | Sequence[float],
         entropy: bool,
         extras: ScoreExtras | None,
@@ -161,10 +162,10 @@ class Replica:
         """
         if not isinstance(temperature, float):
             temperature = torch.tensor(temperature, dtype=torch.float32)
-        with self._serving(len(sequences.lengths), versions), torch.no_grad():
+        with self._serving(len(sequences), versions), torch.no_grad():
             scores = self.backend.token_scores(
-                sequences.rows(),
-                select.rows(),
+                list(sequences.split()),
+                list(select.split()),
                 temperature=temperature,
                 entropy=entropy,
                 extras=extras,

@@ -18,13 +18,13 @@ from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     GroupQueue,
     Trajectory,
     as_path,
     task_path,
 )
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.advantages import Deviation, are_equal
 from torchrl_llm.functional.padding import row_index

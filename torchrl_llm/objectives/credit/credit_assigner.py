@@ -24,9 +24,9 @@ from torch import Tensor
 
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.enums import Source
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.grouping import GroupTransform, Selector
 from torchrl_llm.data.replay_buffers.trajectory_queues import GroupQueue, Trajectory
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 
 

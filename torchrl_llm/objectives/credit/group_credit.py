@@ -19,10 +19,11 @@ from torchrl.envs import Transform
 from torchrl_llm import functional as F
 from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
 from torchrl_llm._registry import FullSignature, register
+from torchrl_llm.data.nodes import own_rows
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import PackedRows, own_rows, pack_rows, unpack_row_list
+from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives.argument_checks import check_choice, check_share
 from torchrl_llm.objectives.credit.comparing import (

@@ -17,9 +17,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm._registry import register
+from torchrl_llm.data.nodes import leaf, set_copied
 from torchrl_llm.data.replay_buffers.grouping import drop_truncated
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path
-from torchrl_llm.data.wire import leaf, set_copied
 from torchrl_llm.errors import DataError
 from torchrl_llm.functional import batch_normalize, gae
 from torchrl_llm.functional.advantages import discounted_returns

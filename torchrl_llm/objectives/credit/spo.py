@@ -15,10 +15,10 @@ from torch import Tensor
 
 from torchrl_llm import functional as F
 from torchrl_llm._registry import register
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path, group_value
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.argument_checks import check_choice, check_positive, check_share
 from torchrl_llm.objectives.credit.comparing import (

@@ -11,10 +11,10 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import Transform
 
+from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.rollouts import row_list
-from torchrl_llm.data.wire import leaf
 from torchrl_llm.errors import DataError
 from torchrl_llm.objectives.argument_checks import check_positive
 from torchrl_llm.objectives.credit.credit_assigner import sampled_in_row

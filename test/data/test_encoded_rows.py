@@ -1,4 +1,4 @@
-"""Rows as safe bytes: nothing is lost on the way, and nothing that comes in is trusted."""
+"""Rows as bytes: nothing is lost on the way, and nothing that comes in is trusted."""
 
 from __future__ import annotations
 
@@ -19,20 +19,21 @@ import torch
 from collectors.collecting import make_env, make_policy
 from tensordict import LazyStackedTensorDict, NonTensorData, NonTensorStack, TensorClass, TensorDict
 
-import torchrl_llm.data.safe_wire
+import torchrl_llm.data.safe_values
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data import Chat, ChatHistory, Column, FinishReason, History, Source, TokenRecord
+from torchrl_llm.data.nodes import own_rows, plain_node
 from torchrl_llm.data.rollouts import split_rollout
-from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
-from torchrl_llm.data.safe_wire import rows_from_bytes, rows_to_bytes, safe_class
+from torchrl_llm.data.safe_bytes import HEAD_BYTES, from_bytes, to_bytes
+from torchrl_llm.data.safe_values import safe_class
 from torchrl_llm.data.scoring import Support
-from torchrl_llm.data.wire import own_rows, pack_rows, plain_node, unpack_row_list
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError
 
 
 def there_and_back(rows, **about):
-    packed, got = rows_from_bytes(rows_to_bytes(pack_rows(rows), about))
-    assert got == about
+    packed = PackedRows.open(encode(pack_rows(rows), about))
+    assert packed.about == about
     return unpack_row_list(packed)
 
 
@@ -51,27 +52,35 @@ def leaves(row):
 
 
 def sealed(header, tail=b""):
-    """A message with a checksum that is right, whatever it holds."""
+    """A message with checksums that are right, whatever it holds."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    body = struct.pack("<Q", len(text)) + text + tail
-    return struct.pack("<I", zlib.crc32(body)) + body
+    text += b" " * (-len(text) % 8)
+    body = struct.pack("<Q", len(text)) + text + tail + bytes(-len(tail) % 8)
+    head = struct.pack("<8sqqqI", b"tensors1", 0, 0, HEAD_BYTES + len(body), zlib.crc32(body))
+    return head + struct.pack("<I", zlib.crc32(head)) + body
 
 
 def saying(about, tensors=(), tail=b""):
     """A message of this JSON and these entries: type, shape, and where the bytes begin and end."""
-    text = about if isinstance(about, bytes) else json.dumps(about).encode()
-    text += b" " * (-len(text) % 8)
-    header = {"about": {"dtype": "U8", "shape": [len(text)], "data_offsets": [0, len(text)]}}
-    for place, (dtype, shape, *where) in enumerate(tensors):
-        offsets = [len(text) + offset for offset in where]
-        header[str(place)] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
-    return sealed(header, text + tail)
+    header = {
+        str(place): {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+        for place, (dtype, shape, *offsets) in enumerate(tensors)
+    }
+    text = about if isinstance(about, str) else json.dumps(about)
+    return sealed(header | {"__metadata__": {"about": text}}, tail)
 
 
-def claiming(tensors=(), tail=b"", **parts):
+def claiming(tensors=(), tail=b"", texts=(), **parts):
     """A message whose header says what it likes, over as many bytes as are given."""
-    rows = {"about": ["dict"], "num_rows": 0, "columns": [], "nodes": [], "records": None}
-    return saying(rows | parts, tensors, tail)
+    size, text = len(tail), "".join(texts).encode()
+    count = len(tensors)
+    lengths = struct.pack(f"<{len(texts)}q", *map(len, texts))
+    tensors = [*tensors, ["I64", [len(texts)], size, size + len(lengths)]]
+    size += len(lengths)
+    tensors += [["U8", [len(text)], size, size + len(text)]]
+    rows = {"about": ["dict"], "rows": [0, []], "records": [0, []]}
+    rows["texts"] = [str(count + 1), str(count)]
+    return saying(rows | parts, tensors, tail + lengths + text)
 
 
 # -- there and back -------------------------------------------------------------------------------
@@ -109,8 +118,9 @@ def test_rows_of_a_collector_come_back_leaf_by_leaf(tokenizer):
 @pytest.mark.parametrize("shape", [(), (3,), (2, 0), (2, 3), (1, 2, 3)])
 def test_tensors_come_back_bit_for_bit(dtype, shape):
     tensor = torch.randint(0, 2, shape).to(dtype)
-    about, (back,) = from_bytes(to_bytes({"n": None}, [tensor]))
-    assert about == {"n": None}
+    message = from_bytes(to_bytes({"n": None}, {"x": tensor}))
+    assert message.about == {"n": None}
+    back = message.tensors["x"]
     assert back.dtype == dtype
     assert torch.equal(back, tensor)
     assert back.shape == tensor.shape
@@ -119,7 +129,7 @@ def test_tensors_come_back_bit_for_bit(dtype, shape):
 def test_special_floats_and_slices_come_back():
     tensor = torch.tensor([[float("nan"), float("inf")], [-0.0, 1e-45]])[:, 1]
     assert not tensor.is_contiguous()
-    _, (back,) = from_bytes(to_bytes(None, [tensor]))
+    back = from_bytes(to_bytes(None, {"x": tensor})).tensors["x"]
     assert back.tolist() == tensor.tolist() == [float("inf"), torch.tensor(1e-45).item()]
     back += 1  # memory of its own, that may be written
 
@@ -220,7 +230,7 @@ def test_a_class_of_the_users_own_is_sent_once_both_ends_know_it():
         with pytest.raises(ConfigError, match="no tensorclass"):
             safe_class(other)
     finally:
-        torchrl_llm.data.safe_wire._CLASSES.pop("GBoard")
+        torchrl_llm.data.safe_values._CLASSES.pop("GBoard")
 
 
 @pytest.mark.parametrize(
@@ -231,7 +241,7 @@ def test_what_has_no_safe_form_is_refused_with_its_key(value):
     row.set("inner", TensorDict())
     row["inner"].set_non_tensor("thing", value)
     with pytest.raises(DataError, match=r"key \('inner', 'thing'\): a .* has no safe form"):
-        rows_to_bytes(pack_rows([row]))
+        encode(pack_rows([row]))
 
 
 # -- what comes in is not trusted -----------------------------------------------------------------
@@ -243,8 +253,8 @@ class Bomb:
 
 
 def test_nothing_here_can_unpickle():
-    folder = Path(torchrl_llm.data.safe_wire.__file__).parent
-    for name in ("safe_bytes.py", "safe_wire.py"):
+    folder = Path(torchrl_llm.data.safe_values.__file__).parent
+    for name in ("safe_bytes.py", "safe_values.py", "safe_state.py", "wire.py"):
         tree = ast.parse((folder / name).read_text())
         names = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         imports = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
@@ -265,8 +275,8 @@ def test_nothing_here_can_unpickle():
         sealed([]),
         sealed({"0": {"dtype": "I64", "shape": [1], "data_offsets": [0, 8]}}, bytes(8)),
         sealed(b"[" * 100_000),
-        saying(b"\xff\xfe"),
-        saying(b"[" * 100_000),
+        saying("\xff\xfe"),
+        saying("[" * 100_000),
         saying({}),
         saying([]),
         saying(1),
@@ -286,7 +296,7 @@ def test_nothing_here_can_unpickle():
 )
 def test_bytes_that_are_no_rows_are_refused(data, capsys):
     with pytest.raises(DataError):
-        rows_from_bytes(data)
+        PackedRows.open(data)
     assert "executed" not in capsys.readouterr().out
 
 
@@ -300,25 +310,26 @@ def _message():
         row.set_non_tensor("about", {"a": [1, (2, "b")]})
         row.set("history", History.of([Chat([{"role": "user", "content": "Hi"}])])[0])
     rows[0].set("more", torch.ones(1))
-    return rows_to_bytes(pack_rows(rows), {"worker": "a"})
+    return encode(pack_rows(rows), {"worker": "a"})
 
 
 def _opened(data):
-    about, tensors = from_bytes(data)
+    _, about, tensors = from_bytes(data)
+    PackedRows.open(to_bytes(about, tensors))
     return about, tensors
 
 
 def test_every_cut_and_every_flipped_byte_is_noticed():
     data = _message()
-    rows_from_bytes(data)
+    PackedRows.open(data)
     for length in range(0, len(data), 7):
         with pytest.raises(DataError):
-            rows_from_bytes(data[:length])
+            PackedRows.open(data[:length])
     for place in range(0, len(data), 5):
         damaged = bytearray(data)
         damaged[place] ^= 0x5A
         with pytest.raises(DataError):
-            rows_from_bytes(bytes(damaged))
+            PackedRows.open(bytes(damaged))
 
 
 def _mutations(header, rng, *, inflate=False):
@@ -370,7 +381,7 @@ def test_headers_that_lie_give_rows_or_a_data_error_and_nothing_else():
     for changed, _ in zip(_mutations(header, rng), range(3000), strict=False):
         data = to_bytes(changed if not isinstance(changed, str) else {}, tensors)
         try:
-            packed, _ = rows_from_bytes(data)
+            packed = PackedRows.open(data)
         except DataError:
             refused += 1
             continue
@@ -381,10 +392,10 @@ def test_headers_that_lie_give_rows_or_a_data_error_and_nothing_else():
 
 def test_a_record_that_lies_about_its_length_is_refused():
     header, tensors = _opened(_message())
-    place = header["records"][0]["log_probs"][0]
-    tensors[place] = torch.zeros(7)
+    assert any(path == ["log_probs"] for path, *_ in header["records"][1])
+    tensors["log_probs"] = torch.zeros(1, 7)
     with pytest.raises(DataError):
-        rows_from_bytes(to_bytes(header, tensors))
+        PackedRows.open(to_bytes(header, tensors))
 
 
 def test_only_known_classes_are_built():
@@ -394,7 +405,7 @@ def test_only_known_classes_are_built():
     for name in ("TensorDict", "object", "subprocess.Popen", "History2"):
         lying = json.loads(text.replace('"History"', json.dumps(name)))
         with pytest.raises(DataError):
-            rows_from_bytes(to_bytes(lying, tensors))
+            PackedRows.open(to_bytes(lying, tensors))
 
 
 # -- what a message costs is bounded by its bytes --------------------------------------------------
@@ -404,7 +415,7 @@ MODULUS = (1 << 61) - 1  # integers that differ by it have the same hash
 
 
 def one_column(kind, content, num_rows=1):
-    return {"num_rows": num_rows, "columns": [[["x"], kind, None, content]]}
+    return {"rows": [num_rows, [[["x"], kind, None, content]]]}
 
 
 def nested(text, depth, inner):
@@ -416,7 +427,7 @@ def cost_of(data):
     tracemalloc.start()
     started = time.process_time()
     try:
-        rows = own_rows(unpack_row_list(rows_from_bytes(data)[0]))
+        rows = own_rows(unpack_row_list(PackedRows.open(data)))
         said = f"{len(rows)} rows"
         # Memory of torch is not traced; a tensor that is taken twice would be counted twice here.
         tensors = sum(t.nbytes for row in rows for t in row.values() if isinstance(t, torch.Tensor))
@@ -435,26 +446,34 @@ def assert_paid_for(data, said, used_s, peak):
 
 
 AMPLIFIED = {
-    "rows": claiming(num_rows=MANY),
-    "nodes of rows": claiming(num_rows=MANY, nodes=[[[f"n{i}"], None, None] for i in range(8)]),
+    "rows": claiming(rows=[MANY, []]),
+    "nodes of rows": claiming(rows=[MANY, [[[f"n{i}"], "node", None, None] for i in range(8)]]),
     "rows of an empty tensor": claiming(
-        [["I64", [MANY, 0], 0, 0]], **one_column("tensor", [0, None], MANY)
+        [["I64", [MANY, 0], 0, 0]], **one_column("tensor", ["0", None], MANY)
     ),
-    "a node of many rows": claiming(**one_column("node", [["dict", [MANY], []]])),
-    "a cell of many rows": claiming(**one_column("node", [["cell", [MANY], 0]])),
-    "one tensor for many rows": claiming(
+    "a node of many rows": claiming(**one_column("whole", [["dict", [MANY], []]])),
+    "a cell of many rows": claiming(**one_column("whole", [["cell", [MANY], 0]])),
+    "one tensor in many columns": claiming(
+        [["U8", [1, 1 << 16], 0, 1 << 16]],
+        bytes(1 << 16),
+        rows=[1, [[[f"x{i}"], "tensor", None, ["0", None]] for i in range(2000)]],
+    ),
+    "one tensor in many values": claiming(
+        [["U8", [1 << 16], 0, 1 << 16]], bytes(1 << 16), ['["tensor","0"]'] * 2000
+    ),
+    "one tensor in many nodes": claiming(
         [["U8", [1 << 16], 0, 1 << 16]],
         bytes(1 << 16),
-        **one_column("tensor", [[0] * 2000, None], 2000),
+        **one_column("whole", [["tensor", "0"]] * 2000, 2000),
     ),
     "many tensors of the same bytes": claiming(
         [["U8", [1 << 16], 0, 1 << 16]] * 2000,
         bytes(1 << 16),
-        **one_column("tensor", [list(range(2000)), None], 2000),
+        **one_column("whole", [["tensor", str(i)] for i in range(2000)], 2000),
     ),
     "a tensor of many dimensions": claiming([["I64", [10**4000] * 1000, 0, 8]], bytes(8)),
     "stacks of stacks": claiming(
-        **one_column("node", [nested('["stack",0,', 25, '["dict",[],[]]')])
+        **one_column("whole", [nested('["stack",0,', 25, '["dict",[],[]]')])
     ),
     "numbers of one hash in a set": claiming(
         about=["dict", ["x", ["set", *(i * MODULUS for i in range(20_000))]]]
@@ -463,10 +482,10 @@ AMPLIFIED = {
         about=["dict", *([i * MODULUS, 0] for i in range(20_000))]
     ),
     "lists of lists": claiming(about=["dict", ["x", nested('["list",', 400, "0")]]),
-    "a key of many names": claiming(num_rows=1, nodes=[[["x"] * 10_000, None, None]]),
+    "a key of many names": claiming(rows=[1, [[["x"] * 10_000, "node", None, None]]]),
     "a long wrong type": claiming([["x" * 100_000, [1], 0, 8]], bytes(8)),
     "a long wrong name": claiming(
-        **one_column("node", [["class", "x" * 100_000, ["dict", [], []], {}]])
+        **one_column("whole", [["class", "x" * 100_000, ["dict", [], []], {}]])
     ),
 }
 
@@ -494,7 +513,7 @@ def test_rows_without_a_byte_of_their_own_come_back():
     row = TensorDict(inner=TensorDict(batch_size=[5000]))
     (back,) = there_and_back([row])
     assert back["inner"].batch_size == (5000,)
-    _, (back,) = from_bytes(to_bytes(None, [torch.ones(5000, 0)]))
+    back = from_bytes(to_bytes(None, {"x": torch.ones(5000, 0)})).tensors["x"]
     assert back.shape == (5000, 0)
 
 
@@ -505,4 +524,4 @@ def test_values_that_cannot_be_read_are_not_written():
     row = TensorDict()
     row.set_non_tensor("x", value)
     with pytest.raises(DataError, match="nested more than 256 deep"):
-        rows_to_bytes(pack_rows([row]))
+        encode(pack_rows([row]))
