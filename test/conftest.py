@@ -31,6 +31,7 @@ import pytest
 import quick_yaml  # noqa: F401
 import torch
 from models_helper import make_tiny_model as _make_tiny_model
+from models_helper import make_tokenizer as _make_tokenizer
 from tensordict import TensorDict
 from torchrl._utils import logger
 
@@ -40,24 +41,6 @@ from torchrl_llm.data.history import History
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
 hypothesis.settings.load_profile("torchrl_llm")
-
-CHATML = (
-    "{%- for message in messages -%}"
-    "{{- '<|im_start|>' + message['role'] + '\n' -}}"
-    "{%- if message['role'] == 'assistant' -%}"
-    "{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}"
-    "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}"
-    "{{- '\n' -}}"
-    "{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
-)
-SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-_CORPUS = [
-    "The quick brown fox jumps over the lazy dog. 12 + 34 = 46\n",
-    "user\nassistant\nsystem\ntool\nHello, how are you? I'm fine.\n\n",
-    "<answer>72</answer> <think>let me see</think> What is the sum of 3 and 4?\n",
-]
-
 
 TESTS = Path(__file__).parent
 
@@ -96,33 +79,6 @@ def pytest_configure():
     # A shell in the background, or nohup, lets what it starts ignore these; tests are to get them.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-
-
-def _make_tokenizer(
-    *, chat_template=CHATML, eos="<|im_end|>", pad="<|endoftext|>", vocab_size=292, extra=()
-):
-    """A byte-level BPE tokenizer with ChatML markers; ``pad=None`` leaves the pad token out."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIALS, *extra],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(_CORPUS * 4, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        eos_token=eos,
-        pad_token=pad,
-        clean_up_tokenization_spaces=False,
-    )
-    tokenizer.chat_template = chat_template
-    return tokenizer
 
 
 @pytest.fixture(scope="session")

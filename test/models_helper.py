@@ -1,8 +1,52 @@
-"""A tiny model for tests, also in processes of their own, where there are no fixtures."""
+"""A tiny model and a tokenizer for tests, also in processes of their own, without fixtures."""
 
 from __future__ import annotations
 
 import torch
+
+CHATML = (
+    "{%- for message in messages -%}"
+    "{{- '<|im_start|>' + message['role'] + '\n' -}}"
+    "{%- if message['role'] == 'assistant' -%}"
+    "{%- generation -%}{{- message['content'] + '<|im_end|>' -}}{%- endgeneration -%}"
+    "{%- else -%}{{- message['content'] + '<|im_end|>' -}}{%- endif -%}"
+    "{{- '\n' -}}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}"
+)
+SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+_CORPUS = [
+    "The quick brown fox jumps over the lazy dog. 12 + 34 = 46\n",
+    "user\nassistant\nsystem\ntool\nHello, how are you? I'm fine.\n\n",
+    "<answer>72</answer> <think>let me see</think> What is the sum of 3 and 4?\n",
+]
+
+
+def make_tokenizer(
+    *, chat_template=CHATML, eos="<|im_end|>", pad="<|endoftext|>", vocab_size=292, extra=()
+):
+    """A byte-level BPE tokenizer with ChatML markers; ``pad=None`` leaves the pad token out."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[*SPECIALS, *extra],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(_CORPUS * 4, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        eos_token=eos,
+        pad_token=pad,
+        clean_up_tokenization_spaces=False,
+    )
+    tokenizer.chat_template = chat_template
+    return tokenizer
 
 
 def make_tiny_model(vocab_size=292, *, seed=0, **overrides):

@@ -133,8 +133,8 @@ def ours(make: type[PolicyGradientLoss]) -> tuple[float, torch.Tensor]:
 
 
 def trl(settings: dict[str, object]) -> tuple[float, torch.Tensor]:
-    from conftest import _make_tokenizer
     from datasets import Dataset
+    from models_helper import make_tokenizer as _make_tokenizer
     from trl import GRPOConfig, GRPOTrainer
     from trl.experimental.gmpo import GMPOConfig, GMPOTrainer
 

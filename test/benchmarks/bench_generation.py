@@ -11,8 +11,9 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
 import torch
-from conftest import _make_tiny_model, _make_tokenizer
 from harness import compare, report
+from models_helper import make_tiny_model as _make_tiny_model
+from models_helper import make_tokenizer as _make_tokenizer
 from tensordict import TensorDict
 
 from torchrl_llm.data import Chat, ChatHistory

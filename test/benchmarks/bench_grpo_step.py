@@ -27,8 +27,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 sys.path[:0] = [str(parent) for parent in Path(__file__).resolve().parents[:3]]
 
 import torch
-from conftest import _make_tiny_model, _make_tokenizer
 from harness import compare, report
+from models_helper import make_tiny_model as _make_tiny_model
+from models_helper import make_tokenizer as _make_tokenizer
 
 PROMPTS = [f"What is {10 + i} and {30 + i}?" for i in range(8)]
 GROUP, NEW_TOKENS, LR = 8, 24, 1e-4

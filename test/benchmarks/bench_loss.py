@@ -90,7 +90,7 @@ def torchrl_side(length: int) -> Callable[[], object]:
     from tensordict import set_list_to_stack
 
     set_list_to_stack(True).set()
-    from conftest import _make_tokenizer
+    from models_helper import make_tokenizer as _make_tokenizer
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss
 
@@ -104,8 +104,8 @@ def torchrl_side(length: int) -> Callable[[], object]:
 
 
 def trl_side(length: int) -> Callable[[], object]:
-    from conftest import _make_tokenizer
     from datasets import Dataset
+    from models_helper import make_tokenizer as _make_tokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     trainer = GRPOTrainer(

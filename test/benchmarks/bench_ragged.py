@@ -161,7 +161,7 @@ def by_hand(rows: LazyStackedTensorDict, attention: str) -> Callable[[], object]
 
 def torchrl_side(rows: LazyStackedTensorDict, padded: bool) -> Callable[[], object]:
     set_list_to_stack(True).set()
-    from conftest import _make_tokenizer
+    from models_helper import make_tokenizer as _make_tokenizer
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss as TorchRLLoss
 

@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent)]
 
-from conftest import _make_tokenizer
 from harness import compare, report
+from models_helper import make_tokenizer as _make_tokenizer
 
 from torchrl_llm.data.history import History
 from torchrl_llm.data.text.templates import resolve_template

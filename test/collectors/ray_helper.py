@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 from collectors.collecting import QUESTIONS, Ending, Failing, make_env, make_policy
-from conftest import _make_tiny_model, _make_tokenizer
+from models_helper import make_tiny_model as _make_tiny_model
+from models_helper import make_tokenizer as _make_tokenizer
 
 from torchrl_llm.envs import ChatEnv
 from torchrl_llm.modules import TransformersWrapper

@@ -285,7 +285,7 @@ _SCRIPT = textwrap.dedent(
     import sys, time
     sys.path[:0] = [{folder!r}]
     from collectors.collecting import make_env, make_policy
-    from conftest import _make_tokenizer
+    from models_helper import make_tokenizer as _make_tokenizer
     from torchrl_llm.collectors import LLMCollector
     from torchrl_llm.data.replay_buffers import ReplayBuffer
 

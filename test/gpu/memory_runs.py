@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from conftest import _make_tokenizer
+from models_helper import make_tokenizer as _make_tokenizer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from torchrl_llm.cli.train import RECIPES

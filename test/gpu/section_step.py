@@ -136,8 +136,8 @@ def bare_step(model: nn.Module, rows: list[Row], budget: int) -> Work:
 
 def trl_step(model: nn.Module, rows: list[Row], per_call: int, run: Section) -> Work:
     """The loss of TRL's trainer on padded rows."""
-    from conftest import _make_tokenizer
     from datasets import Dataset
+    from models_helper import make_tokenizer as _make_tokenizer
     from trl import GRPOConfig, GRPOTrainer
 
     on_cpu = run.device.type == "cpu"
@@ -190,7 +190,7 @@ def trl_step(model: nn.Module, rows: list[Row], per_call: int, run: Section) -> 
 
 def torchrl_step(model: nn.Module, rows: list[Row], per_call: int, run: Section) -> Work:
     """TorchRL's loss on padded rows, rows of like length together."""
-    from conftest import _make_tokenizer
+    from models_helper import make_tokenizer as _make_tokenizer
     from tensordict import lazy_stack, set_list_to_stack
     from torchrl.modules.llm import TransformersWrapper
     from torchrl.objectives.llm import GRPOLoss as TorchRLLoss

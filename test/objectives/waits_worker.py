@@ -12,7 +12,8 @@ import sys
 
 import pretend_device
 import torch
-from conftest import _make_tiny_model, _make_tokenizer
+from models_helper import make_tiny_model as _make_tiny_model
+from models_helper import make_tokenizer as _make_tokenizer
 from objectives.every_loss import full_rows, make_actor, make_loss
 from pretend_device import OnDevice, move, waits
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from recipes.glossary import unknown
 
 from torchrl_llm.recipes import launch
-from torchrl_llm.trainers import run as trainers_run
+from torchrl_llm.trainers import run_results
 
 
 def load_recipe(path, overrides):
@@ -32,7 +32,7 @@ def run_main(monkeypatch, script, folder, *overrides):
         return run_typed(monkeypatch, script, folder, *overrides)
     page, config = load_recipe(path, overrides)
     with monkeypatch.context() as without:
-        without.setattr(trainers_run, "save_curves", lambda picture, curves: picture)
+        without.setattr(run_results, "save_curves", lambda picture, curves: picture)
         for _ in page.train(config, folder):
             pass
     return read_metrics(folder)

@@ -95,7 +95,8 @@ class Trainer:
         library = self.base / "library"
         (library / "torchrl_llm").mkdir(parents=True)
         (library / "torchrl_llm/__init__.py").touch()
-        shutil.copy(PACKAGE / "errors.py", library / "torchrl_llm")
+        for name in ("errors.py", "_checked.py", "_registry.py"):
+            shutil.copy(PACKAGE / name, library / "torchrl_llm")
         shutil.copytree(
             PACKAGE / "sandbox",
             library / "torchrl_llm/sandbox",

@@ -19,6 +19,7 @@ import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 
+from torchrl_llm._registry import register
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
@@ -39,7 +40,7 @@ from torchrl_llm.errors import BackendError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.calls import Asked, CallLog
 from torchrl_llm.langmarl.config import LanguageTaskConfig
-from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory, register_env
+from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory
 from torchrl_llm.langmarl.language_policy import LanguagePolicy, LanguagePrompts, split_policy
 from torchrl_llm.langmarl.language_tasks import (
     Scorer,
@@ -257,7 +258,7 @@ def _sent(message: Mapping[str, Any]) -> dict[str, str]:
     return {"role": message["role"], "content": message_text(message)}
 
 
-@register_env("language")
+@register("environments", "language")
 class LanguageEnvironment(BaseEnvironment):
     """Agents that answer one after another; tasks of a benchmark, or one's own.
 

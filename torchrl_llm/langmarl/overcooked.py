@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from typing import Any, Self
 
+from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.config import OvercookedConfig
-from torchrl_llm.langmarl.environment import BaseEnvironment, register_env
+from torchrl_llm.langmarl.environment import BaseEnvironment
 
 
-@register_env("overcooked")
+@register("environments", "overcooked")
 class OvercookedEnvironment(BaseEnvironment):
     """Two cooks in a kitchen; making it says what is missing, and what can be done.
 

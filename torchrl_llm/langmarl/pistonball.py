@@ -14,11 +14,12 @@ from typing import Any
 
 import numpy as np
 
+from torchrl_llm._registry import register
 from torchrl_llm.envs.libs.pettingzoo import joint_step, make_pettingzoo
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.config import PistonballConfig
-from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory, register_env
+from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory
 from torchrl_llm.langmarl.llm_client import LLMClient
 
 _WORDS = {"up": "1", "down": "-1", "stay": "0"}
@@ -107,7 +108,7 @@ class _Game:
         return reward
 
 
-@register_env("pistonball")
+@register("environments", "pistonball")
 class PistonballEnvironment(BaseEnvironment):
     """PettingZoo's Pistonball; the reward is the mean over the pistons, summed over the cycles.
 

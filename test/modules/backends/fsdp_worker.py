@@ -10,7 +10,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from conftest import _make_tiny_model
+from models_helper import make_tiny_model as _make_tiny_model
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 from torchrl_llm.errors import ConfigError, DataError, TorchRLLLMError
+from torchrl_llm.rewards.reward_scorer import checked_flag
 
 State = TypeVar("State")
 Player = Callable[[Any, Any], str]
@@ -189,13 +190,13 @@ class Game(Rules[State]):
     def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
         """See :meth:`Rules.play_step`."""
         [(player, action)] = actions.items()
-        outcome = self._apply(state, action)
+        outcome = self.step(state, action)
         return TableOutcome(
             outcome.state,
             {player: outcome.observation},
             {player: outcome.reward},
             outcome.terminated,
-            (player,) if outcome.success else (),
+            (player,) if checked_flag("success", outcome.success) else (),
             outcome.truncated,
         )
 

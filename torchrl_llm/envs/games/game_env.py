@@ -23,7 +23,7 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.data.specs import ColumnSpec
 from torchrl_llm.envs.actions import ActionError, ActionForm, ActionParser, make_action_parser
-from torchrl_llm.envs.games.game import Game, IllegalAction, Player, Rules, play
+from torchrl_llm.envs.games.game import Game, IllegalAction, Player, Rules, TableOutcome, play
 from torchrl_llm.envs.players import (
     Episode,
     EpisodeReaction,
@@ -35,6 +35,7 @@ from torchrl_llm.envs.players import (
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn
 from torchrl_llm.envs.world import Reaction
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards.reward_scorer import checked_flag, checked_score
 
 STATE_KEY = "game_state"
 SEED_KEY = "game_seed"
@@ -156,7 +157,7 @@ class TableSteps(PlayersTransform):
             actions = {
                 p: waiting[p] if p in waiting else self._scripted(p, state, seed) for p in active
             }
-            outcome, waiting = self.game.play_step(state, actions), {}
+            outcome, waiting = _checked(self.game.play_step(state, actions)), {}
             state, success = outcome.state, success | frozenset(outcome.success)
             for player in everyone:
                 told[player] = "\n".join(
@@ -282,6 +283,15 @@ class TableSteps(PlayersTransform):
         spec["game_action"] = ColumnSpec((*spec.shape, -1), example_data="")
         spec["game_legal"] = Unbounded(shape=spec.shape, dtype=torch.bool, device=spec.device)
         return spec
+
+
+def _checked(outcome: TableOutcome) -> TableOutcome:
+    """The outcome with rewards that are numbers; raises what is told of others, and of no flags."""
+    return outcome._replace(
+        rewards={player: checked_score(each).reward for player, each in outcome.rewards.items()},
+        terminated=checked_flag("terminated", outcome.terminated),
+        truncated=checked_flag("truncated", outcome.truncated),
+    )
 
 
 def _write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool]) -> None:
