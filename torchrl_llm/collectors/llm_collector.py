@@ -310,7 +310,7 @@ class LLMCollector(VersionedCollector):
         """Collect into the buffer or queue in its own thread, until :meth:`shutdown`.
 
         An error of policy or environment ends the thread; it is logged at once, and raised by the
-        next call of :meth:`wait_for_rows`, :meth:`update_policy_weights_`, :meth:`state_dict` or
+        next call of :meth:`wait_for_rows`, ``update_policy_weights_``, :meth:`state_dict` or
         :meth:`shutdown`.
 
         Raises:

@@ -205,7 +205,7 @@ class TokenRecord:
         support: Support | None = None,
         facts: Mapping[str, Tensor] | None = None,
     ) -> TokenRecord:
-        """Append a sampled response, see :func:`respond_records`.
+        """Append a sampled response, see ``respond_records``.
 
         Args:
             token_ids: int64 ``[R]``.

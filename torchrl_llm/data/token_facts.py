@@ -52,8 +52,7 @@ class TokenFact:
     """What there is to know about one per-token column.
 
     Args:
-        name: its name in the table, in :attr:`Completion.facts
-            <torchrl_llm.modules.backends.backend_port.Completion>` and in
+        name: its name in the table, in ``Completion.facts`` and in
             :attr:`TokenRecord.facts <torchrl_llm.data.record.TokenRecord>`.
         dtype: dtype of the column.
         key: the column in a row, ``(node, column)``, aligned with ``("tokens", "full")``. Where the

@@ -57,7 +57,7 @@ class CompositeReward(RewardParser):
 
     A component that fails makes the row's reward invalid, unless it is optional; then the weights
     of the others grow in proportion
-    (:func:`~torchrl_llm.rewards.composite_reward.weighted_total`). It never counts as zero.
+    (``weighted_total``). It never counts as zero.
 
     The first component is the task: ``success``, ``reward_answer``, ``reward_think``,
     ``reward_right`` and the end of the episode follow its score.

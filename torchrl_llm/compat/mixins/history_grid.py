@@ -2,7 +2,7 @@
 
 ``h.shape`` is ``[*B, T]``, or ``[*B, -1]`` where the number of messages differs; ``h[..., -1]`` is
 the last message of each conversation, ``torch.cat([h, g], -1)`` joins messages. The functions that
-find which message goes where are in :mod:`torchrl_llm.compat.mixins.message_grid`.
+find which message goes where are in ``message_grid.py``.
 """
 
 from __future__ import annotations

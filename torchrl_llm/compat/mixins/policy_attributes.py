@@ -94,7 +94,7 @@ class WrapperAttributes:
         """A policy writes no parameters of distributions.
 
         Raises:
-            NotImplementedError: always, as in TorchRL; :meth:`get_dist` makes distributions.
+            NotImplementedError: always, as in TorchRL; ``get_dist`` makes distributions.
         """
         raise NotImplementedError("a policy writes no logits; call get_dist(...) for them")
 

@@ -150,7 +150,7 @@ class WrapperDistributions:
         """The distribution that each token of whole rows was drawn from.
 
         It holds logits over the whole vocabulary, ``[B, T, V]``, and is for looking at; losses use
-        :meth:`token_scores`, which never builds them.
+        ``token_scores``, which never builds them.
 
         Args:
             tensordict: see :meth:`log_prob`.

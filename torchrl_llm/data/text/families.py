@@ -12,7 +12,7 @@ rewrites history at each user message. Use it for training and serving alike.
 ``PRESERVING_TEMPLATES`` does the same for further families, without a parser.
 
 A new family is a file of ``chat_templates/``. Its head, a comment in JSON, has the fields of its
-:class:`~torchrl_llm.data.text.inverse_parser.InverseParser` (a role ``""`` is any other), the
+``InverseParser`` (a role ``""`` is any other), the
 ``keywords`` of model names, the texts around declared ``tools``, the ``readers`` of this file that
 turn raw messages into final ones, and the parts of ``results`` and ``think``; ``like`` takes the
 rest, and the template, from another family. A line ``INCLUDE part`` is a file of ``parts/``. A

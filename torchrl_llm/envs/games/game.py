@@ -184,11 +184,11 @@ class Game(Rules[State]):
         return self.players
 
     def seat(self, player: str) -> Game[State]:
-        """See :meth:`Rules.seat`."""
+        """See ``Rules.seat``."""
         return self
 
     def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
-        """See :meth:`Rules.play_step`."""
+        """See ``Rules.play_step``."""
         [(player, action)] = actions.items()
         outcome = self.step(state, action)
         return TableOutcome(

@@ -342,6 +342,7 @@ class TableEnv(MultiAgentChatEnv):
         ConfigError: for impossible arguments.
 
     Example:
+        >>> from torchrl_llm.envs.games import TicTacToeForTwo
         >>> env = TableEnv(TicTacToeForTwo(), shuffle=False)
         >>> td = env.reset()
         >>> list(td["agent"]), td["active"].flatten().tolist()

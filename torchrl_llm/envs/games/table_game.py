@@ -97,13 +97,13 @@ class TableGame(Rules[State]):
         return self._apply(state, checked)
 
     def seat(self, player: str) -> Seat:
-        """See :meth:`~torchrl_llm.envs.games.game.Rules.seat`."""
+        """See ``Rules.seat``."""
         if player not in self.players:
             raise ConfigError(f"{self.name!r} has the players {list(self.players)}, got {player!r}")
         return Seat(self, player)
 
     def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
-        """See :meth:`~torchrl_llm.envs.games.game.Rules.play_step`."""
+        """See ``Rules.play_step``."""
         return self.step(state, actions)
 
 

@@ -1,7 +1,7 @@
 """What recipes build of a configuration: device, problems, environments and policy.
 
 Each function reads the groups that it needs (``env``, ``model``, ``train``, ...) of
-:class:`~torchrl_llm.recipes.shared_keys.TrainedConfig` or ``SampledConfig``, so that a recipe with
+``TrainedConfig`` or ``SampledConfig``, so that a recipe with
 other groups besides can share them; see ``sota-implementations/expert-iteration``.
 """
 
