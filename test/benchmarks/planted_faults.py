@@ -1,4 +1,4 @@
-"""Sixty faults planted one at a time: does the suite find each?
+"""Eighty faults planted one at a time: does the suite find each?
 
 Each line of the table replaces one piece of the package's source by a faulty one and names the
 tests that should fail. A fault names no file: its ``old`` text stands once in the package, wherever
@@ -129,6 +129,34 @@ FAULTS = [Fault(i, *line) for i, line in enumerate([
     ("pass@k of the wrong ones", "math.comb(num_samples - num_right, k) /", "math.comb(num_right, k) /", "test_records.py"),
     # algorithms
     ("presets train on tool results", 'return {"masking_strategy": "rlhf", **settings}', 'return {"masking_strategy": "sft", **settings}', "test_presets.py"),
+    # rooms that were new or rewritten when these were added: data
+    ("zeros of two types are one tensor", "key = (dense.dtype, dense.shape, dense", "key = (dense.shape, dense", "test_encoded_rows.py"),
+    ("two tensors of a message share bytes", "holds = begin == end and begin % dtype.itemsize == 0", "holds = begin % dtype.itemsize == 0", "test_encoded_rows.py"),
+    ("a support may have more ids than it counts", "int(counts.sum()) == len(ids)", "int(counts.sum()) <= len(ids)", "test_encoded_rows.py"),
+    ("a counter comes back as a dict", "return Counter(found) if isinstance(now, Counter) else found", "return found", "test_saved_state.py"),
+    ("the backend's versions of tokens are lost", "versions[:size] if c.versions is None else c.versions", "versions[:size]", "test_record.py"),
+    ("what ends with a call loses its last blanks", 'content[:start].removesuffix("\\n"), calls', "content[:start].rstrip(), calls", "test_families.py"),
+    # settings and arguments
+    ("an open bound is closed", 'value < float(most) if right == ")"', 'value <= float(most) if right == ")"', "test_checked.py"),
+    ("a recipe's own defaults are lost", "given = {} if default is MISSING else default", "given = {}", "test_write_config.py"),
+    ("the schedule forgets the epochs", "return self.train.epochs * -(-self.rows_per_policy // size)", "return -(-self.rows_per_policy // size)", "test_strict_config.py"),
+    # rewards
+    ("NaN is a reward", "if not abs(value) <= _FLOAT32_MAX:", "if abs(value) > _FLOAT32_MAX:", "test_components.py"),
+    ("no component left is a reward of 0", ".any(0) & there_KN.any(0)", ".any(0)", "test_components.py"),
+    # weights
+    ("a new sender counts its files by versions", 'self._sequence = int(path.stem.removeprefix("weights-"))', "self._sequence = self.last_version", "test_shared_files.py"),
+    ("weights sent while an actor is rebuilt are missed", "if needed == done or self._ended.is_set():", "if done or self._ended.is_set():", "test_revived_actor.py"),
+    # threads, logits, ledger
+    ("work overtakes who waits to be alone", "is_inside or all(pauser == own for pauser in self._pausers)", "is_inside or self._alone is None", "test_background.py"),
+    ("the slope of a soft cap forgets the cap", "1.0 - (squashed / self.softcap).square_()", "1.0 - squashed.square()", "test_chunked_head.py"),
+    ("tokens that are carried are lost at a resume", 'saved = ("carried",)', "saved = ()", "test_ledger.py"),
+    # games
+    ("only the last move until one's turn is rewarded", "rewards[player] += outcome.rewards.get(player, 0.0)", "rewards[player] = outcome.rewards.get(player, 0.0)", "test_players.py"),
+    # TorchRL's surface
+    ("ids of the first messages stand for all", "if record is None or record.num_messages != len(chat):\n        return None\n    return record.token_ids", "if record is None:\n        return None\n    return record.token_ids", "test_views.py"),
+    ("entropies at padding are kept", "return torch.where(self.mask, super().entropy(), 0.0)", "return super().entropy()", "test_wrapper.py"),
+    # agents that learn in words
+    ("an answer to another question is reused", 'if record is None or record["digest"] != digest:', "if record is None:", "test_calls.py"),
 ], start=1)]
 # fmt: on
 
@@ -170,9 +198,9 @@ def copy_repository(target: Path) -> None:
     )
     for name in filter(None, listed.stdout.split("\0")):
         source, place = REPOSITORY / name, target / name
-        if source.is_file():
+        if source.is_symlink() or source.is_file():  # the recipes' pages are behind a link
             place.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(source, place)
+            shutil.copy2(source, place, follow_symlinks=False)
 
 
 def run_tests(root: Path, paths: list[str], *options: str, limit_s: float) -> tuple[int, str]:

@@ -55,6 +55,14 @@ def test_a_token_record_is_kept_rather_than_encoded_again(chats, tokenizer):
     assert read_rows(tokens, "response")[0].tolist() == [9]
 
 
+def test_a_record_of_the_first_messages_alone_is_encoded_again(tokenizer):
+    record = TokenRecord.from_prompt(torch.tensor([7, 8]), torch.tensor([1, 0]), 1)
+    history = History.of([Chat([*ASK, ANSWER, *ASK], record)])
+    chats = ChatHistory(prompt=history, batch_size=[1])
+    (ids,) = read_rows(chats.to_tokens(tokenizer), "prompt")
+    assert tokenizer.decode(ids) == chats.to_text(tokenizer).prompt[0]
+
+
 def test_a_full_history_that_does_not_begin_with_the_prompt_is_an_error(tokenizer):
     td = TensorDict(
         {"prompt": History.from_chats([ASK]), "full": History.from_chats([[ANSWER]])}, [1]
