@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
+from waiting import wait_until
 
 from torchrl_llm._threads import PauseGate
 
@@ -59,8 +60,7 @@ def test_work_that_comes_after_who_waits_to_be_alone_waits_too():
     threads[0].start()
     assert entered.wait(10)
     threads[1].start()
-    while not gate._pausers:
-        threads[1].join(0.01)
+    wait_until(lambda: gate._pausers)
     with gate.work(timeout_s=0.1) as enters:
         assert not enters
     leave.set()
