@@ -65,14 +65,14 @@ def test_pickling_keeps_values_and_types(record):
     assert torch.equal(copy.deepcopy(record).token_ids, record.token_ids)
 
 
-def test_turns_are_counted_on_behind_a_fork():
+def test_turns_are_counted_on_behind_a_fork_whose_cause_stays():
     nothing = torch.zeros(0, dtype=torch.int64)
     prompt = TokenRecord.from_prompt(nothing, nothing, 0, fork_cause="window", earlier_turns=3)
     one = torch.tensor([7]), torch.tensor([-0.5]), 0, FinishReason.STOP
     answered = prompt.respond(*one)
     record = pickle.loads(pickle.dumps(answered.extend(*[torch.tensor([1])] * 2, 2))).respond(*one)
     assert record.turn.tolist() == [3, -1, 4]
-    assert record.num_turns == 5
+    assert (record.num_turns, record.fork_cause) == (5, "window")
     # what was cut off is not counted again
     assert record.cut(0, 0).num_turns == 3
 

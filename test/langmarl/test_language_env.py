@@ -110,12 +110,14 @@ def env_rows(rows):
     return lazy_rows(rows)
 
 
-def test_an_episode_with_one_invalid_reward_has_none_whatever_stands_in_its_place(env, tokenizer):
+def test_the_reward_of_an_episode_is_its_best_agents_and_none_where_one_is_invalid(env, tokenizer):
     rows = [row for row in rows_of(env, tokenizer)[0] if row["episode"] == "1"]
     whole = episode_of(rows, 7)
     assert (whole.reward, whole.metadata["episode_id"], whole.valid) == (1.0, 7, True)
-    rows[1]["next"].set("reward_valid", torch.zeros(1, dtype=torch.bool))
     rows[1]["next", "reward"].zero_()
+    best = episode_of(rows)
+    assert (best.reward, best.metadata["rewards"]) == (1.0, {"A": 1.0, "B": 0.0, "C": 1.0})
+    rows[1]["next"].set("reward_valid", torch.zeros(1, dtype=torch.bool))
     failed = episode_of(rows)
     assert math.isnan(failed.reward)
     assert failed.metadata["error"] == "the reward is invalid"
