@@ -520,16 +520,6 @@ def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "err
     td.set(name, node)
 
 
-def refused_rows(td: TensorDictBase) -> list[int]:
-    """The rows whose turn a gate in front of the reward has refused.
-
-    Args:
-        td: what follows a step.
-    """
-    refused = td.get("reward_refused", None)
-    return [] if refused is None else refused.reshape(-1).nonzero().flatten().tolist()
-
-
 def _first_failures(
     td: TensorDictBase, valid: Sequence[bool], failures: Sequence[Failure]
 ) -> list[Failure]:

@@ -306,12 +306,6 @@ def single_messages(node: TensorDictBase) -> list[Any] | None:
     return flat if all(len(chat) == 1 for chat in flat) else None
 
 
-def virtual_shape(node: TensorDictBase) -> list[Any]:
-    """Batch size, with ``"messages"`` for the message dimension that conversations have."""
-    shape: list[Any] = list(node.batch_size)
-    return shape if is_message(cells_of(node)) else [*shape, "messages"]
-
-
 def read_messages(cells: Any, value: Callable[[Mapping[str, Any]], Any]) -> Any:
     """``value`` of each message, nested as the cells are."""
     if isinstance(cells, list):
