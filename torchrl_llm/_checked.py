@@ -241,7 +241,7 @@ def check(name: str, value: Any, hint: Any) -> None:
     near = did_you_mean(value, map(str, choices)) if isinstance(value, str) and choices else ""
     wanted = " or ".join(_wanted(option, value) for option in options)
     why = [f": {text}" for option in options for text in _marks(option, str)]
-    raise ConfigError(f"{name} must be {wanted}, got {value!r}{near}{''.join(why)}")
+    raise ConfigError(f"{name} must be {wanted}, got {value!r}{''.join(why)}{near}")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:

@@ -156,15 +156,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("settings", "message"),
         [
-            ({"type": "is"}, "type must be none, tis, mis or icepop"),
-            ({"level": "row"}, "level must be"),
-            ({"proximal": "old"}, "proximal must be"),
             ({"level": "sequence"}, "no meaning for type='none'"),
             ({"type": "icepop", "level": "sequence"}, "no meaning for type='icepop'"),
             ({"bounds": (0.5, 2.0)}, "no effect with type='none'"),
-            ({"type": "mis", "bounds": (2.0, 0.5)}, r"bounds must be \(low, high\)"),
-            ({"type": "mis", "bounds": 2.0}, r"bounds must be \(low, high\)"),
-            ({"sequence_bounds": (1.0,)}, r"sequence_bounds must be \(low, high\)"),
         ],
     )
     def test_settings_that_are_impossible_or_without_effect(self, settings, message):

@@ -327,11 +327,9 @@ def test_rows_without_the_teachers_log_probs_are_an_error_that_says_what_to_do()
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"estimator": "k1"}, "estimator"),
         ({"estimator": "full_vocabulary"}, "teachers belong"),
         ({"teachers": TableActor([0.0])}, "teachers belong"),
         ({"divergence": "forward"}, "full_vocabulary"),
-        ({"coeff": 0.0}, "coeff"),
         ({"estimator": "k2", "clip_epsilon": 0.2}, "clip_epsilon"),
         ({"clip_epsilon": (2.0, 0.2)}, "clip_epsilon"),
     ],

@@ -45,13 +45,8 @@ def test_weights_without_bound_stay_finite():
 
 
 def test_what_is_refused():
-    for settings, message in (
-        ({"level": "row"}, "level must be token, sequence or none"),
-        ({"truncation": 0.0}, "truncation must be positive"),
-        ({"level": "none", "truncation": 2.0}, "no effect"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            ReinforceLoss(actor(), **settings)
+    with pytest.raises(ConfigError, match="no effect"):
+        ReinforceLoss(actor(), level="none", truncation=2.0)
     with pytest.raises(TypeError, match="clip_epsilon"):
         ReinforceLoss(actor(), clip_epsilon=0.2)
 
