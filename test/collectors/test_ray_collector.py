@@ -316,7 +316,6 @@ def test_a_collector_that_hangs_or_fails_gives_its_claims_back_and_says_why():
         ({"remote_config": {"cpus": 1}}, ConfigError, "remote_config has 'cpus'"),
         ({"in_flight": "drop"}, ConfigError, "in_flight"),
         ({"claim_rows": 2}, ConfigError, "claim_rows"),
-        ({"max_restarts": -1}, ConfigError, "max_restarts"),
         ({"policy": print}, ConfigError, "exactly one"),
     ],
 )
