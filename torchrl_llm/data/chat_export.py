@@ -19,7 +19,7 @@ from typing import Annotated, Any
 
 from tensordict import TensorDict
 
-from torchrl_llm._checked import Ge
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._files import replacing
 from torchrl_llm._imports import require
 from torchrl_llm.data.enums import FinishReason
@@ -131,6 +131,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in _LEFT_OUT}
 
 
+@checked
 @dataclass(kw_only=True)
 class ChatFilter:
     """Which conversations with a valid reward are good enough.
