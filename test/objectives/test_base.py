@@ -123,15 +123,6 @@ class TestHooks:
         scores = loss.score(td, rows)
         assert loss.from_scores(td, rows, scores).loss_objective == loss(td).loss_objective
 
-    def test_bad_columns_are_refused_before_the_actor_is_asked(self):
-        class Never(TableActor):
-            def token_scores(self, *args, **kwargs):
-                raise AssertionError("the forward has been run")
-
-        td = make_rows(make_row([0, 1], 1, advantage=math.nan))
-        with pytest.raises(DataError, match="advantage is NaN"):
-            ReinforceLoss(Never([-1.0] * 4))(td)
-
     def test_a_surrogate_knows_the_sampler_beside_the_proximal_policy(self):
         seen = []
 

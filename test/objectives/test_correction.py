@@ -136,17 +136,10 @@ def test_divergences_are_not_weighted():
 
 
 class TestRefusals:
-    def test_missing_log_probs_of_the_proximal_policy_name_what_writes_them(self):
-        loss, rows = loss_and_rows(Correction(type="tis"))
-        assert ("prox_log_probs", "full") in loss.in_keys
-        for row in rows.tensordicts:
-            del row["prox_log_probs"]
-        with pytest.raises(DataError, match=r"'prox_log_probs', 'full'.*RetrieveLogProb"):
-            loss(rows)
-
     @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
     def test_values_that_are_not_finite(self, bad):
         loss, rows = loss_and_rows(Correction())
+        assert ("prox_log_probs", "full") in loss.in_keys
         rows.tensordicts[1]["prox_log_probs", "full"][2] = bad
         with pytest.raises(DataError, match=r"prox_log_probs.*NaN or infinite.*rows \[1\]"):
             loss(rows)

@@ -17,7 +17,6 @@ from torchrl_llm.objectives import (
     DistillationLossOutput,
     GRPOLoss,
     OnPolicyDistillationLoss,
-    check_invariance,
     k3_kl_token_estimate,
 )
 
@@ -176,23 +175,9 @@ def test_conversations_alone_are_encoded_first():
     assert DistillationLoss(policy)(rows).loss_distill > 0
 
 
-def test_layouts_splits_orders_and_junk_have_no_influence(make_tiny_model):
-    rows = make_rows(
-        taught([5, 1, 2, 7], 1, [0.0, -5.0, -6.0, -5.5]),
-        taught([5, 6, 3], 2, [0.0, 0.0, -4.0]),
-        taught([5, 9], 1, [0.0, -5.0]),
-    )
-    check_invariance(DistillationLoss(CausalScorer(make_tiny_model())), rows)
-
-
-def test_what_is_missing_or_broken_is_an_error_that_says_what_to_do():
-    model = TableActor([-1.0] * 8)
-    with pytest.raises(DataError, match="RetrieveTeacherLogProb"):
-        DistillationLoss(model)(make_rows(make_row([5, 1], 1)))
-    with pytest.raises(DataError, match="NaN"):
-        DistillationLoss(model)(make_rows(taught([5, 1], 1, [0.0, math.nan])))
+def test_what_cannot_be_is_refused():
     with pytest.raises(TypeError, match="loss_function"):
-        DistillationLoss(model, loss_function="sft")
+        DistillationLoss(TableActor([-1.0] * 8), loss_function="sft")
     with pytest.raises(ValueError, match="one shape"):
         k3_kl_token_estimate(torch.zeros(2), torch.zeros(3))
 
