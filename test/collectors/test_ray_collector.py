@@ -314,7 +314,6 @@ def test_a_collector_that_hangs_or_fails_gives_its_claims_back_and_says_why():
         ({"num_gpus": 1}, ResourceError, "1 GPU"),
         ({"queue": queue.Queue()}, ConfigError, "belongs to this process"),
         ({"remote_config": {"cpus": 1}}, ConfigError, "remote_config has 'cpus'"),
-        ({"in_flight": "drop"}, ConfigError, "in_flight"),
         ({"claim_rows": 2}, ConfigError, "claim_rows"),
         ({"policy": print}, ConfigError, "exactly one"),
     ],
