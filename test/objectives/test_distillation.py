@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, double, make_row, make_rows
+from objectives.rows_helper import BOTH, TableActor, double, make_row, make_rows
 
 from torchrl_llm.envs.transforms import RetrieveLogProb, RetrieveTeacherLogProb
 from torchrl_llm.errors import DataError
@@ -20,9 +20,6 @@ from torchrl_llm.objectives import (
     k3_kl_token_estimate,
 )
 
-BOTH = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
-)
 E = math.exp
 
 

@@ -2,15 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from objectives.rows_helper import actor, by_hand, three_rows
+from objectives.rows_helper import BOTH, actor, by_hand, three_rows
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import GSPOLoss, GSPOTokenLoss
 
-PRECISIONS = [(torch.float64, 1e-8), (torch.float32, 1e-5)]
 
-
-@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS)
+@BOTH
 @pytest.mark.parametrize("loss_type", [GSPOLoss, GSPOTokenLoss])
 class TestByHand:
     def test_a_sequence_inside_the_bounds_and_one_outside(self, loss_type, dtype, tolerance):

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, double, make_row, make_rows
+from objectives.rows_helper import BOTH, TableActor, double, make_row, make_rows
 from tensordict import NonTensorData
 from torch import nn
 
@@ -23,9 +23,6 @@ from torchrl_llm.objectives import (
     check_invariance,
 )
 
-BOTH = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
-)
 SAMPLED = ("advantage", "k2")
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, double, make_row, make_rows
+from objectives.rows_helper import BOTH, TableActor, double, make_row, make_rows
 from torch import nn
 
 from torchrl_llm.data.scoring import ScoreExtras
@@ -14,10 +14,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import ValueHead
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import GRPOLoss, PPOLoss, PPOLossOutput, check_invariance
-
-BOTH = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
-)
 
 
 class ActorCritic(TableActor):

@@ -3,8 +3,7 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from objectives.rows_helper import actor, by_hand
+from objectives.rows_helper import BOTH, actor, by_hand
 
 from torchrl_llm.objectives import SAPOLoss
 
@@ -13,7 +12,7 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 def test_by_hand(dtype, tolerance):
     output, gradient = by_hand(SAPOLoss, dtype)
     # A = 2, tau = 1: -4 sigmoid(0.21) x 2 and -4 x 1/2 x 2; A = -1, tau = 1.05:

@@ -3,15 +3,14 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from objectives.rows_helper import actor, by_hand
+from objectives.rows_helper import BOTH, actor, by_hand
 
 from torchrl_llm.objectives import TOPRLoss
 
 LOGS = [-1 + math.log(1.21), -1.0, -1 + math.log(0.64)]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 @pytest.mark.parametrize(
     ("settings", "weights"),
     [

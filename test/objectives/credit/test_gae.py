@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from objectives.rows_helper import BOTH
 from tensordict import TensorDict
 
 from torchrl_llm.data.enums import Source
@@ -70,7 +71,7 @@ def column(row, key):
     return row[key].flatten().tolist()
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 def test_the_reward_of_a_turn_falls_on_its_last_token(dtype, tolerance):
     # gamma 0.9, lambda 0.5: delta_2 = 2 - 0.25 = 1.75; delta_1 = 0.9 * 0.25 - 0.5 = -0.275;
     # A_1 = -0.275 + 0.45 * 1.75 = 0.5125. The prompt's value is junk.

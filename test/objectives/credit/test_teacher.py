@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, make_row, make_rows
+from objectives.rows_helper import BOTH, TableActor, make_row, make_rows
 from tensordict import TensorDict
 
 from torchrl_llm.data.enums import Source
@@ -20,10 +20,6 @@ from torchrl_llm.objectives import (
     MCAdvantage,
     OnPolicyDistillationLoss,
     TeacherKL,
-)
-
-BOTH = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
 )
 
 
