@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrl_llm
-from torchrl_llm._checked import BOUNDS, CHECKED, Ge, Gt, In, Pair, checked, rules_of
+from torchrl_llm._checked import CHECKED, Ge, Gt, In, Pair, checked, rules_of
 from torchrl_llm._settings import Group
 from torchrl_llm.errors import ConfigError
 
@@ -147,7 +147,7 @@ def allows(hint, value):
             number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
             if not number or isinstance(value, bool):
                 return False
-        return all(bound.holds(value) for bound in marks if isinstance(bound, BOUNDS))
+        return all(bound.holds(value) for bound in marks if not isinstance(bound, str))
     if isinstance(hint, type):
         return isinstance(value, hint)
     return any(allows(option, value) for option in get_args(hint))

@@ -140,9 +140,6 @@ class Pair:
         return f"(low, high) with low {'<=' if self.equal else '<'} high{where}"
 
 
-BOUNDS = In | Ge | Gt | Pair
-
-
 def checked(target: T) -> T:
     """Check the arguments of a function, or of the constructor of a class (a dataclass too).
 
@@ -240,7 +237,7 @@ def check(name: str, value: Any, hint: Any) -> None:
     choices = [each for option in options for each in _choices(option)]
     near = did_you_mean(value, map(str, choices)) if isinstance(value, str) and choices else ""
     wanted = " or ".join(_wanted(option, value) for option in options)
-    why = [f": {text}" for option in options for text in _marks(option, str)]
+    why = [f": {mark}" for option in options for mark in _marks(option) if isinstance(mark, str)]
     raise ConfigError(f"{name} must be {wanted}, got {value!r}{''.join(why)}{near}")
 
 
@@ -252,10 +249,8 @@ def _is_rule(hint: Any) -> bool:
     return get_origin(hint) in (Annotated, Literal)
 
 
-def _marks(hint: Any, kind: type) -> list[Any]:
-    """The bounds beside an annotation, or the texts."""
-    marks = get_args(hint)[1:] if get_origin(hint) is Annotated else ()
-    return [mark for mark in marks if isinstance(mark, kind)]
+def _marks(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -266,16 +261,17 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
-    if choices := _choices(hint):
-        return any(type(value) is type(each) and value == each for each in choices)
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in get_args(hint))
     if origin is Annotated:
-        kind = get_args(hint)[0]
-        is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
-        if kind in (int, float) and not is_number:
-            return False
-        if kind is int and not isinstance(value, numbers.Integral):
-            return False
-        return all(bound.holds(value) for bound in _marks(hint, BOUNDS))
+        kind, *marks = get_args(hint)
+        if kind in (int, float):
+            is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
+            if not is_number or (kind is int and not isinstance(value, numbers.Integral)):
+                return False
+        elif get_origin(kind) is Literal:
+            return _fits(value, kind)
+        return all(isinstance(mark, str) or mark.holds(value) for mark in marks)
     if hint is None:
         return value is None
     kind = origin or hint
@@ -287,6 +283,7 @@ def _wanted(hint: Any, value: Any) -> str:
     if choices := _choices(hint):
         return "one of " + ", ".join(map(repr, choices))
     if origin is Annotated:
-        is_whole = get_args(hint)[0] is int and not isinstance(value, numbers.Integral)
-        return "a whole number " * is_whole + " and ".join(map(str, _marks(hint, BOUNDS)))
+        kind, *marks = get_args(hint)
+        whole = "a whole number " * (kind is int and not isinstance(value, numbers.Integral))
+        return whole + " and ".join(str(mark) for mark in marks if not isinstance(mark, str))
     return "None" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))
