@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import torchrl_llm
-from torchrl_llm._checked import CHECKED, Ge, Gt, In, checked, rules_of
+from torchrl_llm._checked import CHECKED, Ge, Gt, In, Pair, checked, rules_of
 from torchrl_llm._settings import Group
 from torchrl_llm.errors import ConfigError
 
@@ -33,6 +33,10 @@ def draw(
     *,
     seconds: Annotated[float, Gt(0, finite=True)] | None = None,
     kind: Literal["fast", "slow"] | list = "fast",
+    style: Annotated[Literal["bold", "thin"], "it is printed so"] = "bold",
+    peers: Annotated[int, Ge(2), "nobody plays alone"] = 2,
+    band: Annotated[tuple[float, float], Pair("[0, 1]")] = (0, 1),
+    weights: Annotated[tuple[float, float], Pair(equal=True)] | None = None,
     free: int = 0,
     later: Later | None = None,
 ):
@@ -65,6 +69,17 @@ class Limits:
             "kind must be one of 'fast', 'slow' or list, got 'fats'; did you mean 'fast'",
         ),
         ({"kind": 1}, "kind must be one of 'fast', 'slow' or list, got 1$"),
+        ({"style": "bald"}, "'thin', got 'bald': it is printed so; did you mean 'bold'"),
+        ({"peers": 1}, "peers must be at least 2, got 1: nobody plays alone$"),
+        ({"peers": 2.5}, "peers must be a whole number at least 2, got 2.5: nobody"),
+        ({"band": (1, 0.5)}, r"band must be \(low, high\) with low < high in \[0, 1\], got \(1, 0"),
+        ({"band": (0.5, 0.5)}, "low < high"),
+        ({"band": (0, 2)}, "band must be"),
+        ({"band": (0, math.nan)}, "band must be"),
+        ({"band": (0,)}, "band must be"),
+        ({"band": ("0", 1)}, "band must be"),
+        ({"band": 0.5}, "band must be"),
+        ({"weights": [3, 2]}, r"weights must be \(low, high\) with low <= high or None, got \[3"),
     ],
 )
 def test_a_wrong_value_is_refused_with_name_bound_and_value(wrong, message):
@@ -93,6 +108,8 @@ def test_right_values_of_every_kind_pass_by_place_and_by_name():
     assert draw(1) == (1, 1.0, None, "fast", 0)
     assert draw(np.int64(2), np.float32(0.5), seconds=1)[0] == 2
     assert draw(1, torch.tensor(0.5), kind=["mine"], free="not looked at")[3] == ["mine"]
+    assert draw(1, style="thin", peers=2, band=[0.0, 0.5], weights=(2, math.inf))
+    assert draw(1, weights=(2, 2.0), band=(torch.tensor(0.5), np.float32(1)))
     with pytest.raises(ConfigError, match="top_p"):
         draw(1, 2.0)
 
@@ -140,9 +157,14 @@ def allows(hint, value):
     if get_origin(hint) is Literal:
         return any(type(value) is type(each) and value == each for each in get_args(hint))
     if get_origin(hint) is Annotated:
-        kind, *bounds = get_args(hint)
-        number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
-        return number and not isinstance(value, bool) and all(b.holds(value) for b in bounds)
+        kind, *marks = get_args(hint)
+        if get_origin(kind) is Literal:
+            return allows(kind, value)
+        if kind in (int, float):
+            number = isinstance(value, numbers.Integral if kind is int else numbers.Real)
+            if not number or isinstance(value, bool):
+                return False
+        return all(bound.holds(value) for bound in marks if not isinstance(bound, str))
     if isinstance(hint, type):
         return isinstance(value, hint)
     return any(allows(option, value) for option in get_args(hint))
@@ -150,7 +172,7 @@ def allows(hint, value):
 
 VALUES = st.one_of(
     *(st.integers(-3, 3), st.floats(-2, 2), st.just(math.nan), st.booleans(), st.text(max_size=3)),
-    *(st.none(), st.builds(object)),
+    *(st.none(), st.builds(object), st.tuples(st.integers(-1, 2), st.floats(-1, 2))),
 )
 
 
@@ -168,7 +190,7 @@ def test_every_checked_argument_of_the_package_refuses_what_it_must(modules, val
 
 def test_whoever_writes_a_bound_has_it_checked(modules):
     def is_marked(hint):
-        return any(mark in hint for mark in ("Ge(", "Gt(", "In("))
+        return any(mark in hint for mark in ("Ge(", "Gt(", "In(", "Pair("))
 
     for path in ROOT.rglob("*.py"):
         tree = ast.parse(path.read_text())

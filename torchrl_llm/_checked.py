@@ -5,8 +5,10 @@ An annotation says what an argument may be, and that is all there is to write::
     @checked
     def __init__(self, size: Annotated[int, Ge(1)], mode: Literal["mean", "sum"] = "mean"): ...
 
-Only annotations with a bound or a ``Literal`` are checked. What is wrong with two arguments
-together is said by the constructor itself. ``test/test_checked.py`` tries wrong values on each.
+Only annotations with a bound or a ``Literal`` are checked. A text beside a bound ends the message:
+``Annotated[int, Ge(2), "a group of one has nobody to compare with"]``. What is wrong with two
+arguments together is said by the constructor itself. ``test/test_checked.py`` tries wrong values on
+each.
 """
 
 from __future__ import annotations
@@ -105,6 +107,39 @@ class Gt:
         return f"above {self.limit}" + " and finite" * self.finite
 
 
+@dataclass(frozen=True)
+class Pair:
+    """Two numbers ``(low, high)``, the first below the second, within an interval.
+
+    Attributes:
+        interval: as of :class:`In`, for both.
+        equal: whether the two may be equal.
+
+    Example:
+        >>> Pair("[0, inf]").holds((0, 2.0)), Pair("[0, 1]").holds([2.0, 0.5])
+        (True, False)
+    """
+
+    interval: str = "[-inf, inf]"
+    equal: bool = False
+
+    def holds(self, value: Any) -> bool:
+        """Whether it is such a pair, a tuple or a list.
+
+        Args:
+            value: whatever was given.
+        """
+        if not isinstance(value, tuple | list) or len(value) != 2:
+            return False
+        if not all(_fits(each, Annotated[float, In(self.interval)]) for each in value):
+            return False
+        return bool(value[0] < value[1] or (self.equal and value[0] == value[1]))
+
+    def __str__(self) -> str:
+        where = "" if self.interval == "[-inf, inf]" else f" in {self.interval}"
+        return f"(low, high) with low {'<=' if self.equal else '<'} high{where}"
+
+
 def checked(target: T) -> T:
     """Check the arguments of a function, or of the constructor of a class (a dataclass too).
 
@@ -199,12 +234,11 @@ def check(name: str, value: Any, hint: Any) -> None:
     options = _options(hint)
     if any(_fits(value, option) for option in options):
         return
-    choices = [
-        each for option in options if get_origin(option) is Literal for each in get_args(option)
-    ]
+    choices = [each for option in options for each in _choices(option)]
     near = did_you_mean(value, map(str, choices)) if isinstance(value, str) and choices else ""
     wanted = " or ".join(_wanted(option, value) for option in options)
-    raise ConfigError(f"{name} must be {wanted}, got {value!r}{near}")
+    why = [f": {mark}" for option in options for mark in _marks(option) if isinstance(mark, str)]
+    raise ConfigError(f"{name} must be {wanted}, got {value!r}{''.join(why)}{near}")
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -215,16 +249,29 @@ def _is_rule(hint: Any) -> bool:
     return get_origin(hint) in (Annotated, Literal)
 
 
+def _marks(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
+
+
+def _choices(hint: Any) -> tuple[Any, ...]:
+    if get_origin(hint) is Annotated:
+        hint = get_args(hint)[0]
+    return get_args(hint) if get_origin(hint) is Literal else ()
+
+
 def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
         return any(type(value) is type(each) and value == each for each in get_args(hint))
     if origin is Annotated:
-        kind, *bounds = get_args(hint)
-        is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
-        if not is_number or (kind is int and not isinstance(value, numbers.Integral)):
-            return False
-        return all(bound.holds(value) for bound in bounds)
+        kind, *marks = get_args(hint)
+        if kind in (int, float):
+            is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
+            if not is_number or (kind is int and not isinstance(value, numbers.Integral)):
+                return False
+        elif get_origin(kind) is Literal:
+            return _fits(value, kind)
+        return all(isinstance(mark, str) or mark.holds(value) for mark in marks)
     if hint is None:
         return value is None
     kind = origin or hint
@@ -233,10 +280,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 def _wanted(hint: Any, value: Any) -> str:
     origin = get_origin(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(map(repr, get_args(hint)))
+    if choices := _choices(hint):
+        return "one of " + ", ".join(map(repr, choices))
     if origin is Annotated:
-        kind, *bounds = get_args(hint)
+        kind, *marks = get_args(hint)
         whole = "a whole number " * (kind is int and not isinstance(value, numbers.Integral))
-        return whole + " and ".join(map(str, bounds))
+        return whole + " and ".join(str(mark) for mark in marks if not isinstance(mark, str))
     return "None" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))

@@ -9,7 +9,6 @@ from tensordict import NonTensorData, TensorDict
 from torchrl_llm.cli import main
 from torchrl_llm.data import Chat, ChatHistory, FinishReason, History
 from torchrl_llm.data.chat_export import (
-    ChatFilter,
     SampledChat,
     as_dataset,
     read_chats,
@@ -17,7 +16,7 @@ from torchrl_llm.data.chat_export import (
 )
 from torchrl_llm.data.rollout_store import RolloutStore, RolloutWriter
 from torchrl_llm.data.row_files import load_rows
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
 SPOKEN = [
@@ -143,11 +142,6 @@ def test_rows_of_text_alone_are_no_chats(tmp_path):
     RolloutWriter(tmp_path).append(1, [row])
     with pytest.raises(DataError, match="rows of text"):
         list(read_chats(tmp_path))
-
-
-def test_a_filter_without_room_is_refused():
-    with pytest.raises(ConfigError, match="best_of_group"):
-        ChatFilter(best_of_group=0)
 
 
 def test_a_dataset_takes_calls_with_any_arguments(run_folder):

@@ -225,20 +225,17 @@ def test_placeholders_are_left_out_of_the_text():
 
 
 def test_shapes_that_do_not_fit_are_errors(batch):
-    with pytest.raises(ValueError, match="one message a conversation"):
-        batch.append(batch)
-    with pytest.raises(ValueError, match="one message a conversation"):
-        batch.append(History(role="user", content="x"))
-    with pytest.raises(ValueError, match="as many dimensions"):
-        batch.extend(batch[0], dim=-1)
-    with pytest.raises(ValueError, match="equal batches"):
-        batch.extend(batch[:1], dim=-1)
-    with pytest.raises(ValueError, match="inplace=False"):
-        batch[None][0].extend(batch)
-    with pytest.raises(ValueError, match="as many dimensions"):
-        batch.append(batch, dim=0)
-    with pytest.raises(ValueError, match="dim over batch"):
-        batch.extend(batch, dim=2)
+    for call, message in (
+        (lambda: batch.append(batch), "one message a conversation"),
+        (lambda: batch.append(History(role="user", content="x")), "one message a conversation"),
+        (lambda: batch.extend(batch[0], dim=-1), "as many dimensions"),
+        (lambda: batch.extend(batch[:1], dim=-1), "equal batches"),
+        (lambda: batch[None][0].extend(batch), "inplace=False"),
+        (lambda: batch.append(batch, dim=0), "as many dimensions"),
+        (lambda: batch.extend(batch, dim=2), "dim over batch"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 def test_growing_keeps_the_token_record_and_never_changes_a_shared_conversation():

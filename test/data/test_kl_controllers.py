@@ -75,13 +75,6 @@ def test_state_goes_on_where_it_was():
     assert second.update([3.0]) == first.update([3.0])
 
 
-@pytest.mark.parametrize("name", ["init_kl_coef", "target", "horizon"])
-def test_settings_must_be_positive(name):
-    settings = {"init_kl_coef": 0.1, "target": 6.0, "horizon": 10, name: 0}
-    with pytest.raises(ConfigError, match=name):
-        AdaptiveKLController(**settings)
-
-
 def test_penalties_in_place_of_divergences_are_spoken_of(caplog):
     AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=100).update([-0.3])
     assert "takes the divergences themselves" in caplog.text

@@ -15,7 +15,7 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, Trajectory, drop_truncated
 from torchrl_llm.data.token_facts import FACTS, TokenFact, register_fact, unregister_fact
 from torchrl_llm.envs.transforms import OverlongPenalty
-from torchrl_llm.errors import ConfigError, OverlongError
+from torchrl_llm.errors import OverlongError
 from torchrl_llm.objectives import GAEAdvantage
 
 P, S, TOOL = int(Source.PROMPT), int(Source.SAMPLED), int(Source.TOOL)
@@ -244,15 +244,6 @@ def test_an_error_names_the_row_its_length_and_what_to_change():
     assert "row 1 of the batch, group_id=3, traj_id=12, turn=0 has 4 tokens, 2 of them" in said
     assert "train.max_seq_len is 3" in said
     assert "train.on_overlong=truncate" in said
-
-
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [({"max_seq_len": 1}, "at least 2"), ({"max_seq_len": 8, "on_overlong": "cut"}, "'cut'")],
-)
-def test_a_rule_that_is_none_is_refused(settings, match):
-    with pytest.raises(ConfigError, match=match):
-        LengthRule(**settings)
 
 
 def test_a_length_penalty_counts_what_was_said_and_not_what_is_left():

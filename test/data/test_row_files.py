@@ -172,18 +172,16 @@ def test_a_damaged_gzip_file_is_refused(tmp_path, damage):
 
 def test_sequences_are_taken_as_they_are_and_checked():
     assert load_rows(ROWS, columns=["query"]) is ROWS
-    with pytest.raises(DataError, match="lacks the column 'answer'"):
-        load_rows(ROWS, columns=["answer"])
-    with pytest.raises(DataError, match="no rows"):
-        load_rows([])
-    with pytest.raises(DataError, match=r"row 0 .* must be a dict"):
-        load_rows([1, 2])
-    with pytest.raises(DataError, match=r"row 2 .* must be a dict, got int"):
-        load_rows([{"a": 1}, {"a": 2}, 3])
-    with pytest.raises(DataError, match=r"row 1 .* lacks the column 'a'"):
-        load_rows([{"a": 1}, {"b": 2}], columns=["a"])
-    with pytest.raises(DataError, match="from_dataloader"):
-        load_rows(iter(ROWS))
+    for rows, message in (
+        (ROWS, "lacks the column 'answer'"),
+        ([], "no rows"),
+        ([1, 2], r"row 0 .* must be a dict"),
+        ([{"answer": 1}, {"answer": 2}, 3], r"row 2 .* must be a dict, got int"),
+        ([{"answer": 1}, {"b": 2}], r"row 1 .* lacks the column 'answer'"),
+        (iter(ROWS), "from_dataloader"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load_rows(rows, columns=["answer"])
 
 
 def test_columns_are_no_rows_and_splits_are_chosen():

@@ -166,11 +166,6 @@ def test_ten_thousand_rows_are_drawn_at_once(make):
 
 @pytest.mark.parametrize(("make", "message"), [
     (lambda: BandOrder(0.9, 0.1), r"rises within \[0, 1\], got \[0.9, 0.1\]"),
-    (lambda: BandOrder(revisit=0), "at least one pass, got revisit=0"),
-    (lambda: BandOrder(memory=1.0), "memory must be .* below 1"),
-    (lambda: QueueOrder(solved=0.0), r"in \(0, 1\], got 0.0"),
-    (lambda: QueueOrder(visits=0), "at least once, got visits=0"),
-    (lambda: WeightedOrder(floor=0.0), "above 0, got floor=0.0"),
     (lambda: RowLoader([{}], order=BandOrder(), shuffle=False), "no shuffle=False"),
     (lambda: RowLoader([{}], order=BandOrder(), collate_fn=list), "no collate_fn"),
 ])  # fmt: skip

@@ -430,18 +430,17 @@ def test_rows_that_own_their_memory_keep_the_response_in_it():
 
 def test_a_fact_is_registered_once(facts):
     assert register_fact(SURPRISE) is FACTS["surprise"]  # a module that is imported again
-    with pytest.raises(ConfigError, match=r"already called 'surprise'.*unregister_fact"):
-        register_fact(dataclasses.replace(SURPRISE, default=0.0))
-    with pytest.raises(ConfigError, match="already called 'log_probs'"):
-        register_fact(TokenFact(name="log_probs", dtype=torch.float32, key=("mine", "full")))
-    with pytest.raises(ConfigError, match=r"the fact 'route' has it; choose a node of its own"):
-        register_fact(dataclasses.replace(ROUTE, name="other"))
-    with pytest.raises(ConfigError, match="rows use 'trace' themselves"):
-        register_fact(TokenFact(name="mine", dtype=torch.int8, key=("trace", "mine")))
-    with pytest.raises(ConfigError, match=r"has no default.*pass default="):
-        register_fact(dataclasses.replace(ROUTE, name="other", key=("o", "full"), default=None))
-    with pytest.raises(ConfigError, match="takes a TokenFact, got str"):
-        register_fact("surprise")
+    other = dataclasses.replace(ROUTE, name="other")
+    for fact, message in (
+        (dataclasses.replace(SURPRISE, default=0.0), r"called 'surprise'.*unregister_fact"),
+        (dataclasses.replace(SURPRISE, name="log_probs"), "already called 'log_probs'"),
+        (other, r"the fact 'route' has it; choose a node of its own"),
+        (dataclasses.replace(other, key=("trace", "mine")), "rows use 'trace' themselves"),
+        (dataclasses.replace(other, key=("o", "full"), default=None), "no default.*pass default="),
+        ("surprise", "takes a TokenFact, got str"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            register_fact(fact)
     with pytest.raises(ConfigError, match=r"no fact 'source'.*\['surprise', 'route'\]"):
         unregister_fact("source")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import pytest
 import torch
 from tensordict import TensorDict
 from torch import nn
@@ -13,6 +14,9 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 
 LOG2 = math.log(2)
+BOTH = pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
+)
 
 
 class TableActor(nn.Module, TokenScorer):

@@ -45,8 +45,11 @@ COLUMNS = {name: [key for key, names in READERS.items() if name in names] for na
 every_reader = pytest.mark.parametrize("name", [name for name in LOSSES if COLUMNS[name]])
 
 
-def small_rows():
-    return full_rows(vocab=8)
+def small_rows(*, without=None):
+    rows = full_rows(vocab=8)
+    for row in rows.tensordicts if without else ():
+        del row[without]
+    return rows
 
 
 def refused(name, rows, message, **settings):
@@ -75,13 +78,14 @@ def test_good_rows_are_not(name):
 
 @every_reader
 def test_a_column_that_is_missing(name):
+    advice = {
+        "advantage": "advantage; .*(MCAdvantage|GAEAdvantage) must run",
+        ("log_probs", "full"): r"\('log_probs', 'full'\); generate with a policy",
+        ("value_target", "full"): ".*GAEAdvantage",
+        ("next", "teacher_log_probs", "full"): ".*RetrieveTeacherLogProb",
+    }
     for key in COLUMNS[name]:
-        rows = small_rows()
-        for row in rows.tensordicts:
-            del row[key]
-        refused(
-            name, rows, r"the rows have no .*(MCAdvantage|generate|Retrieve|GAE|writes|must run)"
-        )
+        refused(name, small_rows(without=key), f"the rows have no {advice[key]}")
 
 
 @every_reader
@@ -89,10 +93,10 @@ def test_a_column_of_another_shape(name):
     for key in COLUMNS[name]:
         rows = small_rows()
         rows.tensordicts[1][key] = torch.zeros(5, 1) if key == "advantage" else torch.zeros(2)
-        message = (
-            r"must be \[B, 1, 1\] or \[B, T, 1\]" if key == "advantage" else "one value per token"
-        )
-        refused(name, rows, f"{message}.*row 1|row 1.*{message}")
+        message = r"one value per token: row 1 has 8 tokens and values of shape \(2,\)"
+        if key == "advantage":
+            message = r"must be \[B, 1, 1\] or \[B, T, 1\] with B=4, T=8, got \(.*row 1"
+        refused(name, rows, message)
 
 
 @every_reader
@@ -144,9 +148,7 @@ def test_a_mask_without_a_token():
 
 def test_a_group_id_that_is_missing_where_prompts_are_averaged():
     for name in POLICY_LOSSES:
-        rows = small_rows()
-        for row in rows.tensordicts:
-            del row["group_id"]
+        rows = small_rows(without="group_id")
         refused(name, rows, "no group_id.*prompt_mean.*sequence_mean", aggregation="prompt_mean")
 
 
@@ -156,10 +158,8 @@ def test_log_probs_of_the_proximal_policy_or_the_reference_that_are_missing():
             ("prox_log_probs", {"correction": Correction(type="tis")}),
             (("next", "ref_log_probs"), {"kl_to_ref_coeff": 0.1}),
         ):
-            rows = small_rows()
-            for row in rows.tensordicts:
-                del row[key]
-            refused(name, rows, "RetrieveLogProb", **settings)
+            message = f"{key[-1] if isinstance(key, tuple) else key}.*RetrieveLogProb"
+            refused(name, small_rows(without=key), message, **settings)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -187,9 +187,10 @@ def test_an_actor_that_scores_another_number_of_tokens():
 def test_rows_of_a_truncated_distribution_whose_support_was_not_kept():
     for name in POLICY_LOSSES:
         rows = small_rows()
-        for row in rows.tensordicts:
-            row["tokens", "truncated_support"] = torch.tensor(True)
-        refused(name, rows, r"rows \[0, 1, 2, 3\] were sampled with top-k, top-p or min-p")
+        for number, row in enumerate(rows.tensordicts):
+            row["tokens", "truncated_support"] = torch.tensor(number % 2 == 1)
+        refused(name, rows, r"rows \[1, 3\] were sampled with top-k, top-p or min-p")
+        make_loss(name, Watched())(rows[::2])
 
 
 @pytest.mark.parametrize(
@@ -228,7 +229,4 @@ def test_a_first_token_that_counts_has_nothing_to_be_predicted_from():
 
 def test_rows_without_ids():
     for name in LOSSES:
-        rows = small_rows()
-        for row in rows.tensordicts:
-            del row["tokens"]
-        refused(name, rows, r"'tokens', 'full'")
+        refused(name, small_rows(without="tokens"), r"'tokens', 'full'")

@@ -3,14 +3,13 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from objectives.rows_helper import LOG2, actor, by_hand, make_row, make_rows
+from objectives.rows_helper import BOTH, LOG2, actor, by_hand, make_row, make_rows
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import CISPOLoss, CISPOLossOutput
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 class TestByHand:
     def test_large_weights_are_cut_and_small_ones_are_not(self, dtype, tolerance):
         output, gradient = by_hand(CISPOLoss, dtype)

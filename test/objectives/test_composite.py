@@ -308,22 +308,3 @@ class TestErrors:
             row["log_probs", "response"] = row["log_probs", "full"]
         with pytest.raises(DataError):
             CompositeLoss({"a": (1.0, GRPOLoss(model)), "b": (1.0, other)})(rows)
-
-    def test_bad_rows_are_refused_before_the_forward(self):
-        model = counting()
-        loss = CompositeLoss({"a": (1.0, SFTLoss(model)), "b": (1.0, GRPOLoss(model))})
-        rows = two_rows()
-        rows.tensordicts[0]["advantage"][:] = math.nan
-        with pytest.raises(DataError, match="advantage is NaN"):
-            loss(rows)
-        assert model.calls == 0
-
-    def test_an_actor_that_scores_another_number_of_tokens(self):
-        class Short(TableActor):
-            def token_scores(self, *args, **kwargs):
-                scores = super().token_scores(*args, **kwargs)
-                return scores._replace(log_probs=scores.log_probs[1:])
-
-        loss = CompositeLoss({"a": (1.0, GRPOLoss(Short(torch.full((8,), -1.0))))})
-        with pytest.raises(DataError, match="must score the 3 selected"):
-            loss(two_rows())

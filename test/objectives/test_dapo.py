@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from objectives.rows_helper import actor, by_hand, make_row, make_rows, two_rows
+from objectives.rows_helper import BOTH, actor, by_hand, make_row, make_rows, two_rows
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import DAPO, DAPOLossOutput, GRPOLoss
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 def test_by_hand(dtype, tolerance):
     output, gradient = by_hand(DAPO, dtype)
     # Ratios 1.21, 1 (A = 2) and 0.64 (A = -1). 1.21 <= 1.28 is inside: min(r A, clip(r) A) is

@@ -6,10 +6,10 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, double, make_row, make_rows
+from objectives.rows_helper import BOTH, TableActor, double, make_row, make_rows
 
 from torchrl_llm.envs.transforms import RetrieveLogProb, RetrieveTeacherLogProb
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import (
@@ -17,13 +17,9 @@ from torchrl_llm.objectives import (
     DistillationLossOutput,
     GRPOLoss,
     OnPolicyDistillationLoss,
-    check_invariance,
     k3_kl_token_estimate,
 )
 
-BOTH = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
-)
 E = math.exp
 
 
@@ -176,25 +172,9 @@ def test_conversations_alone_are_encoded_first():
     assert DistillationLoss(policy)(rows).loss_distill > 0
 
 
-def test_layouts_splits_orders_and_junk_have_no_influence(make_tiny_model):
-    rows = make_rows(
-        taught([5, 1, 2, 7], 1, [0.0, -5.0, -6.0, -5.5]),
-        taught([5, 6, 3], 2, [0.0, 0.0, -4.0]),
-        taught([5, 9], 1, [0.0, -5.0]),
-    )
-    check_invariance(DistillationLoss(CausalScorer(make_tiny_model())), rows)
-
-
-def test_what_is_missing_or_broken_is_an_error_that_says_what_to_do():
-    model = TableActor([-1.0] * 8)
-    with pytest.raises(DataError, match="RetrieveTeacherLogProb"):
-        DistillationLoss(model)(make_rows(make_row([5, 1], 1)))
-    with pytest.raises(DataError, match="NaN"):
-        DistillationLoss(model)(make_rows(taught([5, 1], 1, [0.0, math.nan])))
-    with pytest.raises(ConfigError, match="kl_direction"):
-        DistillationLoss(model, kl_direction="sideways")
+def test_what_cannot_be_is_refused():
     with pytest.raises(TypeError, match="loss_function"):
-        DistillationLoss(model, loss_function="sft")
+        DistillationLoss(TableActor([-1.0] * 8), loss_function="sft")
     with pytest.raises(ValueError, match="one shape"):
         k3_kl_token_estimate(torch.zeros(2), torch.zeros(3))
 

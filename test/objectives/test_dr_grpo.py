@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from objectives.rows_helper import actor, by_hand, two_rows
+from objectives.rows_helper import BOTH, actor, by_hand, two_rows
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import DrGRPOLoss
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 def test_by_hand(dtype, tolerance):
     output, gradient = by_hand(DrGRPOLoss, dtype, constant_length=4)
     # min(r A, clip(r) A): 1.21 is cut to 1.2, 0.64 to 0.8: 2.4, 2 and -0.8. Two sequences count,

@@ -3,14 +3,13 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from objectives.rows_helper import actor, by_hand
+from objectives.rows_helper import BOTH, actor, by_hand
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import GMPOLoss
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 class TestByHand:
     def test_the_lower_bound_acts_on_a_negative_advantage(self, dtype, tolerance):
         output, gradient = by_hand(GMPOLoss, dtype)

@@ -242,21 +242,14 @@ class TestInvariance:
             assert metrics == pytest.approx(expected, rel=1e-4, abs=1e-6)
             torch.testing.assert_close(got, gradient, atol=2e-5, rtol=1e-3)
 
-    def test_the_order_of_rows_does_not_matter(self, make_tiny_model):
-        model, rows = make_tiny_model(), self.rows()
-        expected, gradient = self.run(model, self.SETTINGS[1], [lazy_rows(rows)])
-        order = [2, 0, 3, 1]
-        metrics, got = self.run(model, self.SETTINGS[1], [lazy_rows([rows[b] for b in order])])
-        assert metrics == pytest.approx(expected, rel=1e-4)
-        torch.testing.assert_close(got, gradient, atol=2e-5, rtol=1e-3)
-
-    def test_rows_that_do_not_count_change_nothing(self, make_tiny_model):
+    def test_their_order_and_rows_that_do_not_count_change_nothing(self, make_tiny_model):
         model, rows = make_tiny_model(), self.rows()
         expected, gradient = self.run(model, self.SETTINGS[1], [lazy_rows(rows)])
         dropped = make_row([4, 5, 6], 1, advantage=math.nan, ref=0.0, reason=[1, 5, 5])
-        metrics, got = self.run(model, self.SETTINGS[1], [lazy_rows([*rows, dropped])])
-        assert metrics == pytest.approx(expected, rel=1e-4)
-        torch.testing.assert_close(got, gradient, atol=2e-5, rtol=1e-3)
+        for other in ([rows[b] for b in (2, 0, 3, 1)], [*rows, dropped]):
+            metrics, got = self.run(model, self.SETTINGS[1], [lazy_rows(other)])
+            assert metrics == pytest.approx(expected, rel=1e-4)
+            torch.testing.assert_close(got, gradient, atol=2e-5, rtol=1e-3)
 
     def test_it_equals_a_naive_loop_over_full_logits(self, make_tiny_model):
         model, rows = make_tiny_model(), self.rows()
@@ -306,26 +299,6 @@ class TestRefusals:
         with pytest.raises(DataError, match=message):
             GRPOLoss(actor(), **settings)(rows)
 
-    def test_missing_columns_name_what_writes_them(self):
-        for key, message in (
-            ("advantage", "no advantage; MCAdvantage must run"),
-            ("log_probs", r"\('log_probs', 'full'\); generate with a policy"),
-            ("tokens", r"\('tokens', 'full'\)"),
-        ):
-            rows = two_rows()
-            for row in rows.tensordicts:
-                del row[key]
-            self.refused(rows, message)
-        self.refused(two_rows(), "RetrieveLogProb", kl_to_ref_coeff=0.1)
-
-    def test_an_advantage_of_another_shape(self):
-        rows = two_rows()
-        rows.tensordicts[1]["advantage"] = torch.zeros(5, 1)
-        self.refused(rows, r"advantage must be \[B, 1, 1\] or \[B, T, 1\] with B=2, T=3, got")
-        dense = pad([*two_rows().tensordicts])
-        dense["advantage"] = torch.zeros(2, 7)
-        self.refused(dense, r"got \(2, 7\)")
-
     @pytest.mark.parametrize("shape", [(2, 1, 1), (2, 1)])
     def test_both_shapes_of_an_advantage_a_row_are_taken(self, shape):
         rows = two_rows()
@@ -334,17 +307,6 @@ class TestRefusals:
         for row, value in zip(rows.tensordicts, values, strict=True):
             row["advantage"] = value
         assert GRPOLoss(actor())(rows).loss_objective == expected
-
-    def test_log_probs_of_another_length_than_the_tokens(self):
-        rows = two_rows()
-        rows.tensordicts[1]["log_probs", "full"] = torch.zeros(2)
-        self.refused(rows, "row 1 has 3 tokens and values of shape \\(2,\\)")
-
-    def test_a_batch_in_which_nothing_counts(self):
-        rows = make_rows(make_row([5, 1, 2], 1, reason=[1, 5, 5]))
-        self.refused(rows, "no token of these 1 rows counts")
-        with pytest.raises(DataError, match="no token"):
-            GRPOLoss(actor()).normalizer(rows)
 
     def test_a_micro_batch_in_which_nothing_counts_adds_nothing(self, make_tiny_model):
         rows = make_rows(make_row([5, 1, 2], 1, reason=[1, 5, 5], ref=-1.0))
@@ -355,31 +317,6 @@ class TestRefusals:
                 assert all(value == 0.0 for value in output.metrics().values())
                 output.total_loss().backward()
                 assert all(not p.grad.any() for p in policy.parameters() if p.grad is not None)
-
-    @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-    def test_values_that_are_not_finite(self, bad):
-        rows = two_rows()
-        rows.tensordicts[1]["log_probs", "full"][2] = bad
-        self.refused(rows, r"'log_probs', 'full'.*in rows \[1\]")
-        rows = two_rows()
-        rows.tensordicts[0]["advantage"][:] = bad
-        self.refused(rows, r"advantage is NaN or infinite.*in rows \[0\]")
-        model = actor(t2=bad)
-        with pytest.raises(DataError, match="current policy's log-probs"):
-            GRPOLoss(model)(two_rows())
-
-    def test_distributions_that_were_truncated_without_their_support(self):
-        rows = make_rows(make_row([5, 1], 1, truncated=False), make_row([5, 2], 1, truncated=True))
-        self.refused(rows, r"rows \[1\] were sampled with top-k, top-p or min-p")
-        GRPOLoss(actor())(rows[:1])
-
-    def test_log_probs_that_carry_gradients(self):
-        rows = two_rows()
-        rows.tensordicts[0]["log_probs", "full"].requires_grad_()
-        self.refused(rows, "stored data")
-
-    def test_a_sampled_first_token(self):
-        self.refused(make_rows(make_row([1, 2], 0)), "first token of row 0 counts")
 
     def test_rows_with_more_than_one_batch_dimension(self):
         self.refused(pad([*two_rows().tensordicts])[None], "one batch dimension")
@@ -398,12 +335,3 @@ class TestRefusals:
         for row in rows.tensordicts:
             del row["masks"]
         self.refused(rows, "all_assistant_mask", masking_strategy="rlhf")
-
-    def test_an_actor_that_scores_another_number_of_tokens(self):
-        class Short(TableActor):
-            def token_scores(self, *args, **kwargs):
-                scores = super().token_scores(*args, **kwargs)
-                return scores._replace(log_probs=scores.log_probs[1:])
-
-        with pytest.raises(DataError, match="must score the 3 selected tokens"):
-            GRPOLoss(Short(torch.full((8,), -1.0)))(two_rows())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -81,27 +83,13 @@ def agree(first, second, rows, *, values=True):
 class TestRatioOne:
     @pytest.mark.parametrize("loss_type", LOSSES)
     def test_every_loss_has_the_gradient_of_reinforce(self, loss_type):
-        for aggregation in AGGREGATIONS:
-            model, rows = batch(spread=0.0)
-            settings = settings_of(aggregation)
-            agree(
-                loss_type(model, **settings),
-                ReinforceLoss(model, level="none", **settings),
-                rows,
-                values=False,
-            )
-
-    @pytest.mark.parametrize("loss_type", [t for t in LOSSES if t not in (GSPOLoss, GMPOLoss)])
-    def test_with_an_advantage_for_each_token(self, loss_type):
         # GSPO moves all tokens of a sequence alike, and GMPO too.
-        model, rows = batch(spread=0.0, per_row=False)
-        settings = settings_of("sequence_mean")
-        agree(
-            loss_type(model, **settings),
-            ReinforceLoss(model, level="none", **settings),
-            rows,
-            values=False,
-        )
+        by_token = [False] * (loss_type not in (GSPOLoss, GMPOLoss))
+        for per_row, aggregation in product([True, *by_token], AGGREGATIONS):
+            model, rows = batch(spread=0.0, per_row=per_row)
+            settings = settings_of(aggregation)
+            reinforce = ReinforceLoss(model, level="none", **settings)
+            agree(loss_type(model, **settings), reinforce, rows, values=False)
 
     @pytest.mark.parametrize("loss_type", LOSSES)
     def test_nothing_is_clipped(self, loss_type):
@@ -151,81 +139,65 @@ class TestRatioOne:
         torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-7)
 
 
-class TestResponsesOfOneToken:
-    ONES = (1, 1, 1, 1, 1, 1)
-
-    @pytest.mark.parametrize("loss_type", [GSPOLoss, GSPOTokenLoss])
-    def test_gspo_is_grpo(self, loss_type):
-        model, rows = batch(lengths=self.ONES)
-        agree(
-            loss_type(model, clip_epsilon=(0.2, 0.28)),
-            GRPOLoss(model, clip_epsilon=(0.2, 0.28)),
-            rows,
-        )
-
-    def test_gmpo_is_grpo_with_the_bounds_out_of_log_space(self):
-        model, rows = batch(lengths=self.ONES)
-        bounds = (1 - math.exp(-0.1), math.exp(0.3) - 1)
-        agree(GMPOLoss(model, clip_epsilon=(0.1, 0.3)), GRPOLoss(model, clip_epsilon=bounds), rows)
-
-    def test_a_weight_of_the_sequence_is_that_of_its_token(self):
-        model, rows = batch(lengths=self.ONES)
-        agree(ReinforceLoss(model, level="sequence"), ReinforceLoss(model, level="token"), rows)
+def test_dr_grpo_without_its_divisor_is_the_sum_over_tokens():
+    model, rows = batch()
+    value, gradient = value_and_gradient(DrGRPOLoss(model, constant_length=1), rows)
+    per_token = GRPOLoss(model, aggregation="none")(rows).loss_objective
+    torch.testing.assert_close(value * 5, per_token.sum(), rtol=0, atol=1e-8)
+    (summed,) = torch.autograd.grad(per_token.sum(), model.table)
+    torch.testing.assert_close(gradient * 5, summed, rtol=0, atol=1e-8)
 
 
-class TestEndsOfSettings:
-    def test_dr_grpo_without_its_divisor_is_the_sum_over_tokens(self):
-        model, rows = batch()
-        value, gradient = value_and_gradient(DrGRPOLoss(model, constant_length=1), rows)
-        per_token = GRPOLoss(model, aggregation="none")(rows).loss_objective
-        torch.testing.assert_close(value * 5, per_token.sum(), rtol=0, atol=1e-8)
-        (summed,) = torch.autograd.grad(per_token.sum(), model.table)
-        torch.testing.assert_close(gradient * 5, summed, rtol=0, atol=1e-8)
+REINFORCE = partial(ReinforceLoss, aggregation="token_mean")
+BOUNDED = partial(GRPOLoss, clip_epsilon=(0.2, 0.28))
+WIDE = (0.0, 1e6)
+ENDS = {
+    "DAPO with the bounds of GRPO": (partial(DAPO, clip_epsilon=0.2), GRPOLoss),
+    "REINFORCE++ and GRPO averaged as in its paper": (
+        ReinforcePlusPlusLoss,
+        partial(GRPOLoss, aggregation="sequence_mean"),
+    ),
+    "GSPO and its token variant": (
+        partial(GSPOLoss, clip_epsilon=0.1),
+        partial(GSPOTokenLoss, clip_epsilon=0.1),
+    ),
+    "CISPO without bound": (partial(CISPOLoss, clip_epsilon=(None, 1e6)), REINFORCE),
+    "TOPR with wide bounds": (
+        partial(TOPRLoss, positive_bounds=WIDE, negative_bounds=WIDE),
+        partial(ReinforceLoss, level="sequence"),
+    ),
+}
+ENDS_OF_GRADIENTS = {
+    "GRPO without bounds": partial(GRPOLoss, clip_epsilon=(0.999999, 1e6)),
+    # 4 p (1 - p) is 1 - (tau (r - 1) / 2)^2 near the middle.
+    "SAPO with a flat gate": partial(
+        SAPOLoss, tau_pos=1e-5, tau_neg=1e-5, aggregation="token_mean"
+    ),
+}
+OF_ONE_TOKEN = {
+    "GSPO": (partial(GSPOLoss, clip_epsilon=(0.2, 0.28)), BOUNDED),
+    "GSPO's token variant": (partial(GSPOTokenLoss, clip_epsilon=(0.2, 0.28)), BOUNDED),
+    "GMPO with its bounds in log space": (
+        partial(GMPOLoss, clip_epsilon=(0.1, 0.3)),
+        partial(GRPOLoss, clip_epsilon=(1 - math.exp(-0.1), math.exp(0.3) - 1)),
+    ),
+    "the weight of a sequence": (partial(ReinforceLoss, level="sequence"), ReinforceLoss),
+}
 
-    def test_dapo_with_the_bounds_of_grpo_is_grpo(self):
-        model, rows = batch()
-        agree(DAPO(model, clip_epsilon=0.2), GRPOLoss(model), rows)
 
-    def test_reinforce_plus_plus_is_grpo_averaged_as_in_its_paper(self):
-        model, rows = batch()
-        agree(ReinforcePlusPlusLoss(model), GRPOLoss(model, aggregation="sequence_mean"), rows)
+@pytest.mark.parametrize(("first", "second"), ENDS.values(), ids=ENDS)
+def test_at_the_ends_of_its_settings_a_loss_is_another(first, second):
+    model, rows = batch()
+    agree(first(model), second(model), rows)
 
-    def test_gspo_and_its_token_variant_are_one_for_one_advantage_a_row(self):
-        model, rows = batch()
-        agree(GSPOLoss(model, clip_epsilon=0.1), GSPOTokenLoss(model, clip_epsilon=0.1), rows)
 
-    def test_cispo_without_bound_is_importance_weighted_reinforce(self):
-        model, rows = batch()
-        agree(
-            CISPOLoss(model, clip_epsilon=(None, 1e6)),
-            ReinforceLoss(model, aggregation="token_mean"),
-            rows,
-        )
+@pytest.mark.parametrize("loss", ENDS_OF_GRADIENTS.values(), ids=ENDS_OF_GRADIENTS)
+def test_at_the_ends_of_its_settings_a_loss_has_the_gradient_of_reinforce(loss):
+    model, rows = batch()
+    agree(loss(model), REINFORCE(model), rows, values=False)
 
-    def test_grpo_without_bounds_has_the_same_gradient(self):
-        model, rows = batch()
-        agree(
-            GRPOLoss(model, clip_epsilon=(0.999999, 1e6)),
-            ReinforceLoss(model, aggregation="token_mean"),
-            rows,
-            values=False,
-        )
 
-    def test_sapo_with_a_flat_gate_has_the_same_gradient(self):
-        # 4 p (1 - p) is 1 - (tau (r - 1) / 2)^2 near the middle.
-        model, rows = batch()
-        agree(
-            SAPOLoss(model, tau_pos=1e-5, tau_neg=1e-5, aggregation="token_mean"),
-            ReinforceLoss(model, aggregation="token_mean"),
-            rows,
-            values=False,
-        )
-
-    def test_topr_with_wide_bounds_is_reinforce_over_sequences(self):
-        model, rows = batch()
-        wide = (0.0, 1e6)
-        agree(
-            TOPRLoss(model, positive_bounds=wide, negative_bounds=wide),
-            ReinforceLoss(model, level="sequence"),
-            rows,
-        )
+@pytest.mark.parametrize(("first", "second"), OF_ONE_TOKEN.values(), ids=OF_ONE_TOKEN)
+def test_of_responses_of_one_token_a_loss_is_another(first, second):
+    model, rows = batch(lengths=(1, 1, 1, 1, 1, 1))
+    agree(first(model), second(model), rows)

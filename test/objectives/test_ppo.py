@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, double, make_row, make_rows
+from objectives.rows_helper import BOTH, TableActor, double, make_row, make_rows
 from torch import nn
 
 from torchrl_llm.data.scoring import ScoreExtras
@@ -14,10 +14,6 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import ValueHead
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import GRPOLoss, PPOLoss, PPOLossOutput, check_invariance
-
-BOTH = pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)]
-)
 
 
 class ActorCritic(TableActor):
@@ -172,23 +168,13 @@ def test_layouts_splits_orders_and_junk_have_no_influence(make_tiny_model):
 
 def test_what_is_missing_or_broken_is_an_error_that_says_what_to_do():
     model = ActorCritic(LOG_PROBS, VALUES)
-    with pytest.raises(DataError, match="GAEAdvantage"):
-        PPOLoss(model)(make_rows(make_row([5, 1], 1)))
     with pytest.raises(DataError, match="RetrieveValues"):
         PPOLoss(model, value_clip=0.2)(make_rows(ppo_row([5, 1], 1, [0.0, 0.0])))
-    with pytest.raises(DataError, match="NaN"):
-        PPOLoss(model)(make_rows(ppo_row([5, 1], 1, [0.0, math.nan])))
     with pytest.raises(DataError, match="value the 1 selected"):
         PPOLoss(TableActor(LOG_PROBS))(make_rows(ppo_row([5, 1], 1, [0.0, 0.0])))
     broken = ActorCritic(LOG_PROBS, [math.inf] * 8)
     with pytest.raises(DataError, match="critic's values"):
         PPOLoss(broken)(make_rows(ppo_row([5, 1], 1, [0.0, 0.0])))
-
-
-@pytest.mark.parametrize("wrong", [{"value_coeff": -1.0}, {"value_clip": 0.0}])
-def test_impossible_settings_are_refused(wrong):
-    with pytest.raises(ConfigError, match=next(iter(wrong))):
-        PPOLoss(TableActor(LOG_PROBS), **wrong)
 
 
 def test_a_critic_has_to_score_and_arguments_have_to_exist():

@@ -3,10 +3,8 @@ from __future__ import annotations
 import math
 
 import pytest
-import torch
-from objectives.rows_helper import actor, by_hand
+from objectives.rows_helper import BOTH, actor, by_hand
 
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import SAPOLoss
 
 
@@ -14,7 +12,7 @@ def sigmoid(x):
     return 1 / (1 + math.exp(-x))
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-8), (torch.float32, 1e-5)])
+@BOTH
 def test_by_hand(dtype, tolerance):
     output, gradient = by_hand(SAPOLoss, dtype)
     # A = 2, tau = 1: -4 sigmoid(0.21) x 2 and -4 x 1/2 x 2; A = -1, tau = 1.05:
@@ -32,8 +30,5 @@ def test_by_hand(dtype, tolerance):
 def test_the_defaults_and_what_is_refused():
     loss = SAPOLoss(actor())
     assert (loss.tau_pos, loss.tau_neg, loss.aggregation) == (1.0, 1.05, "sequence_mean")
-    for name in ("tau_pos", "tau_neg"):
-        with pytest.raises(ConfigError, match=f"{name} must be positive"):
-            SAPOLoss(actor(), **{name: 0.0})
     with pytest.raises(TypeError, match="clip_epsilon"):
         SAPOLoss(actor(), clip_epsilon=0.2)

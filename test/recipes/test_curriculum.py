@@ -80,7 +80,7 @@ def test_an_order_is_made_of_its_keys(values, kind):
     ({"order": "band", "visits": 2}, r"curriculum\.visits has no effect .*belongs to queue"),
     ({"order": "band", "band": [0.5]}, r"curriculum\.band must be \[low, high\], got \[0.5\]"),
     ({"order": "band", "band": [0.9, 0.1]}, "curriculum.order=band.*rises within"),
-    ({"order": "queue", "visits": 0}, "curriculum.order=queue.*at least once"),
+    ({"order": "queue", "visits": 0}, "curriculum.order=queue.*visits must be at least 1"),
     ({"ordr": "band"}, "unknown key 'curriculum.ordr'"),
 ])  # fmt: skip
 def test_curricula_that_cannot_be_are_refused(values, problem):

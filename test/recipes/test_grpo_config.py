@@ -258,7 +258,7 @@ def test_a_mistake_on_the_command_line_is_named_before_hydra_sees_it():
 IMPOSSIBLE = [
     (["loss.aggregation=none"], "nothing to call backward on"),
     (["loss.constant_length=3"], "loss=grpo: constant_length belongs to aggregation"),
-    (["loss=reinforce", "loss.truncation=-1"], "loss=reinforce: truncation must be positive"),
+    (["loss=reinforce", "loss.truncation=-1"], "loss=reinforce: truncation must be above 0"),
     (["loss=ppo", "advantage=gae", "advantage.gamma=2"], "advantage=gae: gamma must be in"),
     (["correction.bounds=[0,2]"], "correction: bounds have no effect with type='none'"),
     (["correction.type=icepop", "correction.level=sequence"], "correction: level='sequence'"),

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
+from trainers.test_batch_source import row as row_of_any_age
+from trainers.test_batch_source import totals
 
 from torchrl_llm.collectors.staleness import StalenessRule
-from torchrl_llm.data import FinishReason, MaskReason, Source
+from torchrl_llm.data import MaskReason
 from torchrl_llm.data.ragged import lazy_rows, read_rows
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.errors import ConfigError, DataError
@@ -19,31 +20,10 @@ from torchrl_llm.trainers.episode_metrics import rollout_metrics
 
 def row(reward, group, *versions, cut=False):
     """Two prompt tokens and three sampled ones, of one version or of three."""
+    made = row_of_any_age(reward, group, cut=cut)
     versions = versions if len(versions) == 3 else versions * 3
-    source = torch.tensor([0, 1] + [int(Source.SAMPLED)] * 3, dtype=torch.int8)
-    full = torch.arange(5)
-    finish = FinishReason.LENGTH if cut else FinishReason.STOP
-    return TensorDict(
-        {
-            "tokens": {
-                "prompt": full[:2],
-                "response": full[2:],
-                "full": full,
-                "finish_reason": torch.tensor(int(finish), dtype=torch.int8),
-            },
-            "trace": {
-                "source": source,
-                "mask_reason": (source != Source.SAMPLED).to(torch.int8),
-                "policy_version": torch.tensor([-1, -1, *versions], dtype=torch.int32),
-            },
-            "next": {
-                "reward": torch.full((1, 1), float(reward)),
-                "reward_valid": torch.tensor(reward == reward),
-                "done": torch.ones(1, dtype=torch.bool),
-            },
-            "group_id": torch.tensor(group),
-        }
-    )
+    made["trace", "policy_version"] = torch.tensor([-1, -1, *versions], dtype=torch.int32)
+    return made
 
 
 class Collector:
@@ -68,10 +48,6 @@ def build(batches, num_rows, *, age=0, on_stale="drop", group=2, **options):
     rule = StalenessRule(max_policy_age=age, on_stale=on_stale)
     options = {"credit": credit, "num_rows": num_rows, "staleness": rule} | options
     return collector, buffer, BatchSource(collector, buffer, **options)
-
-
-def totals(batch_source):
-    return {name: number for name, number in batch_source.ledger.totals.items() if number}
 
 
 def test_fresh_rows_are_trained_and_their_age_is_reported():

@@ -27,16 +27,15 @@ def test_defect_21_the_named_optimizer_is_the_one_that_is_built(name):
 
 def test_an_unknown_name_and_an_argument_without_effect_are_refused():
     parameters = list(nn.Linear(2, 2).parameters())
-    with pytest.raises(ConfigError, match="'AdamW'"):
-        make_optimizer(parameters, name="AdmW", lr=0.1)
-    with pytest.raises(ConfigError, match=r"optimizer.betas has no effect: SGD"):
-        make_optimizer(parameters, name="SGD", lr=0.1, betas=(0.9, 0.99))
-    with pytest.raises(ConfigError, match="LBFGS"):
-        make_optimizer(parameters, name="LBFGS", lr=0.1)
-    with pytest.raises(ConfigError, match=r"optimizer\.name: .*'Muon'; it takes matrices only"):
-        make_optimizer(parameters, name="Muon", lr=0.1)
-    with pytest.raises(ConfigError, match=r"optimizer\.name=AdamW .*beta parameter"):
-        make_optimizer(parameters, name="AdamW", lr=0.1, betas=(1.5, 0.9))
+    for name, options, message in (
+        ("AdmW", {}, "'AdamW'"),
+        ("SGD", {"betas": (0.9, 0.99)}, r"optimizer.betas has no effect: SGD"),
+        ("LBFGS", {}, "LBFGS"),
+        ("Muon", {}, r"optimizer\.name: .*'Muon'; it takes matrices only"),
+        ("AdamW", {"betas": (1.5, 0.9)}, r"optimizer\.name=AdamW .*beta parameter"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make_optimizer(parameters, name=name, lr=0.1, **options)
 
 
 def test_none_means_the_optimizers_own_default():

@@ -180,11 +180,7 @@ def test_a_source_whose_push_is_over_is_refused_in_time():
     assert answer(engine) == answer(fake())
 
 
-def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="nccl or ipc"):
-        VLLMTransfer("rdma")
-    with pytest.raises(ConfigError, match="timeout_s"):
-        VLLMTransfer("nccl", timeout_s=0)
+def test_nobody_to_send_to_is_an_error():
     with pytest.raises(ConfigError, match="no receiver"):
         VLLMTransfer("nccl").send({}, list, num_receivers=0)
 

@@ -13,11 +13,12 @@ import queue
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict, TensorDict
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights
 from torchrl_llm.collectors.staleness import Pacer, sampled_versions
 from torchrl_llm.collectors.transport.channel import (
@@ -118,11 +119,12 @@ class ChannelCollector(VersionedCollector):
 
     primer: DataLoadingPrimer | None = None
 
+    @checked
     def __init__(
         self,
         channel: RowChannel,
         *,
-        batch_rows: int,
+        batch_rows: Annotated[int, Ge(1)],
         pacer: Pacer | None = None,
         publish: Callable[..., str | None] | None = None,
         weight_updater: WeightUpdater | Callable[[], WeightUpdater] | None = None,
@@ -132,8 +134,6 @@ class ChannelCollector(VersionedCollector):
         version: int = 0,
     ) -> None:
         super().__init__()
-        if batch_rows < 1:
-            raise ConfigError(f"batch_rows must be at least 1, got {batch_rows}")
         if publish is not None and weight_updater is not None:
             raise ConfigError("pass publish or a weight_updater, not both")
         self.channel, self.batch_rows, self.pacer = channel, batch_rows, pacer

@@ -12,11 +12,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from tensordict import TensorDictBase
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._threads import BackgroundLoop
 from torchrl_llm.collectors.llm_collector import LLMCollector
 from torchrl_llm.collectors.transport.channel import ChannelClosedError, Delivery, RowChannel
@@ -81,22 +82,21 @@ class CollectorWorker:
         2
     """
 
+    @checked
     def __init__(
         self,
         collector: LLMCollector,
         channel: RowChannel,
         *,
         name: str,
-        claim_rows: int | None = None,
+        claim_rows: Annotated[int, Ge(1)] | None = None,
         give_up_s: float = 600.0,
     ) -> None:
         if collector.replay_buffer is not None or collector.queue is not None:
             raise ConfigError("the collector of a worker must have no replay_buffer and no queue")
-        claim_rows = collector.dialog_turns_per_batch if claim_rows is None else claim_rows
-        if claim_rows < 1:
-            raise ConfigError(f"claim_rows must be at least 1, got {claim_rows}")
         self.collector, self.channel, self.name = collector, channel, name
-        self.claim_rows, self.give_up_s = claim_rows, give_up_s
+        self.claim_rows = collector.dialog_turns_per_batch if claim_rows is None else claim_rows
+        self.give_up_s = give_up_s
         self.digests: dict[int, str] = {}
         self.before_batch: Callable[[], object] | None = None
         self._sequence = 0

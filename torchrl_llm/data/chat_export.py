@@ -15,10 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from tensordict import TensorDict
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._files import replacing
 from torchrl_llm._imports import require
 from torchrl_llm.data.enums import FinishReason
@@ -26,7 +27,7 @@ from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollout_store import RolloutStore
 from torchrl_llm.data.table_files import FileRow, read_jsonl
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 
 # What only the environment needs, and what was sampled where a parser read something else in it.
 _LEFT_OUT = {"is_complete", "raw"}
@@ -130,6 +131,7 @@ def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in message.items() if name not in _LEFT_OUT}
 
 
+@checked
 @dataclass(kw_only=True)
 class ChatFilter:
     """Which conversations with a valid reward are good enough.
@@ -154,14 +156,10 @@ class ChatFilter:
     """
 
     min_reward: float | None = None
-    best_of_group: int | None = None
+    best_of_group: Annotated[int, Ge(1)] | None = None
     only_whole: bool = True
     duplicates: bool = False
     counts: Counter[str] = field(default_factory=Counter)
-
-    def __post_init__(self) -> None:
-        if self.best_of_group is not None and self.best_of_group < 1:
-            raise ConfigError(f"best_of_group must be at least 1, got {self.best_of_group}")
 
     def __call__(self, chats: Iterable[SampledChat]) -> Iterator[SampledChat]:
         """Those that are good enough, group by group as groups begin.

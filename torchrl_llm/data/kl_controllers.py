@@ -6,8 +6,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from math import isfinite
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._log import tell_once
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import adapted_kl_coefficient
@@ -30,9 +31,8 @@ class KLController(ABC):
         ConfigError: for a negative coefficient, or a model without ``kl_coef``.
     """
 
-    def __init__(self, coef: float, model: Any = None) -> None:
-        if not coef >= 0:
-            raise ConfigError(f"a KL coefficient must not be negative, got {coef}")
+    @checked
+    def __init__(self, coef: Annotated[float, Ge(0)], model: Any = None) -> None:
         if model is not None and not hasattr(model, "kl_coef"):
             raise ConfigError(f"{type(model).__name__} has no attribute kl_coef to control")
         self.model = model
@@ -75,7 +75,8 @@ class ConstantKLController(KLController):
         0.1
     """
 
-    def __init__(self, *, kl_coef: float, model: Any = None) -> None:
+    @checked
+    def __init__(self, *, kl_coef: Annotated[float, Ge(0)], model: Any = None) -> None:
         super().__init__(kl_coef, model)
 
     def update(self, kl_values: Sequence[float] | None = None) -> float:
@@ -109,13 +110,15 @@ class AdaptiveKLController(KLController):
         (0.102, 0.09996)
     """
 
+    @checked
     def __init__(
-        self, *, init_kl_coef: float, target: float, horizon: int, model: Any = None
+        self,
+        *,
+        init_kl_coef: Annotated[float, Gt(0)],
+        target: Annotated[float, Gt(0)],
+        horizon: Annotated[float, Gt(0)],
+        model: Any = None,
     ) -> None:
-        values = {"init_kl_coef": init_kl_coef, "target": target, "horizon": horizon}
-        for name, value in values.items():
-            if not value > 0:
-                raise ConfigError(f"{name} must be positive, got {value}")
         super().__init__(init_kl_coef, model)
         self.target, self.horizon = target, horizon
 

@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDict
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.enums import MaskReason, TruncationReason
 from torchrl_llm.data.nodes import Path, leaf, new_node, plain_node, set_copied
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
@@ -31,7 +32,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 from torchrl_llm.data.rollouts import invalidate_reward, mask_trained, sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
-from torchrl_llm.errors import ConfigError, OverlongError
+from torchrl_llm.errors import OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]
 """What becomes of something too long; what exactly is said where the choice is made."""
@@ -60,6 +61,7 @@ class FittedRows(NamedTuple):
         return cls(list(rows), list(rows), [False] * len(rows), 0, 0)
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class LengthRule:
     """How long a row may be that is trained, and what becomes of a longer one.
@@ -81,16 +83,8 @@ class LengthRule:
         ([2, 3], 1)
     """
 
-    max_seq_len: int
+    max_seq_len: Annotated[int, Ge(2)]
     on_overlong: OnOverlong = "error"
-
-    def __post_init__(self) -> None:
-        if self.max_seq_len < 2:
-            raise ConfigError(f"max_seq_len must be at least 2, got {self.max_seq_len}")
-        if self.on_overlong not in ("error", "drop", "truncate"):
-            raise ConfigError(
-                f"on_overlong must be error, drop or truncate, got {self.on_overlong!r}"
-            )
 
     def fit(self, rows: Sequence[TensorDict]) -> FittedRows:
         """Judge the rows of a batch, one a turn; none of them is changed.

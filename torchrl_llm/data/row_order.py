@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, Gt, In, checked
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.advantages import uncertainty_weight
 
@@ -50,9 +51,8 @@ class RowOrder(ABC):
         memory: how much the results of the visits before weigh against those of a new one.
     """
 
-    def __init__(self, *, memory: float = 0.0) -> None:
-        if not 0 <= memory < 1:
-            raise ConfigError(f"memory must be at least 0 and below 1, got {memory}")
+    @checked
+    def __init__(self, *, memory: Annotated[float, In("[0, 1)")] = 0.0) -> None:
         self.memory = memory
         self.epoch = 0
         self.begin(0)
@@ -209,13 +209,17 @@ class BandOrder(_Passes):
         [False, True, False]
     """
 
+    @checked
     def __init__(
-        self, low: float = 0.1, high: float = 0.9, *, revisit: int = 4, memory: float = 0.5
+        self,
+        low: float = 0.1,
+        high: float = 0.9,
+        *,
+        revisit: Annotated[int, Ge(1)] = 4,
+        memory: float = 0.5,
     ) -> None:
         if not 0 <= low <= high <= 1:
             raise ConfigError(f"a band of success rates rises within [0, 1], got [{low}, {high}]")
-        if revisit < 1:
-            raise ConfigError(f"rows rest for at least one pass, got revisit={revisit}")
         self.low, self.high, self.revisit = low, high, revisit
         super().__init__(memory=memory)
 
@@ -253,11 +257,13 @@ class QueueOrder(_Passes):
         'the queue is empty: of 2 prompts 1 solved, 1 unsolved (visits=2)'
     """
 
-    def __init__(self, *, solved: float = 1.0, visits: int | None = None) -> None:
-        if not 0 < solved <= 1:
-            raise ConfigError(f"a row is solved at a success rate in (0, 1], got {solved}")
-        if visits is not None and visits < 1:
-            raise ConfigError(f"a row is visited at least once, got visits={visits}")
+    @checked
+    def __init__(
+        self,
+        *,
+        solved: Annotated[float, In("(0, 1]")] = 1.0,
+        visits: Annotated[int, Ge(1)] | None = None,
+    ) -> None:
         self.solved, self.visits = solved, visits
         super().__init__()
 
@@ -310,9 +316,8 @@ class WeightedOrder(RowOrder):
         [0.05, 0.55]
     """
 
-    def __init__(self, *, floor: float = 0.05, memory: float = 0.5) -> None:
-        if not floor > 0:
-            raise ConfigError(f"the smallest weight must be above 0, got floor={floor}")
+    @checked
+    def __init__(self, *, floor: Annotated[float, Gt(0)] = 0.05, memory: float = 0.5) -> None:
         self.floor = floor
         super().__init__(memory=memory)
 

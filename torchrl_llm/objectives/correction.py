@@ -12,17 +12,18 @@ The weights are those of :mod:`torchrl_llm.functional.ratios`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from torch import Tensor
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import Pair, checked
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.objectives.argument_checks import check_choice
 
 _BOUNDS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Correction:
     r"""Importance weights of the sampler's mismatch.
@@ -61,14 +62,11 @@ class Correction:
 
     type: Literal["none", "tis", "mis", "icepop"] = "none"
     level: Literal["token", "sequence", "geometric"] = "token"
-    bounds: tuple[float, float] | None = None
-    sequence_bounds: tuple[float, float] | None = None
+    bounds: Annotated[tuple[float, float], Pair("[0, inf]")] | None = None
+    sequence_bounds: Annotated[tuple[float, float], Pair("[0, inf]")] | None = None
     proximal: Literal["stored", "current"] = "stored"
 
     def __post_init__(self) -> None:
-        check_choice("type", self.type, ("none", *_BOUNDS))
-        check_choice("level", self.level, ("token", "sequence", "geometric"))
-        check_choice("proximal", self.proximal, ("stored", "current"))
         if self.type in ("none", "icepop") and self.level != "token":
             raise ConfigError(f"level={self.level!r} has no meaning for type={self.type!r}")
         if self.type == "none" and self.bounds is not None:
@@ -76,8 +74,8 @@ class Correction:
         if self.bounds is None and self.type != "none":
             object.__setattr__(self, "bounds", _BOUNDS[self.type])
         for name in ("bounds", "sequence_bounds"):
-            if getattr(self, name) is not None:
-                object.__setattr__(self, name, _pair(name, getattr(self, name)))
+            if (pair := getattr(self, name)) is not None:
+                object.__setattr__(self, name, tuple(map(float, pair)))
 
     def weights(self, log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
         """Weight of each token.
@@ -102,10 +100,3 @@ class Correction:
             kept = F.sequence_mask(log_ratio_N, row_N, num_rows, *self.sequence_bounds)
             weights = weights * kept
         return weights
-
-
-def _pair(name: str, value: object) -> tuple[float, float]:
-    pair = tuple(value) if isinstance(value, tuple | list) else ()
-    if len(pair) != 2 or not 0 <= pair[0] < pair[1]:
-        raise ConfigError(f"{name} must be (low, high) with 0 <= low < high, got {value!r}")
-    return float(pair[0]), float(pair[1])

@@ -14,12 +14,12 @@ from tensordict import TensorClass
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_llm._checked import checked
 from torchrl_llm.data.scoring import (
     TokenScorer,
     TokenScores,
 )
 from torchrl_llm.functional import Normalizer, k3
-from torchrl_llm.objectives.argument_checks import check_choice
 from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 from torchrl_llm.objectives.sft import SFTLoss, SFTReduction
@@ -129,6 +129,7 @@ class DistillationLoss(SFTLoss):
 
     default_keys = _AcceptedKeys
 
+    @checked
     def __init__(
         self,
         actor_network: nn.Module | TokenScorer,
@@ -140,7 +141,6 @@ class DistillationLoss(SFTLoss):
         assistant_only: bool = True,
         device: torch.device | str | None = None,
     ) -> None:
-        check_choice("kl_direction", kl_direction, ("reverse", "forward"))
         super().__init__(
             actor_network,
             tokenizer,

@@ -7,10 +7,10 @@ The loss knows nothing of groups, which are in the advantages that
 from __future__ import annotations
 
 import math
-from typing import Unpack
+from typing import Annotated, Unpack
 
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm._registry import register
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import ppo_clip
 from torchrl_llm.objectives import policy_loss as base
 
@@ -78,19 +78,18 @@ class GRPOLoss(base.PolicyGradientLoss):
     clip_epsilon_low = property(lambda loss: loss.clip_epsilon[0], doc="The lower bound.")
     clip_epsilon_high = property(lambda loss: loss.clip_epsilon[1], doc="The upper bound.")
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
-        ratio_cap: float | None = None,
+        ratio_cap: Annotated[float, Gt(1)] | None = None,
         aggregation: base.Aggregation = "token_mean",
         **settings: Unpack[base.PolicyLossSettings],
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
         self.clip_epsilon = clip_epsilon
-        if ratio_cap is not None and not ratio_cap > 1.0:
-            raise ConfigError(f"ratio_cap must be above 1, got {ratio_cap}")
         self.ratio_cap = ratio_cap
 
     def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:

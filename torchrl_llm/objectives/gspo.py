@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Literal, Unpack
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import register
 from torchrl_llm.objectives import policy_loss as base
-from torchrl_llm.objectives.argument_checks import check_choice
 
 
 @register("losses", "gspo")
@@ -55,6 +55,7 @@ class GSPOLoss(base.PolicyGradientLoss):
     clip_epsilon = base.Bounds(max_low=1.0)
     formula = staticmethod(F.gspo)
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
@@ -66,7 +67,6 @@ class GSPOLoss(base.PolicyGradientLoss):
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
         self.clip_epsilon = clip_epsilon
-        check_choice("level", level, ("geometric", "sequence"))
         self.level = level
 
     def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Unpack, get_args
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
 from torchrl_llm.data.scoring import (
@@ -27,7 +28,6 @@ from torchrl_llm.data.scoring import (
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import k2, ppo_clip, truncated_weights
 from torchrl_llm.objectives import policy_loss as base
-from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 
@@ -134,6 +134,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     output_type = OnPolicyDistillationLossOutput
     clip_epsilon = base.Bounds(max_low=1.0)
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
@@ -141,13 +142,13 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         estimator: Estimator = "advantage",
         teachers: TokenScorer | Mapping[str, TokenScorer] | None = None,
         divergence: Literal["reverse", "forward"] = "reverse",
-        coeff: float = 1.0,
-        outcome_coeff: float = 0.0,
+        coeff: Annotated[float, Gt(0)] = 1.0,
+        outcome_coeff: Annotated[float, Ge(0)] = 0.0,
         clip_epsilon: float | tuple[float, float] | None = None,
         aggregation: base.Aggregation = "token_mean",
         **settings: Unpack[base.PolicyLossSettings],
     ) -> None:
-        _check(estimator, teachers, divergence, coeff, outcome_coeff, clip_epsilon)
+        _check_together(estimator, teachers, divergence, outcome_coeff, clip_epsilon)
         self.estimator, self.divergence = estimator, divergence
         self.coeff, self.outcome_coeff = float(coeff), float(outcome_coeff)
         # Without a clip the ratio is free on both sides.
@@ -287,18 +288,9 @@ def _states_of(teacher: TokenScorer, sequences: list[Tensor], select: list[Tenso
     return states
 
 
-def _check(
-    estimator: str,
-    teachers: Any,
-    divergence: str,
-    coeff: float,
-    outcome_coeff: float,
-    clip_epsilon: Any,
+def _check_together(
+    estimator: str, teachers: Any, divergence: str, outcome_coeff: float, clip_epsilon: Any
 ) -> None:
-    check_choice("estimator", estimator, get_args(Estimator))
-    check_choice("divergence", divergence, ("reverse", "forward"))
-    check_positive(coeff=coeff)
-    check_not_negative(outcome_coeff=outcome_coeff)
     if (estimator == "full_vocabulary") != (teachers is not None):
         raise ConfigError(
             "teachers belong to estimator='full_vocabulary', and are needed there; for the others "

@@ -16,7 +16,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypedDict, get_args
+from typing import Annotated, Any, Literal, NamedTuple, TypedDict
 
 import torch
 from tensordict import TensorClass
@@ -24,6 +24,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._log import tell_once
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
@@ -38,7 +39,6 @@ from torchrl_llm.functional import (
 )
 from torchrl_llm.functional.kl import KL_ESTIMATORS
 from torchrl_llm.functional.kl import LossKLEstimator as KLEstimator
-from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.correction import Correction
 from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import (
@@ -143,6 +143,7 @@ Actor = nn.Module | TokenScorer
 Aggregation = Literal[
     "token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant", "none"
 ]
+SUMS = "sums are aggregation='sequence_sum'"
 
 
 class PolicyGradientLoss(TokenLoss):
@@ -215,20 +216,21 @@ class PolicyGradientLoss(TokenLoss):
     needs_entropy = True
     output_type: type = PolicyLossOutput
 
+    @checked
     def __init__(
         self,
         actor_network: nn.Module | TokenScorer,
         *,
-        reduction: Literal["mean", "none"] | None = None,
+        reduction: Annotated[Literal["mean", "none"], SUMS] | None = None,
         aggregation: Aggregation = "token_mean",
-        constant_length: int | None = None,
+        constant_length: Annotated[int, Ge(1)] | None = None,
         count_empty_rows: bool = False,
         correction: Correction | None = None,
-        kl_mask_threshold: float | None = None,
+        kl_mask_threshold: Annotated[float, Gt(0)] | None = None,
         entropy_bonus: bool | None = None,
-        entropy_coeff: float | None = None,
-        kl_to_ref_coeff: float | None = None,
-        kl_to_inference_coeff: float | None = None,
+        entropy_coeff: Annotated[float, Ge(0)] | None = None,
+        kl_to_ref_coeff: Annotated[float, Ge(0)] | None = None,
+        kl_to_inference_coeff: Annotated[float, Ge(0)] | None = None,
         kl_estimator: KLEstimator = "k3",
         masking_strategy: MaskingStrategy = "sft",
         device: torch.device | str | None = None,
@@ -250,21 +252,7 @@ class PolicyGradientLoss(TokenLoss):
             ref_log_prob_padding_value=ref_log_prob_padding_value != 0,
             entropy_coeff=entropy_bonus is False and bool(entropy_coeff),
         )
-        if reduction not in (None, "mean", "none"):
-            raise ConfigError(
-                f"reduction must be mean or none, got {reduction!r}; sums are "
-                "aggregation='sequence_sum'"
-            )
         aggregation = "none" if reduction == "none" else aggregation
-        check_choice("aggregation", aggregation, get_args(Aggregation))
-        check_choice("masking_strategy", masking_strategy, get_args(MaskingStrategy))
-        check_choice("kl_estimator", kl_estimator, get_args(KLEstimator))
-        check_positive(constant_length=constant_length, kl_mask_threshold=kl_mask_threshold)
-        check_not_negative(
-            entropy_coeff=entropy_coeff,
-            kl_to_ref_coeff=kl_to_ref_coeff,
-            kl_to_inference_coeff=kl_to_inference_coeff,
-        )
         if aggregation == "constant" and constant_length is None:
             raise ConfigError(
                 "aggregation='constant' needs constant_length, the tokens that the sum over each "

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Unpack
+from typing import Annotated, Any, Unpack
 
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import value_loss
 from torchrl_llm.objectives import policy_loss as base
-from torchrl_llm.objectives.argument_checks import check_not_negative, check_positive
 from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.grpo import GRPOLoss
 from torchrl_llm.objectives.loss_rows import TokenRows
@@ -103,19 +103,18 @@ class PPOLoss(GRPOLoss):
     default_keys = _AcceptedKeys
     output_type = PPOLossOutput
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
         critic_network: base.Actor | None = None,
         *,
         clip_epsilon: float | tuple[float, float] = 0.2,
-        value_coeff: float = 0.5,
-        value_clip: float | None = None,
+        value_coeff: Annotated[float, Ge(0)] = 0.5,
+        value_clip: Annotated[float, Gt(0)] | None = None,
         aggregation: base.Aggregation = "token_mean",
         **settings: Unpack[base.PolicyLossSettings],
     ) -> None:
-        check_not_negative(value_coeff=value_coeff)
-        check_positive(value_clip=value_clip)
         if critic_network is not None and not isinstance(critic_network, TokenScorer):
             raise ConfigError(
                 f"critic_network must be a TokenScorer with a value head, got "

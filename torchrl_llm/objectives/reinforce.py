@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, Unpack
+from typing import Annotated, Literal, Unpack
 
 from torch import Tensor
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import policy_loss as base
-from torchrl_llm.objectives.argument_checks import check_choice, check_positive
 
 # Larger weights count as this one, 5e8: an infinite weight times an advantage of 0 is NaN.
 _MAX_WEIGHT = 2.0**29
@@ -50,18 +50,17 @@ class ReinforceLoss(base.PolicyGradientLoss):
         ('token', 'sequence_sum')
     """
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
         *,
         level: Literal["token", "sequence", "none"] = "token",
-        truncation: float | None = None,
+        truncation: Annotated[float, Gt(0)] | None = None,
         aggregation: base.Aggregation = "sequence_sum",
         **settings: Unpack[base.PolicyLossSettings],
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
-        check_choice("level", level, ("token", "sequence", "none"))
-        check_positive(truncation=truncation)
         if level == "none" and truncation is not None:
             raise ConfigError("truncation has no effect with level='none': there is no weight")
         self.level, self.truncation = level, truncation

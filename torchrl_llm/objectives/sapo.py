@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Annotated, Unpack
 
 import torch
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm._registry import register
 from torchrl_llm.objectives import policy_loss as base
-from torchrl_llm.objectives.argument_checks import check_positive
 
 
 @register("losses", "sapo")
@@ -44,17 +44,17 @@ class SAPOLoss(base.PolicyGradientLoss):
         1.05
     """
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
         *,
-        tau_pos: float = 1.0,
-        tau_neg: float = 1.05,
+        tau_pos: Annotated[float, Gt(0)] = 1.0,
+        tau_neg: Annotated[float, Gt(0)] = 1.05,
         aggregation: base.Aggregation = "sequence_mean",
         **settings: Unpack[base.PolicyLossSettings],
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
-        check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
         self.tau_pos, self.tau_neg = float(tau_pos), float(tau_neg)
 
     def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:

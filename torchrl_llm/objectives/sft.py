@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import torch
 from tensordict import TensorClass, TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._log import tell_once
 from torchrl_llm.data.encoded_rows import encode_rows, row_formatter
 from torchrl_llm.data.ragged import read_rows, write_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer, k3, sequence_log_ratio
-from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative, check_positive
 from torchrl_llm.objectives.flat_columns import key_name, optional_column, sent
 from torchrl_llm.objectives.loss_rows import (
     MaskingStrategy,
@@ -180,6 +180,7 @@ class SFTLoss(TokenLoss):
     default_keys = _AcceptedKeys
     masking_strategy: MaskingStrategy = "rlhf"
 
+    @checked
     def __init__(
         self,
         actor_network: nn.Module | TokenScorer,
@@ -187,15 +188,12 @@ class SFTLoss(TokenLoss):
         tokenizer_kwargs: Mapping[str, Any] | None = None,
         reduction: SFTReduction = "mean",
         normalize_by_seq_length: bool | None = None,
-        kl_to_ref_coeff: float | None = None,
+        kl_to_ref_coeff: Annotated[float, Ge(0)] | None = None,
         loss_function: Literal["sft", "minor_sft"] = "sft",
-        beta: float | None = None,
+        beta: Annotated[float, Gt(0)] | None = None,
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__(actor_network, device=device)
-        check_choice("reduction", reduction, get_args(SFTReduction))
-        check_choice("loss_function", loss_function, ("sft", "minor_sft"))
-        check_not_negative(kl_to_ref_coeff=kl_to_ref_coeff)
         per_row = normalize_by_seq_length is not None or loss_function != "sft"
         if reduction == "token_mean" and per_row:
             raise ConfigError(
@@ -204,7 +202,6 @@ class SFTLoss(TokenLoss):
             )
         if beta is not None and loss_function == "sft":
             tell_once("beta has no effect with loss_function='sft', which has no slope")
-        check_positive(beta=beta)
         if loss_function == "minor_sft" and kl_to_ref_coeff:
             tell_once(
                 "minor_sft holds the policy to the reference already: kl_to_ref_coeff has no effect"

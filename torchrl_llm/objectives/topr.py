@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import Annotated, Unpack
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import Pair, checked
 from torchrl_llm._registry import register
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import policy_loss as base
 
-
-def _checked(name: str, bounds: tuple[float, float]) -> tuple[float, float]:
-    if len(bounds) != 2 or not 0 <= bounds[0] <= bounds[1]:
-        raise ConfigError(f"{name} must be (a, b) with 0 <= a <= b, got {bounds!r}")
-    return float(bounds[0]), float(bounds[1])
+Weights = Annotated[tuple[float, float], Pair("[0, inf]", equal=True)]
 
 
 @register("losses", "topr")
@@ -49,18 +45,19 @@ class TOPRLoss(base.PolicyGradientLoss):
         (0.0, 1.0)
     """
 
+    @checked
     def __init__(
         self,
         actor_network: base.Actor,
         *,
-        positive_bounds: tuple[float, float] = (1.0, 1.0),
-        negative_bounds: tuple[float, float] = (0.0, 1.0),
+        positive_bounds: Weights = (1.0, 1.0),
+        negative_bounds: Weights = (0.0, 1.0),
         aggregation: base.Aggregation = "sequence_sum",
         **settings: Unpack[base.PolicyLossSettings],
     ) -> None:
         super().__init__(actor_network, aggregation=aggregation, **settings)
-        self.positive_bounds = _checked("positive_bounds", positive_bounds)
-        self.negative_bounds = _checked("negative_bounds", negative_bounds)
+        self.positive_bounds = tuple(map(float, positive_bounds))
+        self.negative_bounds = tuple(map(float, negative_bounds))
 
     def surrogate(self, tokens: base.PolicyTokens) -> base.Surrogate:
         """See :func:`~torchrl_llm.functional.topr`."""

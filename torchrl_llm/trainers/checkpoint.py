@@ -20,7 +20,7 @@ import zlib
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path, PurePosixPath
-from typing import IO, Any
+from typing import IO, Annotated, Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -30,6 +30,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceSt
 from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._files import plain_file
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.data.safe_state import PlainState, state_from_plain, state_to_plain
@@ -72,16 +73,15 @@ class CheckpointStore:
         ([2], 2)
     """
 
+    @checked
     def __init__(
         self,
         folder: str | Path,
         *,
-        keep_last: int | None = None,
+        keep_last: Annotated[int, Ge(1)] | None = None,
         ranks: Ranks = ALONE,
         spare: Collection[str] = (),
     ) -> None:
-        if keep_last is not None and keep_last < 1:
-            raise ValueError(f"keep_last must be at least 1 or None, got {keep_last}")
         self.folder = Path(folder)
         self.keep_last, self.ranks, self.spare = keep_last, ranks, spare
 

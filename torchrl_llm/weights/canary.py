@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
@@ -76,19 +78,18 @@ class CanaryCheck:
         torchrl_llm.errors.WeightUpdateError: ...
     """
 
+    @checked
     def __init__(
         self,
         reference: TokenScorer,
         prompts: Sequence[Tensor] | None = None,
         *,
         dtype: torch.dtype | None = None,
-        tolerance: float = 5e-6,
+        tolerance: Annotated[float, Gt(0)] = 5e-6,
         num_prompts: int = 4,
         num_tokens: int = 16,
         seed: int = 0,
     ) -> None:
-        if tolerance <= 0:
-            raise ConfigError(f"tolerance must be above 0 nats, got {tolerance}")
         self._reference, self._dtype, self._tolerance = reference, dtype, tolerance
         self._start, self._probe = 1, torch.bfloat16
         if prompts is None:

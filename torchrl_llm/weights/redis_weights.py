@@ -12,14 +12,15 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._redis import RECONNECT_S, RedisLink
 from torchrl_llm.data.safe_bytes import from_bytes, to_bytes
-from torchrl_llm.errors import ConfigError, DataError, WeightUpdateError
+from torchrl_llm.errors import DataError, WeightUpdateError
 from torchrl_llm.weights.canary_rule import CanaryTarget
 from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_names import Weights, engine_weights
@@ -51,20 +52,17 @@ class RedisWeightWriter:
         ConfigError: sizes below 1, or a URL that is none.
     """
 
+    @checked
     def __init__(
         self,
         url: str,
         name: str,
         *,
-        chunk_bytes: int = 32 << 20,
-        keep: int = 3,
+        chunk_bytes: Annotated[int, Ge(1)] = 32 << 20,
+        keep: Annotated[int, Ge(1)] = 3,
         reconnect_s: float = RECONNECT_S,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if chunk_bytes < 1 or keep < 1:
-            raise ConfigError(
-                f"chunk_bytes and keep must be at least 1, got {chunk_bytes} and {keep}"
-            )
         self._link = RedisLink(url, feature="RedisWeightWriter", reconnect_s=reconnect_s)
         self._name, self._chunk_bytes, self._keep = name, chunk_bytes, keep
         self._dtype = dtype

@@ -21,12 +21,13 @@ from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.backend_port import Backend
@@ -230,18 +231,15 @@ class VLLMTransfer:
         ConfigError: another kind, or no time.
     """
 
+    @checked
     def __init__(
         self,
         kind: Kind,
         *,
         address: str = "127.0.0.1",
-        timeout_s: float = 120.0,
+        timeout_s: Annotated[float, Gt(0)] = 120.0,
         packed: bool = True,
     ) -> None:
-        if kind not in ("nccl", "ipc"):
-            raise ConfigError(f"weights are transferred by nccl or ipc, got {kind!r}")
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be above 0, got {timeout_s}")
         require(_MODULE, extra="vllm", feature=f"weights by {kind}")
         self.kind, self.timeout_s = kind, timeout_s
         self._address, self._packed = address, packed

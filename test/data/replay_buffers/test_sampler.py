@@ -216,18 +216,9 @@ def test_it_takes_the_place_of_any_other_sampler():
     assert sorted(_numbers(one)) == sorted(_numbers(other)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"num_groups": 2, "samples_per_group": 2},
-        {"num_groups": 0},
-        {"num_groups": 2.0},
-        {"num_groups": 2, "strategy": "best"},
-    ],
-)
-def test_impossible_arguments_are_refused(options):
-    with pytest.raises(ConfigError):
+@pytest.mark.parametrize("options", [{}, {"num_groups": 2, "samples_per_group": 2}])
+def test_one_of_two_numbers_is_needed(options):
+    with pytest.raises(ConfigError, match="give one of"):
         PromptGroupSampler(**options)
 
 

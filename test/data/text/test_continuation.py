@@ -58,6 +58,15 @@ def extended(formatter, prompt, turn, tail, finish):
     return ids, message, new, result
 
 
+def asked_again(formatter, prompt, response):
+    """The ids of a conversation and of a sampled turn, its message, and what a question adds."""
+    start, response = formatter.encode(prompt).token_ids, torch.tensor(response)
+    message = formatter.parse_response(start, response, FinishReason.STOP)
+    ids, chat = torch.cat([start, response]), [*prompt, message]
+    new = formatter.extend(ids, chat, FinishReason.STOP, [USER], response_start=len(start))
+    return ids, message, new
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("kind", ["bytes", "metaspace", "prepend"])
 @pytest.mark.parametrize("name", ZOO)
@@ -145,21 +154,10 @@ def test_a_dialogue_of_four_turns_keeps_every_sampled_token_until_it_forks(name,
 def test_defect_02_ids_that_no_text_encodes_to_are_kept_in_the_next_prompt():
     # Sampled character by character: encoding the decoded text gives other, longer tokens.
     formatter = formatter_of("faithful")
-    prompt = formatter.encode([USER]).token_ids
     letters = [i for c in "Hello there" for i in plain_ids(formatter, c)]
-    response = torch.tensor([*letters, *formatter.closers[0].ids])
     assert len(letters) > len(plain_ids(formatter, "Hello there"))
-    message = formatter.parse_response(prompt, response, FinishReason.STOP)
-    result = formatter.extend(
-        torch.cat([prompt, response]),
-        [USER, message],
-        FinishReason.STOP,
-        [USER],
-        response_start=len(prompt),
-    )
-    assert torch.equal(
-        result.token_ids[: len(prompt) + len(response)], torch.cat([prompt, response])
-    )
+    ids, _, result = asked_again(formatter, [USER], [*letters, *formatter.closers[0].ids])
+    assert torch.equal(result.token_ids[: len(ids)], ids)
 
 
 def test_defect_03_the_next_prompt_holds_the_tool_result():
@@ -236,19 +234,10 @@ def test_a_long_tool_loop_is_cut_to_its_last_calls():
 
 def test_an_empty_thought_block_is_dropped_only_if_it_was_sampled():
     formatter = formatter_of("drops_thoughts")
-    prompt = formatter.encode([USER]).token_ids
     for text, cause in (("Fine.", None), ("<think>\n\n</think>\n\nFine.", "think_dropped")):
-        body = formatter._codec.ids(text)
-        response = torch.tensor(body + list(formatter.closers[0].ids))
-        message = formatter.parse_response(prompt, response, FinishReason.STOP)
+        response = [*formatter._codec.ids(text), *formatter.closers[0].ids]
+        _, message, result = asked_again(formatter, [USER], response)
         assert message["content"] == "Fine."
-        result = formatter.extend(
-            torch.cat([prompt, response]),
-            [USER, message],
-            FinishReason.STOP,
-            [USER],
-            response_start=len(prompt),
-        )
         assert result.cause == cause
         assert result.forked == (cause is not None)
 
@@ -262,18 +251,9 @@ def test_a_user_behind_a_tool_loop_drops_the_thoughts_of_all_its_turns():
         "reasoning_content": "first",
     }
     result = {"role": "tool", "content": "21", "tool_call_id": "abcdef123", "name": "get_weather"}
-    prompt = [USER, thinking, result]
-    start = formatter.encode(prompt).token_ids
     # The last turn itself is sampled without a block, as history would have it.
-    response = torch.tensor(plain_ids(formatter, "Warm.") + list(formatter.closers[0].ids))
-    message = formatter.parse_response(start, response, FinishReason.STOP)
-    out = formatter.extend(
-        torch.cat([start, response]),
-        [*prompt, message],
-        FinishReason.STOP,
-        [USER],
-        response_start=len(start),
-    )
+    response = [*plain_ids(formatter, "Warm."), *formatter.closers[0].ids]
+    _, _, out = asked_again(formatter, [USER, thinking, result], response)
     assert out.cause == "think_dropped"
 
 

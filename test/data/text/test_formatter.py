@@ -12,7 +12,7 @@ from data.text.zoo import ZOO
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.errors import ConfigError, TemplateError
+from torchrl_llm.errors import TemplateError
 
 USER = {"role": "user", "content": "Hi"}
 BOT = {"role": "assistant", "content": "Hello"}
@@ -289,11 +289,6 @@ def test_a_tokenizer_without_pad_or_eos_serves_as_well(make_tokenizer):
     tokenizer = make_tokenizer(pad=None, eos=None)
     formatter = ChatFormatter(tokenizer)
     assert formatter.stop_token_ids == (2,)  # the template's own end of turn
-
-
-def test_an_unknown_way_to_treat_rewrites_is_an_error():
-    with pytest.raises(ConfigError, match="on_rewrite"):
-        formatter_of("faithful", on_rewrite="ignore")
 
 
 def test_a_batch_is_the_same_as_one_by_one_and_chats_are_taken_too():

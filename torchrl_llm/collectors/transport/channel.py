@@ -20,11 +20,12 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.wire import PackedRows
-from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.errors import WorkerError
 
 
 class ChannelClosedError(WorkerError):
@@ -221,9 +222,8 @@ class ChannelState:
         ConfigError: for a size below 1.
     """
 
-    def __init__(self, max_size: int) -> None:
-        if max_size < 1:
-            raise ConfigError(f"max_size must be at least 1, got {max_size}")
+    @checked
+    def __init__(self, max_size: Annotated[int, Ge(1)]) -> None:
         self.max_size = max_size
         self.waiting: deque[Delivery] = deque()
         self._version = 0

@@ -13,11 +13,11 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._ray import START_TIMEOUT_S, get, require_ray
 from torchrl_llm.collectors.transport.channel import WAKING, ChannelState, Delivery, RowChannel
-from torchrl_llm.errors import ConfigError
 
 _CALLS_AT_ONCE = 10_000
 
@@ -85,11 +85,14 @@ class RayChannel(RowChannel):
         WorkerError: the actor did not start in time.
     """
 
-    def __init__(self, max_size: int = 8, *, timeout_s: float = 60.0) -> None:
+    @checked
+    def __init__(
+        self,
+        max_size: Annotated[int, Ge(1)] = 8,
+        *,
+        timeout_s: Annotated[float, Gt(0)] = 60.0,
+    ) -> None:
         ray = require_ray("RayChannel")
-        if timeout_s <= 0:
-            raise ConfigError(f"timeout_s must be positive, got {timeout_s}")
-        ChannelState(max_size)  # an impossible size is refused here and not in the actor
         self.timeout_s = timeout_s
         actor = ray.remote(num_cpus=0, max_concurrency=_CALLS_AT_ONCE)(_Server)
         self._actor = actor.remote(max_size)

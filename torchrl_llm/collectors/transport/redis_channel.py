@@ -14,10 +14,11 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._redis import RECONNECT_S, RedisLink
 from torchrl_llm.collectors.transport.channel import (
     Delivery,
@@ -27,7 +28,7 @@ from torchrl_llm.collectors.transport.channel import (
     forgotten_error,
 )
 from torchrl_llm.data.wire import PackedRows, encode
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 
 _MOST_BYTES = 500 << 20
 # What the scripts take for a number of rows, and for any number.
@@ -153,18 +154,17 @@ class RedisChannel(RowChannel):
         WorkerError: the server does not answer.
     """
 
+    @checked
     def __init__(
         self,
         url: str,
         name: str,
-        max_size: int = 8,
+        max_size: Annotated[int, Ge(1)] = 8,
         *,
         begin: bool = False,
         reconnect_s: float = RECONNECT_S,
         on_return: Callable[[], None] | None = None,
     ) -> None:
-        if max_size < 1:
-            raise ConfigError(f"max_size must be at least 1, got {max_size}")
         self.name, self.max_size, self.on_return = name, max_size, on_return
         self._link = RedisLink(url, feature="RedisChannel", reconnect_s=reconnect_s)
         # The braces keep all keys of a channel on one node of a cluster.

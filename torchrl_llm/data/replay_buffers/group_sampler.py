@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict.utils import NestedKey
@@ -17,6 +17,7 @@ from torchrl._utils import logger
 from torchrl.data.replay_buffers.samplers import Sampler
 from torchrl.data.replay_buffers.storages import Storage
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path, group_value
 from torchrl_llm.errors import ConfigError, DataError
@@ -60,11 +61,12 @@ class PromptGroupSampler(Sampler):
         True
     """
 
+    @checked
     def __init__(
         self,
         *,
-        num_groups: int | None = None,
-        samples_per_group: int | None = None,
+        num_groups: Annotated[int, Ge(1)] | None = None,
+        samples_per_group: Annotated[int, Ge(1)] | None = None,
         group_key: NestedKey | None = None,
         strategy: Literal["random", "recency", "reward", "variance"] = "random",
         reward_key: NestedKey = ("next", "reward"),
@@ -72,13 +74,6 @@ class PromptGroupSampler(Sampler):
     ) -> None:
         if (num_groups is None) == (samples_per_group is None):
             raise ConfigError("give one of num_groups and samples_per_group, not both or neither")
-        size = samples_per_group if num_groups is None else num_groups
-        if not isinstance(size, int) or size < 1:
-            raise ConfigError(f"the number must be an integer of at least 1, got {size!r}")
-        if strategy not in ("random", "recency", "reward", "variance"):
-            raise ConfigError(
-                f"strategy must be random, recency, reward or variance; got {strategy!r}"
-            )
         self.num_groups, self.samples_per_group = num_groups, samples_per_group
         self.group_key, self.reward_key = group_key, reward_key
         self.strategy, self.cache_groups = strategy, cache_groups

@@ -18,13 +18,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torchrl._utils import logger
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.child_rows import is_own_child
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.nodes import leaf
@@ -142,22 +143,20 @@ class GroupTransform(Transform):
     adds_keys_only = True
     requires_shared_write_state = True
 
+    @checked
     def __init__(
         self,
-        group_size: int,
+        group_size: Annotated[int, Ge(1)],
         /,
         *,
         prompt_key: NestedKey | None = None,
         rewards_key: NestedKey = ("next", "reward"),
         done_key: NestedKey = ("next", "done"),
         selectors: Sequence[Selector] = (),
-        max_queued_groups: int = 4096,
+        max_queued_groups: Annotated[int, Ge(1)] = 4096,
         verbose: bool = False,
     ) -> None:
         super().__init__()
-        for name, value in (("size", group_size), ("max_queued_groups", max_queued_groups)):
-            if not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         self.prompt_key = prompt_key
         self.rewards_key, self.done_key = rewards_key, done_key
         self.selectors = tuple(selectors)

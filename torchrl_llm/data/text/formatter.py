@@ -15,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torchrl._utils import logger
 
+from torchrl_llm._checked import checked
 from torchrl_llm._log import tell_once
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
@@ -40,7 +41,7 @@ from torchrl_llm.data.text.probe import THOUGHT, TOOL, USER, Closer, calling, pr
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.data.text.respond import ResponseParser
 from torchrl_llm.data.text.templates import resolve_template
-from torchrl_llm.errors import ConfigError, TemplateError
+from torchrl_llm.errors import TemplateError
 
 Messages = Chat | Sequence[Mapping[str, Any]]
 _NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
@@ -143,6 +144,7 @@ class ChatFormatter:
         'user:Go on<end>assistant:'
     """
 
+    @checked
     def __init__(
         self,
         tokenizer: Any,
@@ -154,8 +156,6 @@ class ChatFormatter:
         template_kwargs: Mapping[str, Any] | None = None,
         debug: bool = False,
     ) -> None:
-        if on_rewrite not in get_args(OnRewrite):
-            raise ConfigError(f"on_rewrite must be in {get_args(OnRewrite)}, got {on_rewrite!r}")
         spec = resolve_template(tokenizer, chat_template, chat_template_name)
         self.tokenizer = tokenizer
         self.on_rewrite = on_rewrite

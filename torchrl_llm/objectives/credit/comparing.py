@@ -11,13 +11,14 @@ from collections.abc import Hashable, Sequence
 from math import comb, fsum
 from operator import itemgetter
 from statistics import fmean
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase, lazy_stack
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, Pair, checked
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import (
     GroupQueue,
@@ -28,7 +29,6 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.advantages import Deviation, are_equal
 from torchrl_llm.functional.padding import row_index
-from torchrl_llm.objectives.argument_checks import check_choice, check_not_negative
 from torchrl_llm.objectives.credit.credit_assigner import (
     CreditAssigner,
     CreditOptions,
@@ -62,16 +62,14 @@ class MCAdvantageSelector:
         [0, 3]
     """
 
+    @checked
     def __init__(
         self,
         strategy: Literal["balanced", "first", "uniform"] = "balanced",
         *,
-        max_combinations: int = 100_000,
+        max_combinations: Annotated[int, Ge(1)] = 100_000,
         in_keys: list[NestedKey] | None = None,
     ) -> None:
-        check_choice("strategy", strategy, ("balanced", "first", "uniform"))
-        if max_combinations < 1:
-            raise ConfigError(f"max_combinations must be at least 1, got {max_combinations}")
         if in_keys is not None and not in_keys:
             raise ConfigError('in_keys must name something to choose by, such as "return"')
         self.strategy = strategy
@@ -171,22 +169,17 @@ _RETURNS = {
     "mean": fmean,
     "last": itemgetter(-1),
 }
-RETURNS = tuple(_RETURNS)
-"""The ways to make one return of the rewards of the turns."""
 
 
 def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others: bool) -> None:
-    """Raise a :class:`~torchrl_llm.errors.ConfigError` for a division that cannot be as said.
+    """Raise a :class:`~torchrl_llm.errors.ConfigError` for what has no effect on a division.
 
     Args:
-        normalize: ``"population"``, ``"sample"`` or ``"none"``.
-        eps: guards the division, at least 0; 1e-6 by default.
+        normalize: ``"none"`` divides by nothing.
+        eps: guards the division; 1e-6 by default.
         eps_as: ``"floor"`` or ``"added"``; the former by default.
         **others: names of further arguments of the division, and whether they were changed.
     """
-    check_choice("normalize", normalize, ("population", "sample", "none"))
-    check_choice("eps_as", eps_as, ("floor", "added"))
-    check_not_negative(eps=eps)
     others = {"eps": eps != 1e-6, "eps_as": eps_as != "floor", **others}
     changed = [name for name, value in others.items() if value]
     if normalize == "none" and changed:
@@ -195,18 +188,8 @@ def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others:
         )
 
 
-def check_group(size: int, name: str = "group_size") -> None:
-    """Raise a :class:`~torchrl_llm.errors.ConfigError` for a group without anybody to compare with.
-
-    Args:
-        size: of the group.
-        name: of the argument.
-    """
-    if size < 2:
-        raise ConfigError(
-            f"{name} must be at least 2, got {size}: a single trajectory has no group to be better "
-            "than"
-        )
+GroupSize = Annotated[int, Ge(2), "a single trajectory has no group to be better than"]
+"""The size of a group whose members are compared."""
 
 
 def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn) -> Tensor:
@@ -277,13 +260,14 @@ class ComparingCredit(CreditAssigner):
         ConfigError: for arguments that are impossible, or would have no effect.
     """
 
+    @checked
     def __init__(
         self,
         group_size: int,
         /,
         *,
         trajectory_return: TrajectoryReturn = "sum",
-        keep_return_bounds: tuple[float, float] | None = None,
+        keep_return_bounds: Annotated[tuple[float, float], Pair()] | None = None,
         keep_zero_variance: bool = True,
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
@@ -291,9 +275,6 @@ class ComparingCredit(CreditAssigner):
         **options: Unpack[CreditOptions],
     ) -> None:
         super().__init__(group_size, **options)
-        check_choice("trajectory_return", trajectory_return, RETURNS)
-        if keep_return_bounds is not None and not keep_return_bounds[0] < keep_return_bounds[1]:
-            raise ConfigError(f"keep_return_bounds must rise, got {keep_return_bounds}")
         if group_size == 1 and (candidate_group_size is not None or not keep_zero_variance):
             raise ConfigError(
                 "keep_zero_variance=False and candidate_group_size need a group size of at least 2"

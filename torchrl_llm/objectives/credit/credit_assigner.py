@@ -15,13 +15,14 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar, TypedDict, Unpack
+from typing import Annotated, Any, ClassVar, TypedDict, Unpack
 
 import torch
 from tensordict import TensorDict
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.nodes import leaf
@@ -165,11 +166,17 @@ class BatchStatistics(CreditAssigner):
         ConfigError: for a size that is not a multiple.
     """
 
+    @checked
     def __init__(
-        self, group_size: int, /, *, batch_size: int | None = None, **options: Unpack[CreditOptions]
+        self,
+        group_size: int,
+        /,
+        *,
+        batch_size: Annotated[int, Ge(1)] | None = None,
+        **options: Unpack[CreditOptions],
     ) -> None:
         super().__init__(group_size, **options)
-        if batch_size is not None and (batch_size < 1 or batch_size % group_size):
+        if batch_size is not None and batch_size % group_size:
             raise ConfigError(
                 f"batch_size must be a multiple of the group size {group_size}, got {batch_size}"
             )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDictBase
@@ -17,6 +17,7 @@ from torch import Tensor
 from torchrl.envs import Transform
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import Ge, In, check, checked
 from torchrl_llm._ray import ActorOptions, RemoteObject, require_ray
 from torchrl_llm._registry import FullSignature, register
 from torchrl_llm.data.nodes import own_rows
@@ -25,13 +26,12 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.data.wire import PackedRows, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.objectives.argument_checks import check_choice, check_share
 from torchrl_llm.objectives.credit.comparing import (
     ComparingCredit,
     ComparingOptions,
+    GroupSize,
     TrajectoryReturn,
     check_deviation,
-    check_group,
 )
 from torchrl_llm.objectives.credit.credit_assigner import (
     BatchStatistics,
@@ -90,9 +90,10 @@ class MCAdvantage(ComparingCredit):
         [-0.7071, 0.7071]
     """
 
+    @checked
     def __init__(
         self,
-        grpo_size: int,
+        grpo_size: GroupSize,
         prompt_key: NestedKey | None = None,
         rewards_key: NestedKey = ("next", "reward"),
         advantage_key: NestedKey = "advantage",
@@ -101,12 +102,11 @@ class MCAdvantage(ComparingCredit):
         *,
         trajectory_return: TrajectoryReturn | None = "sum",
         normalize: Literal["sample", "population", "none"] = "sample",
-        eps: float = 1e-6,
+        eps: Annotated[float, Ge(0)] = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
         positive_only: bool | Literal["before_std"] = False,
         **options: Unpack[ComparingOptions],
     ) -> None:
-        check_group(grpo_size, "grpo_size")
         super().__init__(
             grpo_size,
             prompt_key=prompt_key,
@@ -119,7 +119,6 @@ class MCAdvantage(ComparingCredit):
             **options,
         )
         check_deviation(normalize, eps, eps_as)
-        check_choice("positive_only", positive_only, (False, True, "before_std"))
         if trajectory_return is None and self.judges_groups:
             raise ConfigError(
                 "keep_return_bounds, keep_zero_variance=False and candidate_group_size judge a "
@@ -193,8 +192,8 @@ class LeaveOneOutAdvantage(ComparingCredit):
         [-1.5, -1.5, 3.0]
     """
 
-    def __init__(self, group_size: int, **options: Unpack[ComparingOptions]) -> None:
-        check_group(group_size)
+    @checked
+    def __init__(self, group_size: GroupSize, **options: Unpack[ComparingOptions]) -> None:
         super().__init__(group_size, **options)
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
@@ -235,20 +234,19 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
         [-1.0, 1.0, -1.0, 1.0]
     """
 
+    @checked
     def __init__(
         self,
-        group_size: int,
+        group_size: GroupSize,
         *,
         normalize: Literal["population", "sample", "none"] = "population",
         deviation_of: Literal["advantages", "returns"] = "advantages",
-        eps: float = 1e-6,
+        eps: Annotated[float, Ge(0)] = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
         batch_size: int | None = None,
         **options: Unpack[ComparingOptions],
     ) -> None:
-        check_group(group_size)
         super().__init__(group_size, batch_size=batch_size, **options)
-        check_choice("deviation_of", deviation_of, ("advantages", "returns"))
         check_deviation(normalize, eps, eps_as, deviation_of=deviation_of != "advantages")
         self.normalize = normalize
         self._how = {
@@ -300,26 +298,24 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         [-1.0, 1.0]
     """
 
+    @checked
     def __init__(
         self,
         group_size: int = 1,
         *,
         baseline: Literal["none", "group", "leave_one_out"] = "none",
-        gamma: float = 1.0,
+        gamma: Annotated[float, In("[0, 1]")] = 1.0,
         over: Literal["tokens", "samples"] = "tokens",
         normalize: Literal["population", "sample", "none"] = "population",
-        eps: float = 1e-6,
+        eps: Annotated[float, Ge(0)] = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
         batch_size: int | None = None,
         **options: Unpack[ComparingOptions],
     ) -> None:
-        check_choice("baseline", baseline, ("none", "group", "leave_one_out"))
-        check_choice("over", over, ("tokens", "samples"))
         check_deviation(normalize, eps, eps_as)
         if baseline != "none":
-            check_group(group_size)
+            check("group_size", group_size, GroupSize)
         super().__init__(group_size, batch_size=batch_size, **options)
-        check_share(gamma=gamma)
         if baseline != "none" and gamma != 1:
             raise ConfigError("gamma has no effect with a baseline, which is one of whole episodes")
         if baseline == "none" and self.trajectory_return != "sum" and not self.judges_groups:

@@ -9,13 +9,14 @@ Shape legend: ``T`` tokens of a row, ``R`` of its response, ``N`` sampled tokens
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Unpack
+from typing import Annotated, Literal, NamedTuple, Unpack
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 
+from torchrl_llm._checked import In, checked
 from torchrl_llm._registry import register
 from torchrl_llm.data.nodes import leaf, set_copied
 from torchrl_llm.data.replay_buffers.grouping import drop_truncated
@@ -23,12 +24,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_pat
 from torchrl_llm.errors import DataError
 from torchrl_llm.functional import batch_normalize, gae
 from torchrl_llm.functional.advantages import discounted_returns
-from torchrl_llm.objectives.argument_checks import check_choice, check_share
-from torchrl_llm.objectives.credit.comparing import (
-    RETURNS,
-    TrajectoryReturn,
-    trajectory_returns,
-)
+from torchrl_llm.objectives.credit.comparing import TrajectoryReturn, trajectory_returns
 from torchrl_llm.objectives.credit.credit_assigner import (
     BatchStatistics,
     CreditAssigner,
@@ -83,11 +79,11 @@ class EpisodicReturn(CreditAssigner):
         1.0
     """
 
+    @checked
     def __init__(
         self, *, trajectory_return: TrajectoryReturn = "sum", **options: Unpack[CreditOptions]
     ) -> None:
         super().__init__(1, **options)
-        check_choice("trajectory_return", trajectory_return, RETURNS)
         self.trajectory_return = trajectory_return
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
@@ -160,15 +156,15 @@ class MonteCarloReturn(CreditAssigner):
 
     reads_tokens = True
 
+    @checked
     def __init__(
         self,
-        gamma: float = 1.0,
+        gamma: Annotated[float, In("[0, 1]")] = 1.0,
         *,
         truncated: Literal["keep", "drop", "bootstrap"] = "keep",
         value_key: NestedKey = ("next", "state_value"),
         **options: Unpack[CreditOptions],
     ) -> None:
-        check_share(gamma=gamma)
         super().__init__(1, **_with_cuts(truncated, options))
         self.gamma, self.truncated, self.value_key = gamma, truncated, value_key
 
@@ -186,7 +182,6 @@ class MonteCarloReturn(CreditAssigner):
 
 def _with_cuts(truncated: str, options: CreditOptions) -> CreditOptions:
     """Options of an estimator by what it does with cut episodes: a selector drops them."""
-    check_choice("truncated", truncated, ("keep", "drop", "bootstrap"))
     if truncated != "drop":
         return options
     return {**options, "selectors": (*options.get("selectors", ()), drop_truncated)}
@@ -321,11 +316,12 @@ class GAEAdvantage(BatchStatistics):
 
     reads_tokens = True
 
+    @checked
     def __init__(
         self,
         *,
-        gamma: float = 1.0,
-        lmbda: float = 1.0,
+        gamma: Annotated[float, In("[0, 1]")] = 1.0,
+        lmbda: Annotated[float, In("[0, 1]")] = 1.0,
         normalize: Literal["sample", "population", "none"] = "sample",
         batch_size: int | None = None,
         truncated: Literal["bootstrap", "keep", "drop"] = "bootstrap",
@@ -334,8 +330,6 @@ class GAEAdvantage(BatchStatistics):
         value_target_key: NestedKey = ("value_target", "full"),
         **options: Unpack[CreditOptions],
     ) -> None:
-        check_share(gamma=gamma, lmbda=lmbda)
-        check_choice("normalize", normalize, ("sample", "population", "none"))
         super().__init__(1, batch_size=batch_size, **_with_cuts(truncated, options))
         self.gamma, self.lmbda = gamma, lmbda
         self.normalize, self.truncated = normalize, truncated

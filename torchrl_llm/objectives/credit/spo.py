@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Literal, Unpack
+from typing import Annotated, Any, Literal, Unpack
 
 import torch
 from tensordict import TensorDict
@@ -14,15 +14,14 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm import functional as F
+from torchrl_llm._checked import Ge, Gt, In, Pair, checked
 from torchrl_llm._registry import register
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_path, group_value
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.objectives.argument_checks import check_choice, check_positive, check_share
 from torchrl_llm.objectives.credit.comparing import (
-    RETURNS,
     TrajectoryReturn,
     check_deviation,
     trajectory_returns,
@@ -72,11 +71,10 @@ class PolicyShift(SavedState):
 
     saved_rows = ("_rows",)
 
-    def __init__(self, policy: TokenScorer, *, num_rows: int = 8) -> None:
+    @checked
+    def __init__(self, policy: TokenScorer, *, num_rows: Annotated[int, Ge(1)] = 8) -> None:
         if not isinstance(policy, TokenScorer):
             raise ConfigError(f"policy must be a TokenScorer, got {type(policy).__name__}")
-        if num_rows < 1:
-            raise ConfigError(f"num_rows must be at least 1, got {num_rows}")
         self.policy, self.num_rows = policy, num_rows
         self._rows: list[TensorDict] = []
 
@@ -196,30 +194,28 @@ class SPOAdvantage(BatchStatistics):
         (0.5, 0.5576)
     """
 
+    @checked
     def __init__(
         self,
         *,
         prompt_key: NestedKey = "query",
-        half_life: float = 0.1,
-        rho_bounds: tuple[float, float] = (0.875, 0.96),
-        initial_value: float = 0.5,
-        initial_count: float | None = None,
+        half_life: Annotated[float, Gt(0)] = 0.1,
+        rho_bounds: Annotated[tuple[float, float], Pair("[0, 1]", equal=True)] = (0.875, 0.96),
+        initial_value: Annotated[float, In("[0, 1]")] = 0.5,
+        initial_count: Annotated[float, Gt(0)] | None = None,
         kl_key: NestedKey | None = None,
         trajectory_return: TrajectoryReturn = "sum",
         normalize: Literal["population", "sample", "none"] = "population",
-        eps: float = 1e-6,
+        eps: Annotated[float, Ge(0)] = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
         batch_size: int | None = None,
         **options: Unpack[CreditOptions],
     ) -> None:
         super().__init__(1, prompt_key=prompt_key, batch_size=batch_size, **options)
-        check_choice("trajectory_return", trajectory_return, RETURNS)
         check_deviation(normalize, eps, eps_as)
-        low, high = rho_bounds
-        if not 0 <= low <= high <= 1 or (low == 1 and initial_count is None):
-            raise ConfigError(f"rho_bounds must rise within [0, 1], got {rho_bounds}")
-        check_positive(half_life=half_life, initial_count=initial_count)
-        check_share(initial_value=initial_value)
+        low = rho_bounds[0]
+        if low == 1 and initial_count is None:
+            raise ConfigError(f"rho_bounds={rho_bounds} forget nothing: give initial_count")
         self.initial_count = 1 / (1 - low) if initial_count is None else initial_count
         self.half_life, self.rho_bounds, self.initial_value = half_life, rho_bounds, initial_value
         self.kl_key, self.trajectory_return = kl_key, trajectory_return
@@ -237,7 +233,8 @@ class SPOAdvantage(BatchStatistics):
 
     # -- the tracker ------------------------------------------------------------------------------
 
-    def advance(self, kl: float) -> None:
+    @checked
+    def advance(self, kl: Annotated[float, In("[0, inf)")]) -> None:
         """Say that the policy has moved.
 
         Args:
@@ -246,8 +243,6 @@ class SPOAdvantage(BatchStatistics):
         Raises:
             ConfigError: for a negative or infinite number.
         """
-        if not 0 <= kl < float("inf"):
-            raise ConfigError(f"the policy cannot move by a KL of {kl}")
         self._moved += float(kl)
 
     def watch(self, policy: TokenScorer, *, num_rows: int = 8) -> None:

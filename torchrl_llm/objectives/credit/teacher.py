@@ -5,18 +5,20 @@ Shape legend: ``T`` tokens of a row.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import as_path
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import DataError
-from torchrl_llm.objectives.argument_checks import check_positive
 from torchrl_llm.objectives.credit.credit_assigner import sampled_in_row
 
 
@@ -67,16 +69,16 @@ class TeacherKL(Transform):
 
     adds_keys_only = True
 
+    @checked
     def __init__(
         self,
-        coeff: float = 1.0,
+        coeff: Annotated[float, Gt(0)] = 1.0,
         *,
         advantage_key: NestedKey = "advantage",
         sample_log_prob_key: NestedKey = ("log_probs", "full"),
         teacher_log_prob_key: NestedKey = ("next", "teacher_log_probs", "full"),
     ) -> None:
         super().__init__()
-        check_positive(coeff=coeff)
         self.coeff = float(coeff)
         self.advantage_key = advantage_key
         self.sample_log_prob_key = sample_log_prob_key
