@@ -12,7 +12,7 @@ import pytest
 from fork_server import run_program
 
 from torchrl_llm import _log
-from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.errors import CheckpointError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.calls import Asked, Budget, BudgetUsedUp, CallLog, Prices, spent_in
 from torchrl_llm.rewards import ScriptedTextModel
@@ -206,11 +206,6 @@ def test_a_price_of_nothing_is_a_price_and_an_unknown_one_is_told_of_once(counti
         log.ask(Asked(model, "unknown"), "actor", [key], [question("a")])
     assert len(told) == 1
     assert "'unknown' cost" in told[0]
-
-
-def test_a_budget_below_zero_is_refused():
-    with pytest.raises(ConfigError, match="max_calls must not be negative"):
-        Budget(max_calls=-1)
 
 
 def test_calls_within_a_scope_are_numbered_and_those_outside_are_not_kept(asked):

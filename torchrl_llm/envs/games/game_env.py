@@ -19,10 +19,17 @@ import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
+from torchrl_llm._checked import checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.data.specs import ColumnSpec
-from torchrl_llm.envs.actions import ActionError, ActionForm, ActionParser, make_action_parser
+from torchrl_llm.envs.actions import (
+    ActionError,
+    ActionForm,
+    ActionParser,
+    Finite,
+    make_action_parser,
+)
 from torchrl_llm.envs.games.game import Game, IllegalAction, Player, Rules, TableOutcome, play
 from torchrl_llm.envs.players import (
     Episode,
@@ -105,6 +112,7 @@ class TableSteps(PlayersTransform):
 
     COLUMNS = (STATE_KEY, SEED_KEY, COMMITTED_KEY)
 
+    @checked
     def __init__(
         self,
         game: Rules,
@@ -112,7 +120,7 @@ class TableSteps(PlayersTransform):
         *,
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
-        invalid_reward: float = -0.3,
+        invalid_reward: Finite = -0.3,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         with_reward: bool = True,
@@ -120,8 +128,6 @@ class TableSteps(PlayersTransform):
     ) -> None:
         seats = dict(seats or {})
         _check_seats(game, seats)
-        if not abs(invalid_reward) < float("inf"):
-            raise ConfigError(f"invalid_reward must be finite, got {invalid_reward}")
         super().__init__(
             [player for player in game.players if player not in seats],
             parser,
@@ -353,6 +359,7 @@ class TableEnv(MultiAgentChatEnv):
     PLAYERS: ClassVar[tuple[str, ...]] = ()
     """The players of the game, where the class knows them."""
 
+    @checked
     def __init__(
         self,
         game: Rules,
@@ -360,7 +367,7 @@ class TableEnv(MultiAgentChatEnv):
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
         actions: ActionForm | ActionParser = "tag",
-        invalid_reward: float | None = None,
+        invalid_reward: Finite | None = None,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         dataset: Any = None,

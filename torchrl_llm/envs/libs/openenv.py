@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
+from torchrl_llm._checked import checked
 from torchrl_llm._imports import require
 from torchrl_llm._redis import masked
 from torchrl_llm.envs.actions import ActionError, ActionForm, CallAction, make_action_parser
@@ -231,6 +232,7 @@ class OpenEnvEnv(SessionEnv):
         ConfigError: for impossible arguments.
     """
 
+    @checked
     def __init__(
         self,
         url: str,

@@ -375,8 +375,6 @@ def test_steps_that_the_machine_does_not_have_are_refused():
     _, _, state = sleepy()
     with pytest.raises(BackendError, match="awake already"):
         state.wake()
-    with pytest.raises(ConfigError, match="level 1 or 2, got 3"):
-        state.fall(3)
     state.fall(1)
     with pytest.raises(BackendError, match="asleep already"):
         state.fall(1)
