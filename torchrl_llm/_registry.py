@@ -43,6 +43,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "weights": ("torchrl_llm.weights",),
     "backends": ("torchrl_llm.modules.backends",),
     "environments": ("torchrl_llm.langmarl",),
+    "figures": ("torchrl_llm.evaluation",),
 }
 """Each kind, and the rooms whose files register it."""
 

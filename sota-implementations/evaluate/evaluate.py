@@ -52,7 +52,7 @@ def answer_all(config: EvaluateConfig, folder: Path) -> tuple[dict[str, dict], l
     results, errors = {}, []
     for task in config.tasks:
         records = answer_task(config, task, policy, folder / f"answers_{task}.jsonl")
-        results[task] = figures(records)
+        results[task] = figures(records, config.eval.figures)
         # After each task, so that a run that ends early has shown what it knows.
         (folder / "metrics.json").write_text(json.dumps(results, indent=2) + "\n")
         if not any(record["valid"] for record in records):

@@ -19,6 +19,7 @@ import torch
 from server_policy import check_chat, server_policy
 
 from torchrl_llm._checked import Gt
+from torchrl_llm._registry import find
 from torchrl_llm._settings import Count, Group, ensure, naming, own, several
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
@@ -150,6 +151,7 @@ class RunConfig(Group, key="eval"):
         max_steps: steps of an episode; ``None`` for the task's own limit.
         on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
             prompt that is not answered, or one cut from the left.
+        figures: further ones (``torchrl-llm list figures``), or ``module:function`` of your own.
     """
 
     num_prompts: Count | None = None
@@ -158,6 +160,13 @@ class RunConfig(Group, key="eval"):
     split: str | None = None
     max_steps: Count | None = None
     on_overlong: Literal["error", "drop", "truncate"] = "error"
+    figures: list[str] = several()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        with naming("eval.figures"):
+            for name in self.figures:
+                find("figures", name)
 
 
 class EvaluateConfig(Group):
@@ -344,11 +353,12 @@ def _max_turns(config: EvaluateConfig, name: str) -> int:
     return -(-turns // (1 + own)) * (1 + config.agent.build().auxiliary_turns(own))
 
 
-def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def figures(records: Sequence[Mapping[str, Any]], further: Sequence[str] = ()) -> dict[str, float]:
     """The figures of a task.
 
     Args:
         records: one an answer; those of a prompt follow each other.
+        further: names of figures, see :mod:`torchrl_llm.evaluation.figures`.
 
     Returns:
         ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` for the samples of
@@ -382,6 +392,11 @@ def figures(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
             for group in groups
         ]
         result |= _bounded(name, flags, _of_flags)
+    for name in further:
+        found = [find("figures", name)(group) for group in groups]
+        flags = all(isinstance(value, bool) for value in found)
+        values = [[] if value is None else [value] for value in found]
+        result |= _bounded(name.rpartition(":")[2], values, _of_flags if flags else _bootstrap)
     return result
 
 

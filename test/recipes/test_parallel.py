@@ -6,7 +6,6 @@ import csv
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +13,7 @@ import torch
 from recipes.kill_helper import run_ranks
 from recipes.test_grpo_failures import FATES
 from transformers import AutoModelForCausalLM
+from waiting import wait_until
 
 from torchrl_llm.data import RolloutStore
 from torchrl_llm.data.rollouts import row_list
@@ -279,13 +279,13 @@ def test_ranks_whose_torchrun_was_killed_save_and_end(tmp_path):
         stderr=subprocess.DEVNULL,
     )
     try:
-        wait_until(lambda: (tmp_path / "run" / "metrics.csv").exists())
+        wait_until(lambda: (tmp_path / "run" / "metrics.csv").exists(), seconds=300)
         ranks = [int(pid) for pid in _children(agent.pid)]
         assert len(ranks) == 2
     finally:
         agent.kill()
         agent.wait()
-    wait_until(lambda: not any(_is_running(pid) for pid in ranks))
+    wait_until(lambda: not any(_is_running(pid) for pid in ranks), seconds=300)
     assert list((tmp_path / "run" / "checkpoints").glob("step_*/config.json"))
 
 
@@ -298,13 +298,6 @@ def _is_running(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until(done, seconds=300):
-    limit = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < limit, "waited in vain"
-        time.sleep(0.1)
 
 
 @pytest.mark.full

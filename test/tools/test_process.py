@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tools.process_worker import Stateful, Worker
+from waiting import wait_until
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.executor import ToolExecutor
@@ -27,14 +28,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
     except FileNotFoundError:
         return False
-
-
-def wait_until_gone(pid):
-    for _ in range(500):
-        if not alive(pid):
-            return True
-        time.sleep(0.01)
-    return False
 
 
 def ask(executor, do, value=None):
@@ -62,7 +55,7 @@ def test_a_call_that_never_ends_is_killed_in_time_and_replaced(executor):
 def test_what_a_killed_call_has_started_dies_with_it(executor, tmp_path):
     file = tmp_path / "pid"
     assert ask(executor, "sleep_child", str(file)).error == "ToolTimeout"
-    assert wait_until_gone(int(file.read_text()))
+    wait_until(lambda: not alive(int(file.read_text())))
 
 
 @pytest.mark.parametrize(("do", "value", "code"), [("die", 7, 7), ("kill", None, -9)])
@@ -99,7 +92,7 @@ def test_a_result_of_ten_megabytes_comes_back_cut(executor):
 def test_processes_end_when_the_tool_is_closed_and_start_again_when_it_is_called(executor):
     first = int(ask(executor, "pid").content)
     executor.close()
-    assert wait_until_gone(first)
+    wait_until(lambda: not alive(first))
     second = int(ask(executor, "pid").content)
     assert second != first
 

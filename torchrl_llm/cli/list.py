@@ -24,6 +24,7 @@ HOW = {
     "weights": "weight_sync.type=NAME, with inference_model.backend=vllm",
     "backends": "inference_model.backend=NAME",
     "environments": "env=NAME of langmarl, or MODULE:CLASS of your own",
+    "figures": "eval.figures=[NAME,...] of evaluate, or MODULE:FUNCTION of your own",
     RECIPES: "torchrl-llm train NAME",
 }
 """Each kind, and how one of it is chosen."""

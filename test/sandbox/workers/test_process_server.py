@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from sandbox.workers import threaded_functions
 from sandbox.workers.remote_functions import Counter, behave
+from waiting import wait_until
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import (
@@ -40,13 +41,6 @@ def alive(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except FileNotFoundError:
         return False
-
-
-def wait_until(condition, seconds=60.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def run(program, tmp_path, *arguments):

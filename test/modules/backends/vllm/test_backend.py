@@ -11,6 +11,7 @@ import pytest
 import torch
 from conformance.backends import BackendConformance, flatten, prompts
 from modules.backends.vllm.engine_helper import shared_tiny, small_engine
+from waiting import wait_until
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras
@@ -334,15 +335,6 @@ def sampling_thread(backend, params, out):
     thread = threading.Thread(target=lambda: out.extend(backend.generate(prompts(), params)))
     thread.start()
     return thread
-
-
-def wait_until(condition, seconds=30.0):
-    done = threading.Event()
-    for _ in range(int(seconds * 1000)):
-        if condition():
-            return
-        done.wait(0.001)
-    raise AssertionError(f"nothing happened within {seconds} s")
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {"seed": 3}], ids=str)
