@@ -6,10 +6,11 @@ import errno
 import json
 import os
 import signal
-import threading
+from functools import partial
 
 import pytest
 from fork_server import run_program
+from waiting import in_threads
 
 from torchrl_llm import _log
 from torchrl_llm.errors import CheckpointError
@@ -226,13 +227,9 @@ def test_threads_share_a_journal_without_losing_a_line(tmp_path):
 
     def work(name):
         keys = [f"{name}/{k}" for k in range(50)]
-        log.ask(asked, "actor", keys, [question(key) for key in keys])
+        return len(log.ask(asked, "actor", keys, [question(key) for key in keys]))
 
-    threads = [threading.Thread(target=work, args=(name,)) for name in "abcd"]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    assert in_threads(*(partial(work, name) for name in "abcd")) == [50] * 4
     log.close()
     assert CallLog(path).total().calls == 200
     assert CallLog(path).total().lost == 0
