@@ -20,7 +20,13 @@ from urllib.parse import urlsplit, urlunsplit
 from torchrl_llm._checked import checked
 from torchrl_llm._imports import require
 from torchrl_llm._redis import masked
-from torchrl_llm.envs.actions import ActionError, ActionForm, CallAction, make_action_parser
+from torchrl_llm.envs.actions import (
+    ActionError,
+    ActionForm,
+    ActionParser,
+    CallAction,
+    make_action_parser,
+)
 from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
 
@@ -237,7 +243,7 @@ class OpenEnvEnv(SessionEnv):
         self,
         url: str,
         *,
-        actions: ActionForm = "bare",
+        actions: ActionForm | ActionParser = "bare",
         action_field: str | None = None,
         observe: Callable[[Mapping[str, Any]], str] = observation_text,
         success_above: float = 0.0,
