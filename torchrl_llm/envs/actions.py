@@ -24,7 +24,7 @@ from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall
 
 ActionForm = Literal["tag", "call", "bare", "boxed"]
-Finite = Annotated[float, In("(-inf, inf)")]
+_Finite = Annotated[float, In("(-inf, inf)")]
 
 
 class ActionError(TorchRLLLMError, ValueError):
@@ -86,7 +86,7 @@ class ActionParser(ABC):
 
     @checked
     def __init__(
-        self, name: str, written: str, *, reward: Finite = 0.0, penalty: Finite = 0.0
+        self, name: str, written: str, *, reward: _Finite = 0.0, penalty: _Finite = 0.0
     ) -> None:
         self.name = name
         self.written = written
@@ -449,21 +449,21 @@ class ParsedScore:
 
 
 @checked
-def make_action_parser(form: ActionForm | ActionParser, name: str, written: str) -> ActionParser:
+def make_action_parser(actions: ActionForm | ActionParser, name: str, written: str) -> ActionParser:
     """The parser of a form.
 
     Args:
-        form: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned as it is.
+        actions: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned as it is.
         name: see :class:`ActionParser`.
         written: see :class:`ActionParser`.
 
     Raises:
         ConfigError: for another form.
     """
-    if isinstance(form, ActionParser):
-        return form
+    if isinstance(actions, ActionParser):
+        return actions
     parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction, BoxedAction)}
-    return parsers[form](name, written)
+    return parsers[actions](name, written)
 
 
 def _said(message: Mapping[str, Any]) -> str:

@@ -13,23 +13,17 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
-from torchrl_llm._checked import checked
+from torchrl_llm._checked import In, checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.data.specs import ColumnSpec
-from torchrl_llm.envs.actions import (
-    ActionError,
-    ActionForm,
-    ActionParser,
-    Finite,
-    make_action_parser,
-)
+from torchrl_llm.envs.actions import ActionError, ActionForm, ActionParser, make_action_parser
 from torchrl_llm.envs.games.game import Game, IllegalAction, Player, Rules, TableOutcome, play
 from torchrl_llm.envs.players import (
     Episode,
@@ -120,7 +114,7 @@ class TableSteps(PlayersTransform):
         *,
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
-        invalid_reward: Finite = -0.3,
+        invalid_reward: Annotated[float, In("(-inf, inf)")] = -0.3,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         with_reward: bool = True,
@@ -359,7 +353,6 @@ class TableEnv(MultiAgentChatEnv):
     PLAYERS: ClassVar[tuple[str, ...]] = ()
     """The players of the game, where the class knows them."""
 
-    @checked
     def __init__(
         self,
         game: Rules,
@@ -367,7 +360,7 @@ class TableEnv(MultiAgentChatEnv):
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
         actions: ActionForm | ActionParser = "tag",
-        invalid_reward: Finite | None = None,
+        invalid_reward: float | None = None,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         dataset: Any = None,

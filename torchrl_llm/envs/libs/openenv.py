@@ -17,16 +17,9 @@ from functools import partial
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
-from torchrl_llm._checked import checked
 from torchrl_llm._imports import require
 from torchrl_llm._redis import masked
-from torchrl_llm.envs.actions import (
-    ActionError,
-    ActionForm,
-    ActionParser,
-    CallAction,
-    make_action_parser,
-)
+from torchrl_llm.envs.actions import ActionError, ActionForm, CallAction, make_action_parser
 from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
 
@@ -238,12 +231,11 @@ class OpenEnvEnv(SessionEnv):
         ConfigError: for impossible arguments.
     """
 
-    @checked
     def __init__(
         self,
         url: str,
         *,
-        actions: ActionForm | ActionParser = "bare",
+        actions: ActionForm = "bare",
         action_field: str | None = None,
         observe: Callable[[Mapping[str, Any]], str] = observation_text,
         success_above: float = 0.0,
