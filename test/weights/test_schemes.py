@@ -23,7 +23,6 @@ from torchrl_llm.weights import (
     VLLMWeightSyncScheme,
     engine_weights,
     get_model_metadata,
-    vLLMUpdater,
 )
 from torchrl_llm.weights.fingerprint import weights_digest
 
@@ -120,7 +119,7 @@ def test_a_receiver_takes_weights_that_are_here(tmp_path):
     ("make", "said"),
     [
         (lambda: VLLMWeightSyncScheme(master_port=12345), "master_port has no effect"),
-        (lambda: vLLMUpdater(master_port=12345), "master_port has no effect"),
+        (lambda: vllm_weight_sync.vLLMUpdater(master_port=12345), "master_port has no effect"),
         (lambda: VLLMDoubleBufferSyncScheme("weights", num_threads=4), "num_threads has no effect"),
         (lambda: VLLMDoubleBufferSyncScheme("weights"), None),
         (lambda: VLLMWeightSyncScheme(), None),
