@@ -124,5 +124,5 @@ def test_a_book_counts_its_own_requests_over_news_that_are_older():
 
 @pytest.mark.parametrize("strategy", ["hope", ["requests", "hope"], []], ids=str)
 def test_a_strategy_that_there_is_not_is_refused(strategy):
-    with pytest.raises(ConfigError, match="strategy must be of"):
+    with pytest.raises(ConfigError, match="strategy must be"):
         LoadBalancer(lambda: [], strategy)

@@ -127,7 +127,7 @@ class LoadBalancer:
     def __init__(
         self,
         actors: ReportsLoads | Callable[[], Sequence[LoadSnapshot]],
-        strategy: Strategy | Sequence[Strategy] = ("prefix-aware", "requests"),
+        strategy: Strategy | tuple[Strategy, ...] | list[Strategy] = ("prefix-aware", "requests"),
         prefix_length: Annotated[int, Ge(1)] | None = 8,
         overload_threshold: Annotated[float, Ge(1)] = 1.5,
         *,

@@ -109,7 +109,7 @@ class EnginePool(Backend):
         num_replicas: int = 1,
         *,
         options: ActorOptions | None = None,
-        strategy: Strategy | Sequence[Strategy] = "requests",
+        strategy: Strategy | tuple[Strategy, ...] | list[Strategy] = "requests",
         prefix_length: int | None = None,
         overload_threshold: float = 1.5,
         sample_size: int | None = None,
@@ -312,7 +312,7 @@ class EnginePool(Backend):
 
     def create_load_balancer(
         self,
-        strategy: Strategy | Sequence[Strategy] = ("prefix-aware", "requests"),
+        strategy: Strategy | tuple[Strategy, ...] | list[Strategy] = ("prefix-aware", "requests"),
         prefix_length: int | None = 8,
         overload_threshold: float = 1.5,
     ) -> LoadBalancer:
