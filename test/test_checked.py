@@ -72,6 +72,23 @@ def test_a_wrong_value_is_refused_with_name_bound_and_value(wrong, message):
         draw(**{"samples": 1} | wrong)
 
 
+@pytest.mark.parametrize(
+    ("bound", "within", "beyond"),
+    [
+        (In("[0, 1)"), (0, 0.999), (-0.001, 1)),
+        (In("(0, 1]"), (0.001, 1), (0, 1.001)),
+        (In("(-1, inf)"), (-0.999, 1e300), (-1, math.inf)),
+        (Ge(1), (1, math.inf), (0.999,)),
+        (Gt(0), (0.001, math.inf), (0,)),
+        (Gt(0, finite=True), (0.001, 1e300), (0, math.inf)),
+    ],
+    ids=str,
+)
+def test_a_bound_holds_up_to_its_end_and_no_further(bound, within, beyond):
+    assert [bound.holds(value) for value in within] == [True] * len(within)
+    assert not any(bound.holds(value) for value in (*beyond, math.nan))
+
+
 def test_right_values_of_every_kind_pass_by_place_and_by_name():
     assert draw(1) == (1, 1.0, None, "fast", 0)
     assert draw(np.int64(2), np.float32(0.5), seconds=1)[0] == 2

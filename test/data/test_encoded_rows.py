@@ -11,6 +11,7 @@ import struct
 import time
 import tracemalloc
 import zlib
+from dataclasses import replace
 from decimal import Decimal
 from pathlib import Path
 
@@ -194,6 +195,17 @@ def test_rows_that_differ_in_their_keys_shapes_and_dtypes_come_back():
     ]
     assert [leaves(row) for row in there_and_back(rows)] == [leaves(row) for row in rows]
     assert there_and_back([]) == []
+
+
+def test_columns_of_the_same_bytes_keep_their_own_types():
+    row = TensorDict(
+        log_probs=torch.zeros(3),
+        version=torch.zeros(3, dtype=torch.int32),
+        mask=torch.ones(2, dtype=torch.bool),
+        codes=torch.ones(2, dtype=torch.int8),
+    )
+    (back,) = there_and_back([row])
+    assert leaves(back) == leaves(row)
 
 
 def test_nodes_with_a_batch_of_their_own_come_back():
@@ -396,6 +408,20 @@ def test_a_record_that_lies_about_its_length_is_refused():
     tensors["log_probs"] = torch.zeros(1, 7)
     with pytest.raises(DataError):
         PackedRows.open(to_bytes(header, tensors))
+
+
+@pytest.mark.parametrize("num_ids", [2, 4])
+def test_a_support_that_lies_about_its_number_of_ids_is_refused(num_ids):
+    prompt = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+    support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 1]))
+    record = prompt.respond(
+        torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP, support
+    )
+    lying = replace(record, support=record.support._replace(token_ids=torch.arange(num_ids)))
+    row = TensorDict()
+    row.set("chat", NonTensorData(Chat([{"role": "user", "content": "Hi"}], lying)))
+    with pytest.raises(DataError, match="a support's counts"):
+        there_and_back([row])
 
 
 def test_only_known_classes_are_built():

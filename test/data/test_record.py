@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchrl_llm.data import FinishReason, Source, Support, TokenRecord
+from torchrl_llm.data.record import Completion, respond_records
 
 COLUMNS = ("token_ids", "source", "turn", "policy_version", "log_probs")
 
@@ -35,6 +36,18 @@ def test_turns_append_with_their_provenance(record):
     assert record.finish_reason == FinishReason.LENGTH
 
 
+def test_a_completion_that_tells_its_versions_is_believed_and_others_get_the_common_one():
+    prompts = [TokenRecord.from_prompt(torch.arange(n), torch.ones(n), 1) for n in (1, 2)]
+    ids, log_probs = torch.tensor([7, 8, 9]), torch.tensor([-0.5, -1.0, -1.5])
+    versions = torch.tensor([3, 3, 4], dtype=torch.int32)
+    completions = [
+        Completion(ids, log_probs, FinishReason.STOP, versions=versions),
+        Completion(ids[:2], log_probs[:2], FinishReason.STOP),
+    ]
+    records = respond_records(prompts, completions, 6)
+    assert [each.policy_version.tolist() for each in records] == [[-1, 3, 3, 4], [-1, -1, 6, 6]]
+
+
 def test_a_record_that_is_extended_is_a_prompt_again(record):
     longer = record.extend(torch.tensor([11]), torch.tensor([Source.TOOL]), 5)
     assert longer.finish_reason is None
@@ -52,14 +65,14 @@ def test_pickling_keeps_values_and_types(record):
     assert torch.equal(copy.deepcopy(record).token_ids, record.token_ids)
 
 
-def test_turns_are_counted_on_behind_a_fork():
+def test_turns_are_counted_on_behind_a_fork_whose_cause_stays():
     nothing = torch.zeros(0, dtype=torch.int64)
     prompt = TokenRecord.from_prompt(nothing, nothing, 0, fork_cause="window", earlier_turns=3)
     one = torch.tensor([7]), torch.tensor([-0.5]), 0, FinishReason.STOP
     answered = prompt.respond(*one)
     record = pickle.loads(pickle.dumps(answered.extend(*[torch.tensor([1])] * 2, 2))).respond(*one)
     assert record.turn.tolist() == [3, -1, 4]
-    assert record.num_turns == 5
+    assert (record.num_turns, record.fork_cause) == (5, "window")
     # what was cut off is not counted again
     assert record.cut(0, 0).num_turns == 3
 

@@ -68,9 +68,12 @@ def test_a_state_does_not_change_with_what_it_was_taken_of():
     whole = filled()
     state = whole.state_dict()
     whole.part.counts["x", "y"] += 1
+    whole.part.step["y"] = torch.zeros(2)
     whole.open["a"].clear()
     other = Whole()
     other.load_state_dict(state)
+    other.part.step["z"] = torch.zeros(2)
+    assert set(state["part"]["step"].keys()) == {"x"}
     assert other.part.counts["x", "y"] == 2
     assert len(other.open["a"]) == 1
 

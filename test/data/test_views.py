@@ -55,6 +55,21 @@ def test_a_token_record_is_kept_rather_than_encoded_again(chats, tokenizer):
     assert read_rows(tokens, "response")[0].tolist() == [9]
 
 
+@pytest.mark.parametrize(
+    ("messages", "side"),
+    [([*ASK, ANSWER, *ASK], "prompt"), ([*ASK, ANSWER], "prompt"), (ASK, "full")],
+)
+def test_a_record_of_fewer_messages_or_of_the_other_side_is_encoded_again(
+    messages, side, tokenizer
+):
+    record = TokenRecord.from_prompt(torch.tensor([7, 8]), torch.tensor([1, 0]), 1)
+    if len(messages) == 2:
+        record = record.respond(torch.tensor([9]), torch.tensor([-1.0]), 0, FinishReason.STOP)
+    chats = ChatHistory(**{side: History.of([Chat(messages, record)])}, batch_size=[1])
+    (ids,) = read_rows(chats.to_tokens(tokenizer), side)
+    assert tokenizer.decode(ids) == getattr(chats.to_text(tokenizer), side)[0]
+
+
 def test_a_full_history_that_does_not_begin_with_the_prompt_is_an_error(tokenizer):
     td = TensorDict(
         {"prompt": History.from_chats([ASK]), "full": History.from_chats([[ANSWER]])}, [1]

@@ -155,6 +155,21 @@ def test_a_scripted_seat_has_no_row_and_plays_the_same_game_each_time(tokenizer)
     assert played(mine, ["5"])[0]["history"].prompt.chats[0][-1]["content"].startswith("O takes 1")
 
 
+class Paid(TicTacToeForTwo):
+    """Pays for each move, which is a success."""
+
+    def _apply(self, state, actions):
+        outcome, (player,) = super()._apply(state, actions), actions
+        return outcome._replace(rewards=outcome.rewards | {player: 0.1}, success=(player,))
+
+
+def test_reward_and_success_of_a_move_are_kept_while_scripted_players_move():
+    env = TableEnv(Paid(), seats={"O": "best"}, actions="bare", shuffle=False)
+    seen = played(env, ["5", "no"])
+    assert [flat(each, "reward") for each in seen] == [[0.1], [-0.3]]
+    assert [flat(each, "success") for each in seen] == [[True], [False]]
+
+
 def test_a_team_shares_its_rewards():
     env = PrisonersDilemmaEnv(num_rounds=1, rewards="team", actions="bare")
     assert flat(played(env, [["defect", "cooperate"]])[0], "reward") == [5.0, 5.0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
+import torch
 from langmarl.world import scripted, written
 
 from torchrl_llm.collectors import LLMCollector
@@ -21,6 +24,7 @@ from torchrl_llm.langmarl.calls import CallLog
 from torchrl_llm.langmarl.environment import Episodes
 from torchrl_llm.langmarl.language_env import MessagePoolEnv
 from torchrl_llm.langmarl.language_tasks import make_scorer, task_text
+from torchrl_llm.langmarl.text_credit import episode_of
 from torchrl_llm.modules import FakeWrapper, PolicyRouter
 from torchrl_llm.objectives import MCAdvantage
 
@@ -104,6 +108,20 @@ def env_rows(rows):
     from torchrl_llm.data.ragged import lazy_rows
 
     return lazy_rows(rows)
+
+
+def test_the_reward_of_an_episode_is_its_best_agents_and_none_where_one_is_invalid(env, tokenizer):
+    rows = [row for row in rows_of(env, tokenizer)[0] if row["episode"] == "1"]
+    whole = episode_of(rows, 7)
+    assert (whole.reward, whole.metadata["episode_id"], whole.valid) == (1.0, 7, True)
+    rows[1]["next", "reward"].zero_()
+    best = episode_of(rows)
+    assert (best.reward, best.metadata["rewards"]) == (1.0, {"A": 1.0, "B": 0.0, "C": 1.0})
+    rows[1]["next"].set("reward_valid", torch.zeros(1, dtype=torch.bool))
+    failed = episode_of(rows)
+    assert math.isnan(failed.reward)
+    assert failed.metadata["error"] == "the reward is invalid"
+    assert not failed.valid
 
 
 def test_text_credit_stands_beside_an_advantage_estimator(env, tokenizer):

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 import torch
-from recipes.grpo_helper import rows, run_script, weights
+from recipes.grpo_helper import SCRIPT, SMALL, rows, run_script, weights
+from recipes.script import run_typed
 from recipes.test_memory import parts_of
 
 import torchrl_llm.recipes.sampling_engine as sampling
@@ -76,7 +77,7 @@ def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_slee
     monkeypatch.setattr(trainers, "optimize", trained)
     asleep = [*settings, "inference_model.sleep=true"]
     with pytest.raises(SystemExit) as ended:
-        run_script(monkeypatch, tmp_path / "asleep", *asleep)
+        run_typed(monkeypatch, SCRIPT, tmp_path / "asleep", *SMALL, *asleep)
     assert ended.value.code == 128 + signal.SIGINT
     assert rows(tmp_path / "asleep") == expected[:2]
     evaluation = ["sample"]
@@ -84,7 +85,9 @@ def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_slee
     assert told == ["load", "prove", *evaluation, *step]
 
     told.clear()
-    table = run_script(monkeypatch, tmp_path / "asleep", *asleep, "checkpoint.resume=auto")
+    goes_on = (*SMALL, *asleep, "checkpoint.resume=auto")
+    run_typed(monkeypatch, SCRIPT, tmp_path / "asleep", *goes_on)
+    table = rows(tmp_path / "asleep")
     # The canary of a new process has no earlier version to compare with.
     new = "train/canary_rounding"
     assert [{**row, new: ""} for row in table] == [{**row, new: ""} for row in expected]

@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import queue
 import signal
+import threading
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
@@ -78,6 +79,7 @@ class Child:
         self.process = _context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
         self.process.start()
         theirs.close()
+        self._calls = threading.Lock()  # a caller that gave up leaves a thread that waits
 
     def send(self, name, *args, **kwargs):
         """Begin a call; read its result with :meth:`result`."""
@@ -95,8 +97,9 @@ class Child:
         return value
 
     def call(self, name, *args, timeout_s=120, **kwargs):
-        self.send(name, *args, **kwargs)
-        return self.result(timeout_s)
+        with self._calls:
+            self.send(name, *args, **kwargs)
+            return self.result(timeout_s)
 
     def finished(self):
         """Whether the result of the last call is there."""

@@ -187,6 +187,16 @@ def test_a_sender_that_is_started_again_goes_on_where_the_last_one_ended(tmp_pat
     assert len(list(tmp_path.iterdir())) == 3
 
 
+def test_what_was_written_last_is_the_newest_also_where_a_resume_counts_versions_anew(tmp_path):
+    for versions in ((5, 6, 1), (2,)):
+        writer = FileWriter(tmp_path)
+        for version in versions:
+            writer.write({"a": torch.full((2,), float(version))}, version=version)
+            found, weights = read(tmp_path)
+            assert (found, weights["a"].tolist()) == (version, [version, version])
+        writer.close()
+
+
 def test_engines_that_see_the_folder_by_another_name_read_there(tmp_path):
     (tmp_path / "theirs").symlink_to(tmp_path / "ours")
     sampler = fake()

@@ -61,7 +61,7 @@ def engine(cluster):
         compile=False,
         interval_s=0.5,
         env_vars={"OMP_NUM_THREADS": "1"},
-        worker_extension_cls="torchrl_llm.weights.vllm_extension.vLLMWorker",
+        worker_extension_cls="torchrl_llm.compat.vllm_group.vLLMWorker",
         **ENGINE,
     ) as engine:
         yield engine
