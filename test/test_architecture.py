@@ -147,13 +147,13 @@ def test_no_file_imports_itself_through_others():
     assert not below
 
 
-def test_root_helpers_import_nothing_of_ours_but_errors():
+def test_root_helpers_import_nothing_of_ours_but_errors_and_what_checks_arguments():
     for name in ("errors", "_files", "_imports", "_parent", "_registry", "_ray", "_redis"):
         path = PACKAGE / f"{name}.py"
         if not path.exists():
             continue
         ours = {m for _, m, _ in _imports(_tree(path)) if "torchrl_llm" in m}
-        assert ours <= {"torchrl_llm.errors", "torchrl_llm._imports"}, ours
+        assert ours <= {f"torchrl_llm.{name}" for name in ("errors", "_imports", "_checked")}, ours
 
 
 def test_mixins_of_torchrls_surface_import_nothing_of_ours_but_errors():

@@ -16,11 +16,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
 
 import httpx2
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._redis import masked
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
@@ -151,7 +152,10 @@ class HTTPClient:
 'localhost:8000'
     """
 
-    def __init__(self, url: str, *, api_key: str | None = None, max_retries: int = 4) -> None:
+    @checked
+    def __init__(
+        self, url: str, *, api_key: str | None = None, max_retries: Annotated[int, Ge(0)] = 4
+    ) -> None:
         parts = urlsplit(url)
         try:
             right = parts.port != 0 and httpx2.URL(url).scheme in ("http", "https")
@@ -161,8 +165,6 @@ class HTTPClient:
             raise ConfigError(
                 f"the address of a server looks like http://host:8000, got {masked(url)!r}"
             )
-        if max_retries < 0:
-            raise ConfigError(f"max_retries must be at least 0, got {max_retries}")
         self.url = url.rstrip("/")
         self.num_retries = 0
         self._api_key, self._max_retries = api_key, max_retries

@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from functools import reduce
 from importlib import import_module
 from types import ModuleType
-from typing import Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
+from torchrl_llm._checked import Ge, Gt, check, checked
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
@@ -63,18 +64,15 @@ class RayService:
         return super().__new__(cls)
 
 
-def check_service(backend: str | None, options: Mapping[str, Any] | None) -> None:
-    """Refuse TorchRL's arguments of services that are not to be had.
+def check_service(options: Mapping[str, Any] | None) -> None:
+    """Refuse TorchRL's options of a service, which are arguments here.
 
     Args:
-        backend: ``"direct"``, ``"ray"`` or ``None``.
         options: none, or empty.
 
     Raises:
-        ConfigError: for another backend, or options.
+        ConfigError: for options.
     """
-    if backend not in (None, "direct", "ray"):
-        raise ConfigError(f"service_backend must be 'direct' or 'ray', got {backend!r}")
     if options:
         raise ConfigError(
             "service_backend_options must be empty: pass num_cpus, num_gpus and actor_name by "
@@ -156,6 +154,7 @@ def _spell(bundle: Mapping[str, float], amounts: Mapping[str, float] | None = No
     return ", ".join(f"{amounts.get(name, 0.0):g} {name}" for name in sorted(bundle))
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class ActorOptions:
     """What one actor needs.
@@ -175,22 +174,19 @@ class ActorOptions:
         ConfigError: for a negative amount or a limit of nothing.
     """
 
-    num_cpus: float = 1.0
-    num_gpus: float = 0.0
+    num_cpus: Annotated[float, Ge(0)] = 1.0
+    num_gpus: Annotated[float, Ge(0)] = 0.0
     resources: Mapping[str, float] = field(default_factory=dict)
-    max_concurrency: int = 1
+    max_concurrency: Annotated[int, Ge(1)] = 1
     name: str | None = None
     namespace: str | None = None
     env_vars: Mapping[str, str] = field(default_factory=dict)
-    start_timeout_s: float = START_TIMEOUT_S
-    timeout_s: float = CALL_TIMEOUT_S
+    start_timeout_s: Annotated[float, Gt(0)] = START_TIMEOUT_S
+    timeout_s: Annotated[float, Gt(0)] = CALL_TIMEOUT_S
 
     def __post_init__(self) -> None:
-        for name, amount in {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}.items():
-            if amount < 0:
-                raise ConfigError(f"an actor cannot hold {amount} of {name}")
-        if self.max_concurrency < 1 or min(self.start_timeout_s, self.timeout_s) <= 0:
-            raise ConfigError("max_concurrency must be at least 1 and every limit of time above 0")
+        for name, amount in self.resources.items():
+            check(f"the amount of {name}", amount, Annotated[float, Ge(0)])
 
     @property
     def bundle(self) -> dict[str, float]:

@@ -9,8 +9,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
@@ -109,9 +110,10 @@ class RedisLink:
         WorkerError: the server does not answer.
     """
 
-    def __init__(self, url: str, *, feature: str, reconnect_s: float = RECONNECT_S) -> None:
-        if reconnect_s < 0:
-            raise ConfigError(f"reconnect_s must not be negative, got {reconnect_s}")
+    @checked
+    def __init__(
+        self, url: str, *, feature: str, reconnect_s: Annotated[float, Ge(0)] = RECONNECT_S
+    ) -> None:
         self._url, self._feature, self._reconnect_s = url, feature, reconnect_s
         self._connect()
 

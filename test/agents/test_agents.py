@@ -188,7 +188,7 @@ def test_what_an_environment_cannot_honour_is_refused(agent, env, why):
         (lambda: ToolAgent(tools=[3]), "must be a Tool or a function"),
         (lambda: ToolAgent(tools=["calculater"]), "calculator"),
         (lambda: ToolAgent(tools=[lookup], max_auxiliary_turns=0), "at least 1"),
-        (lambda: ReActAgent(last_request=" "), "has a text"),
+        (lambda: ReActAgent(last_request=" "), "text of a last request is empty"),
     ],
 )
 def test_a_record_that_cannot_be_is_refused(make, why):

@@ -193,7 +193,7 @@ def test_grpo_takes_an_aggregation_as_dapo_does():
 
 
 def test_mistakes_fail_at_construction():
-    with pytest.raises(ConfigError, match="style must be paper or ludic, got 'trl'"):
+    with pytest.raises(ConfigError, match="style must be one of 'paper', 'ludic', got 'trl'"):
         algorithms.make_grpo(Actor(), style="trl")
     with pytest.raises(ConfigError, match=r"constant_length, .* the limit of sampling"):
         algorithms.make_dr_grpo(Actor())

@@ -198,7 +198,6 @@ def test_what_is_no_text_is_named(value, tokenizer):
         ({"in_keys_inv": ["a"], "out_keys_inv": []}, "as many"),
         ({"in_keys": ["a", "b"]}, "share a place"),
         ({"in_keys": ["a"], "padding": False}, "nest"),
-        ({"in_keys": ["a"], "max_length": 0}, "at least 1"),
         ({"in_keys": ["a"], "additional_tokens": ["x"]}, "pass tokenizer"),
     ],
 )

@@ -64,8 +64,6 @@ def test_a_tensor_parallel_size_that_the_engine_does_not_have_is_refused():
     updater.register_collector(SimpleNamespace(policy=SimpleNamespace(backend=fake())))
     with pytest.raises(ConfigError, match=r"vllm_tp_size is 2 .* in 1 processes"):
         updater.push_weights(trained_fake(1))
-    with pytest.raises(ConfigError, match="at least 1"):
-        vLLMUpdater(vllm_tp_size=0)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +93,6 @@ def test_a_whole_model_goes_out_as_one_version():
     updater.push_weights_from_transformers_optimized(trained_fake(2), batch_size=1)
     assert answer(engine) == answer(fake(2))
     assert updater.version == updater.receipts[0].version == 2
-    with pytest.raises(ConfigError, match="batch_size"):
-        updater.push_weights_from_transformers_optimized(trained_fake(2), batch_size=-1)
 
 
 def test_metadata_that_were_announced_bind():

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-import threading
+from functools import partial
 
 import pytest
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
+from waiting import in_threads
 
 from torchrl_llm.data import Chat, ChatHistory, MaskReason, Source
 from torchrl_llm.data.enums import FinishReason
@@ -364,15 +365,11 @@ class WrapperConformance:
         policy = self.make(
             tokenizer, min_batch_size=4, batching_timeout=5.0, generate_kwargs={"max_new_tokens": 4}
         )
-        outputs = {}
+        texts = [f"question {k}" for k in range(4)]
 
         def ask(text):
-            outputs[text] = policy(self.inputs(policy, chats=(text,)))
+            return policy(self.inputs(policy, chats=(text,)))
 
-        threads = [threading.Thread(target=ask, args=(f"question {k}",)) for k in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for text, out in outputs.items():
+        outputs = in_threads(*(partial(ask, text) for text in texts))
+        for text, out in zip(texts, outputs, strict=True):
             assert out["history"].full.chats[0][0]["content"] == text

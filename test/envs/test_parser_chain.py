@@ -77,12 +77,6 @@ def test_a_chain_that_cannot_be_is_refused(links):
         ParserChain(*links)
 
 
-@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
-def test_a_reward_that_is_not_finite_is_refused(reward):
-    with pytest.raises(ConfigError, match="finite"):
-        ThinkPrefix(penalty=reward)
-
-
 def _answered(env, text: str) -> TensorDict:
     td = env.reset()
     td["history"].full = History.of([td["history"].prompt.chats[0] + [_said(text)]])

@@ -226,8 +226,6 @@ def test_what_cannot_be_is_refused():
         two(seats={"X": "random", "O": "best"})
     with pytest.raises(ConfigError, match="needs a function"):
         two(seats={"X": "rando"})
-    with pytest.raises(ConfigError, match="rewards must be one of"):
-        two(rewards="all")
     half = TensorDict({"_reset": torch.tensor([[True], [False]])}, batch_size=[2])
     env = two()
     with pytest.raises(DataError, match="begin together"):

@@ -366,7 +366,7 @@ def test_an_impossible_value_is_refused_by_its_key(key, value):
         (OvercookedConfig, "layout", "my_kitchen"),
         (OvercookedConfig, "episode_horizon", 0), (OvercookedConfig, "p0_agent", "Lazy"),
         (PistonballConfig, "num_agents", 2), (PistonballConfig, "num_agents", 0),
-        (PistonballConfig, "num_pistons", 0), (PistonballConfig, "num_pistons", "5"),
+        (PistonballConfig, "num_pistons", 1), (PistonballConfig, "num_pistons", "5"),
         (PistonballConfig, "max_cycles", 0), (PistonballConfig, "frame_size", 0),
         (PistonballConfig, "action_mode", "diskrete"),
     ],

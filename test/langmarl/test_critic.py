@@ -287,13 +287,6 @@ def test_a_credit_format_that_there_is_not_is_refused():
         critic.for_environment(Odd(critic.config))
 
 
-def test_a_paradigm_that_there_is_not_is_refused():
-    config = _config()
-    config.paradigm = "local"
-    with pytest.raises(ConfigError, match="paradigm must be one of"):
-        CentralizedCritic(config)
-
-
 def test_a_model_in_this_process_that_cannot_read_the_least_prompt_is_refused(tmp_path):
     """The embedded model reads 2,047 tokens, nearly one for each letter."""
     config = ROOT / "sota-implementations" / "langmarl" / "config" / "math_central_credit.json"

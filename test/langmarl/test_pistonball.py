@@ -5,7 +5,6 @@ import re
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
@@ -312,21 +311,6 @@ def test_the_critic_reads_a_line_for_each_cycle():
     # Its middle is 40 + 30, give or take 30, from the right wall, 200 from the left one: the way
     # that is left to it is 200 - 40 - 70 = 90, give or take 30, at 0.7 units a pixel.
     assert 0.7 * 60 <= first["distance"] <= 0.7 * 120
-
-
-@pytest.mark.parametrize(
-    ("changed", "told"),
-    [
-        ({"num_agents": 4}, "'discrete', 4 and 5"),
-        ({"action_mode": "jump"}, "'jump', 5 and 5"),
-        ({"num_agents": 1, "num_pistons": 1}, "'discrete', 1 and 1"),
-    ],
-)
-def test_a_configuration_that_cannot_be_played_is_refused(changed, told):
-    config = make().config
-    wrong = SimpleNamespace(**{**vars(config), **changed}, get_actor_llm=config.get_actor_llm)
-    with pytest.raises(ConfigError, match=told):
-        make_env("pistonball", wrong)
 
 
 @pytest.mark.parametrize("task", [{}, {"seed": "1"}, {"seed": -1}])

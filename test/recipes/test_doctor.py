@@ -9,11 +9,13 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig
+from waiting import in_threads
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.cli import main
@@ -680,7 +682,7 @@ def test_the_largest_budget_fits_and_an_eighth_more_does_not(limit):
 
 def test_ranks_go_on_with_what_fits_on_all_of_them():
     """Two ranks in threads; one has a quarter of the memory of the other."""
-    barrier, said, found = threading.Barrier(2), {}, {}
+    barrier, said = threading.Barrier(2), {}
 
     def rank(number, limit):
         def agree(fine):
@@ -690,14 +692,9 @@ def test_ranks_go_on_with_what_fits_on_all_of_them():
             barrier.wait(30)
             return both
 
-        found[number] = largest(lambda budget: budget <= limit, 64, 4096, agree=agree)
+        return largest(lambda budget: budget <= limit, 64, 4096, agree=agree)
 
-    threads = [threading.Thread(target=rank, args=pair) for pair in ((0, 4000), (1, 1000))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert found == {0: 960, 1: 960}
+    assert in_threads(partial(rank, 0, 4000), partial(rank, 1, 1000)) == [960, 960]
 
 
 @pytest.mark.full

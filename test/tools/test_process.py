@@ -117,7 +117,3 @@ def test_what_cannot_work_in_processes_is_refused():
 
     with pytest.raises(ConfigError, match="cannot be sent to another process"):
         ProcessTool(local)
-    with pytest.raises(ConfigError, match="must be positive"):
-        ProcessTool(Worker(), num_processes=0)
-    with pytest.raises(ConfigError, match="must be positive"):
-        ProcessTool(Worker(), limit_s=0)

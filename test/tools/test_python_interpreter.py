@@ -330,11 +330,8 @@ def test_a_template_that_drops_what_was_printed_is_refused(make_tokenizer):
 @pytest.mark.parametrize(
     ("kwargs", "what"),
     [
-        ({"services": "dask"}, "services"),
         ({"service_name": "mine"}, "service_name"),
         ({"namespace": "here"}, "namespace"),
-        ({"timeout": 0.0}, "timeout"),
-        ({"max_calls": 0}, "max_calls"),
     ],
 )
 def test_impossible_settings_are_refused(kwargs, what):

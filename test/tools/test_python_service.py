@@ -191,18 +191,9 @@ def test_a_given_sandbox_keeps_its_limits_but_for_the_time(make_service):
     assert service.execute("while True: pass")["status"] == "timeout"
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "what"),
-    [
-        ({"pool_size": 0}, "pool_size"),
-        ({"timeout": 0}, "timeout"),
-        ({"max_sessions": 0}, "max_sessions"),
-        ({"sandbox": CountingSandbox(), "limits": Limits()}, "limits"),
-    ],
-)
-def test_impossible_settings_are_refused(kwargs, what):
-    with pytest.raises(ConfigError, match=what):
-        PythonExecutorService(**kwargs)
+def test_limits_beside_those_of_a_sandbox_are_refused():
+    with pytest.raises(ConfigError, match="limits would have no effect"):
+        PythonExecutorService(sandbox=CountingSandbox(), limits=Limits())
 
 
 def test_a_service_on_ray_says_what_is_missing():

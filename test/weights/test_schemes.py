@@ -10,6 +10,7 @@ import pytest
 import torch
 from weights.processes import answer, fake, trained_fake
 
+from torchrl_llm.compat import vllm_weight_sync
 from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.modules import (
     FakeWrapper,
@@ -114,15 +115,23 @@ def test_a_receiver_takes_weights_that_are_here(tmp_path):
         receiver.apply_weights(trained_fake(1), inplace=False)
 
 
-def test_bad_settings_are_refused_where_they_are_made(tmp_path):
-    for make, message in (
-        (lambda: VLLMWeightSyncScheme(strategy="pickle"), "strategy"),
-        (lambda: VLLMWeightSyncScheme(gpus_per_replica=0), "gpus_per_replica"),
-        (lambda: VLLMDoubleBufferSyncScheme(tmp_path, strategy="pickle"), "strategy"),
-        (lambda: VLLMDoubleBufferSyncScheme(tmp_path, num_threads=0), "num_threads"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            make()
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: VLLMWeightSyncScheme(master_port=12345), "master_port has no effect"),
+        (lambda: vllm_weight_sync.vLLMUpdater(master_port=12345), "master_port has no effect"),
+        (lambda: VLLMDoubleBufferSyncScheme("weights", num_threads=4), "num_threads has no effect"),
+        (lambda: VLLMDoubleBufferSyncScheme("weights"), None),
+        (lambda: VLLMWeightSyncScheme(), None),
+    ],
+    ids=["scheme", "updater", "threads", "folder", "nothing"],
+)
+def test_what_has_no_effect_is_said(make, said, monkeypatch):
+    told = []
+    monkeypatch.setattr(vllm_weight_sync, "tell_once", told.append)
+    make()
+    assert [text for text in told if said and said in text] == told
+    assert len(told) == (said is not None)
 
 
 def test_groups_that_cannot_be_are_refused_before_anything_is_imported(monkeypatch):

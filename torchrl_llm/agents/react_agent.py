@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from tensordict import TensorDictBase
 from torchrl.envs import EnvBase, TransformedEnv
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._registry import register
 from torchrl_llm.agents.agent import tool_transforms
 from torchrl_llm.agents.tool_agent import ToolAgent
@@ -33,10 +35,11 @@ class LastRequest(ContextStrategy):
 
     cause = "last_request"
 
-    def __init__(self, after: int, text: str = LAST_REQUEST) -> None:
+    @checked
+    def __init__(self, after: Annotated[int, Ge(1)], text: str = LAST_REQUEST) -> None:
         super().__init__()
-        if after < 1 or not text.strip():
-            raise ConfigError(f"a last request has a text and comes after 1 turn, got {after}")
+        if not text.strip():
+            raise ConfigError("the text of a last request is empty")
         self.after, self.text = after, text
 
     def rewrite(self, messages: tuple[Message, ...]) -> Sequence[Message]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from torchrl.envs import EnvBase, TransformedEnv
 
+from torchrl_llm._checked import Ge, Gt, check
 from torchrl_llm._registry import register
 from torchrl_llm.agents.agent import Agent, tool_transforms
 from torchrl_llm.errors import ConfigError
@@ -42,11 +44,9 @@ class ToolAgent(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_auxiliary_turns < 1 or self.timeout <= 0:
-            raise ConfigError(
-                "max_auxiliary_turns must be at least 1 and timeout above 0, got "
-                f"{self.max_auxiliary_turns} and {self.timeout}"
-            )
+        # Not of the fields, for they are those of every subclass too.
+        check("max_auxiliary_turns", self.max_auxiliary_turns, Annotated[int, Ge(1)])
+        check("timeout", self.timeout, Annotated[float, Gt(0)])
 
     def tool_transform(self, tools: Sequence[Tool]) -> ToolTransform:
         """See :meth:`Agent.tool_transform`."""

@@ -19,6 +19,7 @@ from typing import Any, Literal, Unpack
 from torch import nn
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import constructor_arguments, did_you_mean, find
 from torchrl_llm.algorithms.algorithm import Algorithm, NoModel
 from torchrl_llm.data.scoring import TokenScorer
@@ -86,6 +87,7 @@ class Preset:
     transforms: Callable[..., tuple[Transform, ...]] | None = None
     recipe: str = ""
 
+    @checked
     def pair_arguments(self, style: Style = "paper") -> tuple[dict[str, Any], dict[str, Any]]:
         """Arguments of the loss and of the advantage estimator that differ from their defaults.
 
@@ -95,7 +97,7 @@ class Preset:
         Raises:
             ConfigError: for any other style.
         """
-        ludic = (self.ludic_loss, self.ludic_advantage) if is_ludic(style) else ({}, {})
+        ludic = (self.ludic_loss, self.ludic_advantage) if style == "ludic" else ({}, {})
         return {**self.loss_arguments, **ludic[0]}, {**self.advantage_arguments, **ludic[1]}
 
     def build(self, actor: Actor | None = None, **given: Any) -> Algorithm:
@@ -202,20 +204,6 @@ class Preset:
 
 PRESETS: dict[str, Preset] = {}
 """Every preset by its name."""
-
-
-def is_ludic(style: Style) -> bool:
-    """Whether a preset follows Ludic's code where that differs from the paper.
-
-    Args:
-        style: ``"paper"`` or ``"ludic"``.
-
-    Raises:
-        ConfigError: for any other style.
-    """
-    if style not in ("paper", "ludic"):
-        raise ConfigError(f"style must be paper or ludic, got {style!r}")
-    return style == "ludic"
 
 
 def policy_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated
 
+from torchrl_llm._checked import Ge, check
 from torchrl_llm._run_log import show
 from torchrl_llm._settings import Group, several
 from torchrl_llm.cli import train
@@ -55,10 +56,8 @@ def main(arguments: Sequence[str]) -> int:
         name, *overrides = overrides
     if name not in RECIPES:
         raise ConfigError(f"memory is counted for {' and '.join(RECIPES)}, not for {name!r}")
-    if given.prompt_tokens is not None and given.prompt_tokens < 1:
-        raise ConfigError(f"--prompt-tokens must be at least 1, got {given.prompt_tokens}")
-    if given.processes is not None and given.processes < 1:
-        raise ConfigError(f"--processes must be at least 1, got {given.processes}")
+    check("--prompt-tokens", given.prompt_tokens, Annotated[int, Ge(1)] | None)
+    check("--processes", given.processes, Annotated[int, Ge(1)] | None)
 
     from torchrl_llm.recipes.doctor.compose import compose
 

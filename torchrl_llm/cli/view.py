@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, check
 from torchrl_llm._files import replacing
 from torchrl_llm._run_log import printable, show
 from torchrl_llm._settings import Group
@@ -103,8 +104,7 @@ def _rollouts(run: Path, wanted: tuple[float, float], most: int) -> tuple[list[A
     """Rows to show, and what to say of those that are not shown."""
     from torchrl_llm.data.rollout_store import FOLDER, RolloutStore
 
-    if most < 0:
-        raise ConfigError(f"--rows must be at least 0, got {most}")
+    check("--rows", most, Annotated[int, Ge(0)])
     if not (run / FOLDER).is_dir():
         told = "This run kept no rollouts. The next one does with logging.rollouts=sample, or all."
         return [], [told]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tensordict import NonTensorData, TensorDictBase, is_tensor_collection
@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 from torchrl.data import ReplayBuffer
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.nodes import plain_node
@@ -48,23 +49,20 @@ class TorchRLBufferDataset(IterableDataset):
         True
     """
 
+    @checked
     def __init__(
         self,
         replay_buffer: ReplayBuffer,
-        batch_size: int,
+        batch_size: Annotated[int, Ge(1)],
         *,
         keys: Sequence[NestedKey] | None = None,
         device: torch.device | str | None = None,
-        num_batches: int | None = 1,
+        num_batches: Annotated[int, Ge(1)] | None = 1,
     ) -> None:
         if not isinstance(replay_buffer, ReplayBuffer):
             raise ConfigError(
                 f"replay_buffer must be a ReplayBuffer, got {type(replay_buffer).__name__}"
             )
-        for name, value in (("batch_size", batch_size), ("num_batches", num_batches)):
-            unlimited = name == "num_batches" and value is None
-            if not unlimited and (not isinstance(value, int) or value < 1):
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         self.replay_buffer = replay_buffer
         self.batch_size = batch_size
         self.keys = None if keys is None else list(keys)

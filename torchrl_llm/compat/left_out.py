@@ -5,70 +5,17 @@ A program that imports SGLang's classes and runs vLLM works unchanged.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any, NoReturn
 
 from torchrl_llm.errors import ConfigError
 
-_SGLANG = (
-    "SGLang is not offered: use vLLMWrapper with vLLM, or with the URL of any server that speaks "
-    "OpenAI's protocol, an SGLang server among them (OpenAIBackend)"
-)
-_LOCAL = (
-    "give vLLMWrapper the model's name or the vllm.LLM itself; weights come by torchrl_llm.weights"
-)
-_REMOTE = "make_vllm_worker() and AsyncVLLM make engines in Ray actors; give them to vLLMWrapper"
-_FP32 = (
-    "float32 logits are chosen for an engine (enable_fp32_output=True of AsyncVLLM.from_pretrained "
-    "and make_vllm_worker), not for a process"
-)
-_SECONDS = "limits are arguments: start_timeout_s and timeout_s of AsyncVLLM"
-_MLGYM = (
-    "MLGymWrapper writes the conversation itself, and make_mlgym() makes it with its tasks; there "
-    "are no transforms for its parts"
-)
-_UPDATER = "vLLMUpdater is an ordinary class here and has no metaclass; subclass it"
-_TRANSPORT = (
-    "weights travel by WeightSource and WeightReceiver of torchrl_llm.weights, which the schemes "
-    "(VLLMWeightSyncScheme, VLLMDoubleBufferSyncScheme) make for you"
-)
+_FILE = Path(__file__).with_suffix(".json")
 _REASONS = {
-    "AsyncSGLang": _SGLANG,
-    "EvaluationOutputParser": _MLGYM,
-    "FP32_MODEL_OVERRIDES": _FP32,
-    "FP32_OVERRIDES_ENV_VAR": _FP32,
-    "IsolateCodeBlock": _MLGYM,
-    "LocalLLMWrapper": _LOCAL,
-    "MLGymBaseTransform": _MLGYM,
-    "MLGymRewardAssignment": _MLGYM,
-    "MessageToHistory": _MLGYM,
-    "RLSGLangEngine": _SGLANG,
-    "RayLLMWorker": _REMOTE,
-    "ReadState": _MLGYM,
-    "ResetModule": _MLGYM,
-    "SGLangCollectiveTransport": _SGLANG,
-    "SGLangWeightSender": _SGLANG,
-    "SGLangWeightSyncScheme": _SGLANG,
-    "SGLangWrapper": _SGLANG,
-    "StateToMessage": _MLGYM,
-    "TIMEOUT_SECONDS": _SECONDS,
-    "TaskSampler": _MLGYM,
-    "VLLMCollectiveTransport": _TRANSPORT,
-    "VLLMDoubleBufferTransport": _TRANSPORT,
-    "check_server_health": _SGLANG,
-    "convert_sampling_params": _SGLANG,
-    "dtype_to_str": _SGLANG,
-    "enable_fp32_overrides": _FP32,
-    "flush_cache": _SGLANG,
-    "fp32_overrides_enabled": _FP32,
-    "get_args": _MLGYM,
-    "get_local_ip_address": _SGLANG,
-    "get_model_info": _SGLANG,
-    "get_server_info": _SGLANG,
-    "get_sglang_model_metadata": _SGLANG,
-    "register_fp32_overrides": _FP32,
-    "str_to_dtype": _SGLANG,
-    "vLLMUpdaterMeta": _UPDATER,
-    "wait_for_server": _SGLANG,
+    name: why
+    for why, names in json.loads(_FILE.read_text(encoding="utf-8")).items()
+    for name in names
 }
 
 

@@ -10,7 +10,7 @@ Shape legend: ``B`` the batch, ``T`` tokens of the longest row, or ``max_length`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_non_tensor
@@ -21,6 +21,7 @@ from torchrl.data import Bounded, Composite
 from torchrl.envs import Transform
 from transformers import AutoTokenizer
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.ragged import pad_rows, read_rows, write_rows
 from torchrl_llm.data.specs import RaggedSpec
@@ -74,6 +75,7 @@ class Tokenizer(Transform):
         (torch.Size([2, 5]), [5, 1])
     """
 
+    @checked
     def __init__(
         self,
         in_keys: Sequence[NestedKey] | None = None,
@@ -87,7 +89,7 @@ class Tokenizer(Transform):
         skip_special_tokens: bool = True,
         add_special_tokens: bool = False,
         padding: bool = True,
-        max_length: int | None = None,
+        max_length: Annotated[int, Ge(1)] | None = None,
         return_attention_mask: bool = True,
         missing_tolerance: bool = True,
         call_before_reset: bool = False,
@@ -96,8 +98,6 @@ class Tokenizer(Transform):
         out_keys = in_keys if out_keys is None else list(out_keys)
         out_keys_inv = in_keys_inv if out_keys_inv is None else list(out_keys_inv)
         _check_keys(in_keys, out_keys, in_keys_inv, out_keys_inv)
-        if max_length is not None and max_length < 1:
-            raise ConfigError(f"max_length must be at least 1 token, got {max_length}")
         if not padding and any(isinstance(key, str) for key in out_keys):
             raise ConfigError(f"padding=False writes ragged rows, so nest the out_keys {out_keys}")
         masks = [_mask_key(key) for key in out_keys]

@@ -12,13 +12,15 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
+from torchrl_llm._log import tell_once
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
@@ -75,9 +77,9 @@ def _fitted(weights: dict[str, Tensor], metadata: Metadata | None) -> dict[str, 
     return {name: value.to(metadata[name][0]) for name, value in weights.items()}
 
 
-def _check_strategy(strategy: str) -> None:
-    if strategy not in ("tensordict", "state_dict"):
-        raise ConfigError(f"strategy must be 'tensordict' or 'state_dict', got {strategy!r}")
+def _tell_port(master_port: int | None) -> None:
+    if master_port is not None:
+        tell_once("master_port has no effect: each update listens on a port that is free then")
 
 
 class WeightSender(ABC):
@@ -159,7 +161,7 @@ class VLLMWeightSyncScheme:
 
     Args:
         master_address: of the trainer, as the engines reach it; this machine by default.
-        master_port: kept for TorchRL's programs; each update chooses a free one.
+        master_port: kept for TorchRL's programs, with a warning; each update chooses a free one.
         gpus_per_replica: processes of one engine that receive.
         num_replicas: engines.
         strategy: ``"tensordict"`` and ``"state_dict"`` send the same bytes; both are accepted, as
@@ -180,23 +182,19 @@ class VLLMWeightSyncScheme:
         (1, True)
     """
 
+    @checked
     def __init__(
         self,
         master_address: str | None = None,
         master_port: int | None = None,
-        gpus_per_replica: int = 1,
-        num_replicas: int = 1,
+        gpus_per_replica: Annotated[int, Ge(1)] = 1,
+        num_replicas: Annotated[int, Ge(1)] = 1,
         strategy: Strategy = "tensordict",
         device: torch.device | str | int = 0,
         *,
         timeout_s: float = 120.0,
     ) -> None:
-        _check_strategy(strategy)
-        if gpus_per_replica < 1 or num_replicas < 1:
-            raise ConfigError(
-                "gpus_per_replica and num_replicas must be at least 1, got "
-                f"{gpus_per_replica} and {num_replicas}"
-            )
+        _tell_port(master_port)
         self.master_address = master_address or "127.0.0.1"
         self.master_port = master_port or free_port()
         self.gpus_per_replica, self.num_replicas = gpus_per_replica, num_replicas
@@ -294,7 +292,7 @@ class VLLMDoubleBufferSyncScheme:
     Args:
         remote_addr: the folder as the trainer sees it.
         local_addr: the folder as the engines see it; by default by the same name.
-        num_threads: checked, and without effect: a file is written in one go.
+        num_threads: without effect, with a warning where it is not 1: a file is written in one go.
         strategy: ``"tensordict"`` and ``"state_dict"`` write the same bytes; both are accepted, as
             in TorchRL.
 
@@ -310,16 +308,16 @@ class VLLMDoubleBufferSyncScheme:
         (True, 1)
     """
 
+    @checked
     def __init__(
         self,
         remote_addr: str | Path,
         local_addr: str | Path | None = None,
-        num_threads: int = 1,
+        num_threads: Annotated[int, Ge(1)] = 1,
         strategy: Strategy = "tensordict",
     ) -> None:
-        _check_strategy(strategy)
-        if num_threads < 1:
-            raise ConfigError(f"num_threads must be at least 1, got {num_threads}")
+        if num_threads != 1:
+            tell_once("num_threads has no effect: a file of weights is written in one go")
         self.remote_addr = str(remote_addr)
         self.local_addr = str(remote_addr if local_addr is None else local_addr)
         self.num_threads = num_threads
@@ -427,7 +425,7 @@ class vLLMUpdater(EngineWeights):
 
     Args:
         master_address: of this machine, as the engine reaches it; by default this machine alone.
-        master_port: kept for TorchRL's programs; each push chooses a free one.
+        master_port: kept for TorchRL's programs, with a warning; each push chooses a free one.
         model_metadata: name to ``(dtype, shape)`` of each weight; may come with :meth:`init`.
         vllm_tp_size: processes of one engine that take weights; compared with what the engine says
             (``Backend.num_copies``) at each push. By default whatever it says.
@@ -464,12 +462,13 @@ class vLLMUpdater(EngineWeights):
             )
         return vLLMUpdaterV2(**options)
 
+    @checked
     def __init__(
         self,
         master_address: str | None = None,
         master_port: int | None = None,
         model_metadata: Metadata | None = None,
-        vllm_tp_size: int | None = None,
+        vllm_tp_size: Annotated[int, Ge(1)] | None = None,
         *,
         v2: bool = False,
         device: torch.device | str | int | None = None,
@@ -477,8 +476,7 @@ class vLLMUpdater(EngineWeights):
         engines: Iterable[Backend] = (),
     ) -> None:
         super().__init__(*engines)
-        if vllm_tp_size is not None and vllm_tp_size < 1:
-            raise ConfigError(f"vllm_tp_size must be at least 1, got {vllm_tp_size}")
+        _tell_port(master_port)
         self.master_address = master_address or "127.0.0.1"
         self.master_port = master_port or free_port()
         self.model_metadata, self.vllm_tp_size = model_metadata, vllm_tp_size
@@ -580,17 +578,17 @@ class vLLMUpdaterV2(EngineWeights):
         """
         self.push_weights(transformers_model)
 
+    @checked
     def push_weights_from_transformers_optimized(
-        self, transformers_model: nn.Module, batch_size: int = 50
+        self, transformers_model: nn.Module, batch_size: Annotated[int, Ge(0)] = 50
     ) -> None:
         """The same: weights go in one piece, however many they are.
 
         Args:
             transformers_model: the model, or a policy around it.
-            batch_size: not negative; without effect.
+            batch_size: weights of one push in TorchRL, which changes neither what arrives nor the
+                memory that it takes there: all of them are on the GPU by then. Without effect.
         """
-        if batch_size < 0:
-            raise ConfigError(f"batch_size must be at least 0, got {batch_size}")
         self.push_weights(transformers_model)
 
     @staticmethod

@@ -13,8 +13,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+from torchrl_llm._checked import In, checked
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.rewards.answer_formats import last_boxed
 from torchrl_llm.rewards.reward_parser import extract_block
@@ -23,6 +24,7 @@ from torchrl_llm.tools.tool import Tool
 from torchrl_llm.tools.tool_call import ToolCall
 
 ActionForm = Literal["tag", "call", "bare", "boxed"]
+_Finite = Annotated[float, In("(-inf, inf)")]
 
 
 class ActionError(TorchRLLLMError, ValueError):
@@ -82,11 +84,10 @@ class ActionParser(ABC):
                 'help_format = "Answer with {written}."'
             )
 
+    @checked
     def __init__(
-        self, name: str, written: str, *, reward: float = 0.0, penalty: float = 0.0
+        self, name: str, written: str, *, reward: _Finite = 0.0, penalty: _Finite = 0.0
     ) -> None:
-        if not (math.isfinite(reward) and math.isfinite(penalty)):
-            raise ConfigError(f"reward and penalty must be finite, got {reward} and {penalty}")
         self.name = name
         self.written = written
         self.reward = reward
@@ -447,23 +448,22 @@ class ParsedScore:
         return self.score(action, answer) + reward
 
 
-def make_action_parser(form: ActionForm | ActionParser, name: str, written: str) -> ActionParser:
+@checked
+def make_action_parser(actions: ActionForm | ActionParser, name: str, written: str) -> ActionParser:
     """The parser of a form.
 
     Args:
-        form: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned as it is.
+        actions: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned as it is.
         name: see :class:`ActionParser`.
         written: see :class:`ActionParser`.
 
     Raises:
         ConfigError: for another form.
     """
-    if isinstance(form, ActionParser):
-        return form
+    if isinstance(actions, ActionParser):
+        return actions
     parsers = {parser.form: parser for parser in (TagAction, CallAction, BareAction, BoxedAction)}
-    if form not in parsers:
-        raise ConfigError(f"actions must be one of {get_args(ActionForm)}, got {form!r}")
-    return parsers[form](name, written)
+    return parsers[actions](name, written)
 
 
 def _said(message: Mapping[str, Any]) -> str:

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.envs import EnvBase
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
@@ -119,6 +120,7 @@ class Delegate(ToolTransform):
         >>> env.close()
     """
 
+    @checked
     def __init__(
         self,
         make_env: Callable[[int], EnvBase] | None = None,
@@ -129,21 +131,13 @@ class Delegate(ToolTransform):
         description: str = "Hands a task to an assistant and returns the answer.",
         template: str = "{task}",
         system_prompt: str | None = None,
-        max_turns: int = 8,
-        max_depth: int = 1,
+        max_turns: Annotated[int, Ge(1)] = 8,
+        max_depth: Annotated[int, Ge(1)] = 1,
         trained_by: TrainedBy = "parent",
         inherits_context: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__([TaskTool(name, argument, description)], **kwargs)
-        if max_turns < 1 or max_depth < 1:
-            raise ConfigError(
-                f"max_turns and max_depth must be at least 1, got {max_turns} and {max_depth}"
-            )
-        if trained_by not in get_args(TrainedBy):
-            raise ConfigError(
-                f"trained_by must be one of {get_args(TrainedBy)}, got {trained_by!r}"
-            )
         if "{task}" not in template:
             raise ConfigError(f"the template must have {{task}} in it, got {template!r}")
         self._make_env, self._agent, self.name = make_env, agent, name

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import itertools
 import multiprocessing
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm._checked import In, checked
 
 _COUNTER_BITS = 35
 _INSTANCE_BITS = 12
-_MAX_WORKER = 2**28
 _PROCESS_BITS = 16
 _instances: dict[str, itertools.count] = {}
 _numbers: list[tuple[int, int]] = []
 
 
-def set_process_number(number: int, *, first: int = 0) -> None:
+@checked
+def set_process_number(
+    number: Annotated[int, In(f"[0, {2**_PROCESS_BITS})")],
+    *,
+    first: Annotated[int, In(f"[0, {2 ** (_COUNTER_BITS - 1)})")] = 0,
+) -> None:
     """Tell this process apart from others, in the ids of all counters that it makes from now on.
 
     Children of ``multiprocessing`` need no number; processes that were started otherwise (actors of
@@ -33,10 +37,6 @@ def set_process_number(number: int, *, first: int = 0) -> None:
     Raises:
         ConfigError: for a number out of range.
     """
-    if not 0 <= first < 2 ** (_COUNTER_BITS - 1):
-        raise ConfigError(f"first must be in [0, 2**{_COUNTER_BITS - 1}), got {first}")
-    if not 0 <= number < 2**_PROCESS_BITS:
-        raise ConfigError(f"a process number must be in [0, {2**_PROCESS_BITS}), got {number}")
     _numbers[:] = [(number, first)]
 
 
@@ -68,9 +68,10 @@ class IdCounter:
         ([0, 1], [2])
     """
 
-    def __init__(self, kind: str, worker_id: int | None = None) -> None:
-        if worker_id is not None and not 0 <= worker_id < _MAX_WORKER:
-            raise ConfigError(f"worker_id must be in [0, {_MAX_WORKER}), got {worker_id}")
+    @checked
+    def __init__(
+        self, kind: str, worker_id: Annotated[int, In(f"[0, {2**28})")] | None = None
+    ) -> None:
         self.kind = kind
         # Whoever names the worker knows where it begins.
         self.count = _numbers[0][1] if _numbers and worker_id is None else 0

@@ -16,13 +16,14 @@ import math
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, NamedTuple, get_args
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform, TransformedEnv
 
+from torchrl_llm._checked import checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.specs import ColumnSpec
@@ -114,6 +115,7 @@ class PlayersTransform(WorldTransform):
     COLUMNS: ClassVar[tuple[str, ...]] = ()
     """Names of the columns of an :class:`Opening`."""
 
+    @checked
     def __init__(
         self,
         players: Sequence[str],
@@ -128,8 +130,6 @@ class PlayersTransform(WorldTransform):
         super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
         if not players or len(set(players)) < len(players):
             raise ConfigError(f"players are names, each once, got {list(players)}")
-        if rewards not in get_args(Rewards):
-            raise ConfigError(f"rewards must be one of {get_args(Rewards)}, got {rewards!r}")
         self.players, self.rewards = tuple(players), rewards
         self.shared = shared
         self._texts = (*(("agent", TOLD_KEY) if self.shared else ()), *self.COLUMNS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase, is_non_tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from torchrl._utils import logger
 from torchrl.envs import EnvBase
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._progress import ProgressBar
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
@@ -77,11 +78,12 @@ class Evaluation:
         return own | {f"eval/{name}": share for name, share in self.shares.items()}
 
 
+@checked
 def evaluate(
     env: EnvBase,
     policy: TensorDictModuleBase,
     *,
-    num_prompts: int,
+    num_prompts: Annotated[int, Ge(1)],
     max_turns: int = 1,
     success_key: str = "success",
     num_shown: int = 2,
@@ -116,8 +118,6 @@ def evaluate(
     Raises:
         ConfigError: the environment does not write ``success_key`` or a reward.
     """
-    if num_prompts < 1:
-        raise ConfigError(f"num_prompts must be at least 1, got {num_prompts}")
     for delegate in delegates_of(env):
         delegate.use_policy(policy)
     env.reset_dataloader()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 from torchrl._utils import logger
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.langmarl.environment import Trajectory
 
 
@@ -82,12 +82,10 @@ class EarlyStoppingCallback(Callback):
         ConfigError: a patience below 1, or a negative ``min_delta``.
     """
 
-    def __init__(self, patience: int = 3, min_delta: float = 0.01) -> None:
-        if patience < 1 or not min_delta >= 0:
-            raise ConfigError(
-                f"patience must be at least 1 and min_delta not negative, got {patience} and "
-                f"{min_delta}"
-            )
+    @checked
+    def __init__(
+        self, patience: Annotated[int, Ge(1)] = 3, min_delta: Annotated[float, Ge(0)] = 0.01
+    ) -> None:
         self.patience, self.min_delta = patience, min_delta
 
     def should_stop(self, rewards: Sequence[float]) -> bool:

@@ -22,8 +22,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Annotated, Any, NamedTuple
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._files import plain_file
 from torchrl_llm._log import tell_once
 from torchrl_llm.errors import (
@@ -50,6 +51,7 @@ FATAL = (BudgetUsedUp, CheckpointError, ConfigError)
 """What ends a run: nothing left, no room to write, wrong settings. All else is a call's failure."""
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class Budget:
     """Limits of calls, tokens and money, over all runs of a folder; ``None`` is no limit.
@@ -66,15 +68,9 @@ class Budget:
         ConfigError: a limit below zero.
     """
 
-    max_calls: int | None = None
-    max_total_tokens: int | None = None
-    max_cost_usd: float | None = None
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            value = getattr(self, each.name)
-            if value is not None and not value >= 0:
-                raise ConfigError(f"{each.name} must not be negative, got {value}")
+    max_calls: Annotated[int, Ge(0)] | None = None
+    max_total_tokens: Annotated[int, Ge(0)] | None = None
+    max_cost_usd: Annotated[float, Ge(0)] | None = None
 
     def check(self, spent: Spent) -> None:
         """Raise :class:`BudgetUsedUp` where nothing is left."""

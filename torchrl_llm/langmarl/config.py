@@ -310,7 +310,7 @@ class PistonballConfig(BaseConfig):
 
     Args:
         num_agents: as many as pistons; taken from ``num_pistons`` if not given.
-        num_pistons: how many.
+        num_pistons: how many, at least 2.
         max_cycles: most cycles of an episode.
         frame_size: of what a piston sees.
         action_mode: ``discrete`` or ``continuous``.
@@ -321,7 +321,7 @@ class PistonballConfig(BaseConfig):
 
     env: str = "pistonball"
     num_agents: Count | None = None
-    num_pistons: Count = 20
+    num_pistons: Annotated[int, Ge(2)] = 20
     max_cycles: Count = 125
     frame_size: Annotated[int, Ge(3)] = 84
     action_mode: Literal["discrete", "continuous"] = "discrete"

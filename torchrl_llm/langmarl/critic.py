@@ -54,14 +54,10 @@ class CentralizedCritic(SafeChat, BaseCritic):
         num_fallbacks: evaluations that failed.
 
     Raises:
-        ConfigError: a paradigm that there is not, no model, or no such folder.
+        ConfigError: no model, or no such folder.
     """
 
     def __init__(self, config: BaseConfig, prompts_dir: Path | str | None = None) -> None:
-        if config.paradigm not in _FORMATTERS:
-            raise ConfigError(
-                f"paradigm must be one of {list(_FORMATTERS)}, got {config.paradigm!r}"
-            )
         super().__init__(LLMClient(config.get_critic_llm()))
         self.config, self.environment = config, None
         self._folders = [] if prompts_dir is None else [prompts_dir]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from torchrl_llm.data.table_files import FileRow, read_jsonl
-from torchrl_llm.errors import ConfigError, DataError, RewardError
+from torchrl_llm.errors import DataError, RewardError
 from torchrl_llm.langmarl.calls import CallLog
 from torchrl_llm.langmarl.config import LanguageTaskConfig
 from torchrl_llm.langmarl.llm_client import LLMClient
@@ -230,8 +230,6 @@ def make_scorer(config: LanguageTaskConfig) -> Callable[..., Sequence[float | Ex
         return partial(_run, HumanEvalRewardParser(runner=runner))
     if config.task_type == "writing":
         return _Judge(config, "criteria")
-    if config.task_type not in _COLUMNS:
-        raise ConfigError(f"task_type must be one of {list(_COLUMNS)}, got {config.task_type!r}")
     if config.use_verified_reward:
         return _Judge(config, "verify")
     return lambda rows, log, prefix: [_compare(task, response) for task, response in rows]

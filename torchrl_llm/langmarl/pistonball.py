@@ -16,7 +16,7 @@ import numpy as np
 
 from torchrl_llm._registry import register
 from torchrl_llm.envs.libs.pettingzoo import joint_step, make_pettingzoo
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 from torchrl_llm.langmarl import calls
 from torchrl_llm.langmarl.config import PistonballConfig
 from torchrl_llm.langmarl.environment import BaseEnvironment, Episodes, Trajectory
@@ -117,7 +117,6 @@ class PistonballEnvironment(BaseEnvironment):
             whole units, of which so many are as wide as three pistons, as the game's images are.
 
     Raises:
-        ConfigError: another ``action_mode`` or ``num_agents``, or fewer than two pistons.
         MissingExtraError: PettingZoo is not installed.
     """
 
@@ -125,10 +124,6 @@ class PistonballEnvironment(BaseEnvironment):
 
     def __init__(self, config: PistonballConfig) -> None:
         super().__init__(config)
-        if config.action_mode not in _ASK or not config.num_agents == config.num_pistons >= 2:
-            got = f"{config.action_mode!r}, {config.num_agents} and {config.num_pistons}"
-            told = "action_mode must be discrete or continuous, num_agents equal num_pistons, >= 2"
-            raise ConfigError(f"{told}; got {got}")
         llm = config.get_actor_llm()
         self.actor = LLMClient(replace(llm, concurrency=min(llm.concurrency, config.max_workers)))
         self._by_hand, self._acted = _Game(config, 0, {"seed": 0}), {}

@@ -15,8 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.errors import ConfigError, DamagedCheckpointError, DataError
 from torchrl_llm.langmarl.environment import Trajectory
 from torchrl_llm.langmarl.local_store import (
@@ -95,17 +96,16 @@ class PolicyCheckpoint:
         +Be brief.
     """
 
+    @checked
     def __init__(
         self,
         store: BaseStore,
         run_id: str,
-        num_agents: int,
+        num_agents: Annotated[int, Ge(1)],
         *,
         agent_names: Sequence[str] | None = None,
         default_policies: Mapping[str, str] | None = None,
     ) -> None:
-        if num_agents < 1:
-            raise ConfigError(f"num_agents must be at least 1, got {num_agents}")
         self.store, self.run_id, self._folder = store, run_id, _open_run(store, run_id)
         self._strict = agent_names is not None
         self.agent_names = list(agent_names or (f"agent_{k + 1}" for k in range(num_agents)))
@@ -371,7 +371,8 @@ class TrajectoryStore:
         data["metadata"] = {**data["metadata"], "episode_id": episode_id}
         self.store.write_text(path, to_json_text(sealed({**data, "episode_id": episode_id})))
 
-    def load(self, iteration: int, limit: int | None = None) -> list[Trajectory]:
+    @checked
+    def load(self, iteration: int, limit: Annotated[int, Ge(0)] | None = None) -> list[Trajectory]:
         """Load episodes, in the order of their numbers.
 
         Args:
@@ -385,8 +386,6 @@ class TrajectoryStore:
             ConfigError: the limit is negative.
             DamagedCheckpointError: a file is damaged; it is named.
         """
-        if limit is not None and limit < 0:
-            raise ConfigError(f"limit must not be negative, got {limit}; None is for all episodes")
         first = range(0 if limit is None else limit)
         if limit is not None and all(self.has(iteration, number) for number in first):
             # The folder, which may have thousands, is not listed.

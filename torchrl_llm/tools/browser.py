@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._imports import require
 from torchrl_llm._registry import register
 from torchrl_llm.data.text import ChatFormatter
@@ -77,19 +78,18 @@ class BrowserTool(Restarted, Tool):
     stateful = True
     _own = ("_loop", "_driver")
 
+    @checked
     def __init__(
         self,
         allowed_domains: Sequence[str] | None = None,
         *,
         headless: bool = True,
-        timeout: float = 30.0,
+        timeout: Annotated[float, Gt(0)] = 30.0,
         executable_path: str | None = None,
         chromium_sandbox: bool = False,
-        start_timeout: float = 60.0,
-        page_chars: int = 8000,
+        start_timeout: Annotated[float, Gt(0)] = 60.0,
+        page_chars: Annotated[int, Ge(1)] = 8000,
     ) -> None:
-        if timeout <= 0 or start_timeout <= 0 or page_chars < 1:
-            raise ConfigError("timeout, start_timeout and page_chars must be above 0")
         require("playwright", extra="browser", feature="BrowserTool")
         self.rules = AddressRules(allowed_domains)
         self.start_timeout, self.timeout = start_timeout, timeout + _GRACE_S

@@ -17,10 +17,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import DaemonThreads
@@ -70,20 +71,16 @@ class ToolExecutor(Restarted):
 
     _own = ("_lock", "_checkers", "_hanging", "_threads", "_started")
 
+    @checked
     def __init__(
         self,
         tools: Iterable[Tool] = (),
         *,
-        timeout: float = 10.0,
-        max_concurrency: int = 64,
-        max_result_chars: int = 16_384,
+        timeout: Annotated[float, Gt(0)] = 10.0,
+        max_concurrency: Annotated[int, Ge(1)] = 64,
+        max_result_chars: Annotated[int, Ge(64)] = 16_384,
         stop_on_error: bool = False,
     ) -> None:
-        if not timeout > 0 or max_concurrency < 1 or max_result_chars < 64:
-            raise ConfigError(
-                "timeout and max_concurrency must be positive, max_result_chars at least 64; got "
-                f"{timeout}, {max_concurrency}, {max_result_chars}"
-            )
         self.timeout = timeout
         self.max_concurrency = max_concurrency
         self.max_result_chars = max_result_chars

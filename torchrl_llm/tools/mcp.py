@@ -11,8 +11,9 @@ import json
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Gt, checked
 from torchrl_llm._imports import require
 from torchrl_llm._redis import masked
 from torchrl_llm.data.failures import Failure
@@ -53,12 +54,13 @@ class MCPServers(Restarted):
 
     _own = ("_loop", "_connections")
 
+    @checked
     def __init__(
         self,
         servers: Mapping[str, MCPServerConfig | Mapping[str, Any] | str],
         *,
-        timeout: float = 10.0,
-        start_timeout: float = 60.0,
+        timeout: Annotated[float, Gt(0)] = 10.0,
+        start_timeout: Annotated[float, Gt(0)] = 60.0,
         tools: Collection[str] | None = None,
         actions: Collection[str] = (),
         prefix: bool = False,
@@ -68,8 +70,6 @@ class MCPServers(Restarted):
                 'servers must map names to {"command": ..., "args": [...]} or {"url": ...}, got '
                 f"{masked(servers)!r}"
             )
-        if timeout <= 0 or start_timeout <= 0:
-            raise ConfigError("timeout and start_timeout must be above 0")
         require("mcp", extra="mcp", feature="MCPToolTransform")
         self.configs = {name: MCPServerConfig.read(name, value) for name, value in servers.items()}
         self.timeout, self.start_timeout = timeout, start_timeout

@@ -10,8 +10,9 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import (
@@ -53,12 +54,13 @@ class ProcessTool(Tool):
         ('gcd', 2)
     """
 
+    @checked
     def __init__(
         self,
         tool: Tool | Callable[..., Any],
         *,
-        num_processes: int | None = None,
-        limit_s: float = 10.0,
+        num_processes: Annotated[int, Ge(1)] | None = None,
+        limit_s: Annotated[float, Gt(0)] = 10.0,
     ) -> None:
         self.tool = tool if isinstance(tool, Tool) else FunctionTool(tool)
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None
@@ -66,10 +68,6 @@ class ProcessTool(Tool):
             cores or os.cpu_count() or 1 if num_processes is None else num_processes
         )
         self.limit_s = limit_s
-        if self.num_processes < 1 or not limit_s > 0:
-            raise ConfigError(
-                f"num_processes and limit_s must be positive, got {num_processes} and {limit_s}"
-            )
         if self.tool.stateful:
             raise ConfigError(
                 f"{self.tool.name!r} keeps something between calls, which would meet different "

@@ -13,10 +13,11 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from torchrl._utils import logger
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._ray import ActorOptions, RemoteObject
 from torchrl_llm._registry import register
 from torchrl_llm.data.text import ChatFormatter
@@ -69,20 +70,16 @@ class PythonExecutorService(Restarted):
 
     _own = ("_free", "_lock", "_sandbox", "_kept", "_crowded_out")
 
+    @checked
     def __init__(
         self,
-        pool_size: int = 32,
-        timeout: float = 10.0,
+        pool_size: Annotated[int, Ge(1)] = 32,
+        timeout: Annotated[float, Gt(0)] = 10.0,
         *,
         sandbox: Sandbox | str | None = None,
         limits: Limits | None = None,
-        max_sessions: int = 256,
+        max_sessions: Annotated[int, Ge(1)] = 256,
     ) -> None:
-        if pool_size < 1 or max_sessions < 1 or timeout <= 0:
-            raise ConfigError(
-                "pool_size and max_sessions must be at least 1 and timeout above 0, got "
-                f"{pool_size}, {max_sessions} and {timeout}"
-            )
         if isinstance(sandbox, Sandbox) and limits is not None:
             raise ConfigError("limits would have no effect: the sandbox has its own")
         self.pool_size, self.timeout, self.max_sessions = pool_size, timeout, max_sessions
@@ -453,6 +450,7 @@ class PythonInterpreter(ToolTransform):
         >>> env.close()
     """
 
+    @checked
     def __init__(
         self,
         tokenizer: Any = None,
@@ -468,8 +466,6 @@ class PythonInterpreter(ToolTransform):
         kind: ToolKind = "auxiliary",
         **kwargs: Any,
     ) -> None:
-        if services not in (None, "ray"):
-            raise ConfigError(f'services must be None or "ray", got {services!r}')
         if services is None and (service_name, namespace) != ("python_executor", None):
             raise ConfigError('service_name and namespace have no effect without services="ray"')
         if tokenizer is not None:

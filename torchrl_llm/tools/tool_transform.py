@@ -16,13 +16,14 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Compose, Transform
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._registry import find
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason
@@ -122,6 +123,7 @@ class ToolTransform(Transform):
     hands_over_state = False
     """Whether calls carry the row that they come from, as ``ToolCall.state``."""
 
+    @checked
     def __init__(
         self,
         tools: Iterable[Tool | Callable[..., Any]] = (),
@@ -130,17 +132,12 @@ class ToolTransform(Transform):
         tool_name: str = "tool",
         timeout: float = 10.0,
         max_concurrency: int = 64,
-        max_calls: int = 16,
+        max_calls: Annotated[int, Ge(1)] = 16,
         max_result_chars: int = 16_384,
-        max_auxiliary_turns: int = 16,
+        max_auxiliary_turns: Annotated[int, Ge(1)] = 16,
         accept_cut: bool = False,
     ) -> None:
         super().__init__()
-        if max_calls < 1 or max_auxiliary_turns < 1:
-            raise ConfigError(
-                "max_calls and max_auxiliary_turns must be at least 1, got "
-                f"{max_calls} and {max_auxiliary_turns}"
-            )
         self.parser = MessageCallParser() if parser is None else as_parser(parser)
         self.tool_name = tool_name
         self.max_calls = max_calls

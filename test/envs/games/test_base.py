@@ -301,11 +301,7 @@ def test_games_come_from_a_list_or_a_file_of_seeds(tmp_path):
         TicTacToeEnv(dataset=[{"seed": 7}], data_files=path)
 
 
-def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="actions must be one of"):
-        TicTacToeEnv(actions="json")
-    with pytest.raises(ConfigError, match="invalid_reward must be finite"):
-        TicTacToeEnv(invalid_reward=float("nan"))
+def test_an_environment_without_calls_has_no_tool_of_its_actions():
     with pytest.raises(ConfigError, match="are no tool calls"):
         _ = TicTacToeEnv().action_tool
 

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from torchrl_llm.envs.games import IllegalAction, KeyDoor, expert, play, random_player
 from torchrl_llm.envs.games.key_door import KeyDoorState
-from torchrl_llm.errors import ConfigError
 
 # @.K
 # ##.
@@ -113,12 +112,3 @@ def test_a_random_player_solves_some_mazes_and_runs_out_of_moves_in_others():
     assert any(end.success for end in ends)
     assert any(end.truncated for end in ends)
     assert all(end.success != end.truncated for end in ends)
-
-
-def test_impossible_settings_are_refused():
-    for size in (1, 27):
-        with pytest.raises(ConfigError, match="size must be"):
-            KeyDoor(size=size)
-    for slack in (0.5, float("nan")):
-        with pytest.raises(ConfigError, match="slack must be"):
-            KeyDoor(slack=slack)

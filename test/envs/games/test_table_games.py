@@ -131,8 +131,6 @@ def test_an_empty_seat_or_one_that_there_is_not_is_refused():
             play_table(game, seats, 0)
     with pytest.raises(ConfigError, match="has the players"):
         game.seat("Z")
-    with pytest.raises(ConfigError, match="num_rounds"):
-        PrisonersDilemma(num_rounds=0)
 
 
 def test_openings_follow_from_the_seed_and_end_no_game():
@@ -143,5 +141,5 @@ def test_openings_follow_from_the_seed_and_end_no_game():
     assert set(moves) == {0, 1, 2, 3, 4}
     assert all(game.active(game.reset(seed)) for seed in range(200))
     assert {game.active(game.reset(seed)) for seed in range(200)} == {("X",), ("O",)}
-    with pytest.raises(ConfigError, match="from 0 to 4"):
+    with pytest.raises(ConfigError, match=r"in \[0, 4\], got 5"):
         TicTacToeForTwo(random_plies=5)

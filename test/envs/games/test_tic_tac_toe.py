@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from torchrl_llm.envs.games import IllegalAction, TicTacToe, expert, play, random_player
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToeState
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 
 LINES = ["123", "456", "789", "147", "258", "369", "159", "357"]
 
@@ -178,12 +178,3 @@ def test_any_game_is_a_game(seed, picks):
 def test_a_state_of_another_game_or_version_is_refused(text):
     with pytest.raises(DataError, match="state"):
         TicTacToe().load(text)
-
-
-def test_impossible_settings_are_refused():
-    with pytest.raises(ConfigError, match="opponent must be one of"):
-        TicTacToe(opponent="stockfish")
-    with pytest.raises(ConfigError, match="player must be"):
-        TicTacToe(player="x")
-    with pytest.raises(ConfigError, match="max_turns"):
-        play(TicTacToe(), expert(0), 0, max_turns=0)

@@ -129,11 +129,6 @@ def test_a_loop_of_tool_calls_slides_behind_its_task_and_not_without_it():
     assert slide_window(chat, 1, keep_task=False) == chat
 
 
-def test_a_window_needs_a_turn():
-    with pytest.raises(ConfigError, match="at least one"):
-        SlidingWindow(0)
-
-
 # -- in an environment
 
 

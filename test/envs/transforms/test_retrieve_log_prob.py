@@ -252,11 +252,6 @@ def test_a_budget_cuts_the_calls_and_changes_nothing(budget, calls):
         assert got == pytest.approx(expected, abs=1e-6)
 
 
-def test_an_impossible_budget_is_refused():
-    with pytest.raises(ConfigError, match="token_budget"):
-        RetrieveLogProb(Scorer(), token_budget=0)
-
-
 class TestLikeTorchRL:
     """Spellings of TorchRL that must mean the same, or say why not."""
 

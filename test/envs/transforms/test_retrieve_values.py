@@ -145,5 +145,3 @@ def test_rows_under_the_budget_are_valued_together_and_the_result_is_the_same():
     assert len(whole.calls) == 1
     for index, other in enumerate(expected):
         assert torch.equal(buffer[index]["values", "full"], other["values", "full"])
-    with pytest.raises(ConfigError, match="token_budget must be at least 1"):
-        RetrieveValues(whole, token_budget=0)

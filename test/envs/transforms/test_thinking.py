@@ -280,7 +280,6 @@ def test_the_tokens_of_the_environment_are_those_of_the_opened_turn(tokenizer):
     "arguments",
     [
         {"role": "user"},
-        {"role": "system", "edit_last_turn": False},
         {"prompt": "x", "random_prompt": True},
         {"prompt": " "},
         {"edit_last_turn": False, "tokenizer": object()},

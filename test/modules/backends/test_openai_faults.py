@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
-import threading
 import time
+from functools import partial
 
 import pytest
 import torch
 from modules.backends.openai_server import VOCAB, ask, connect, drip, hang_up, refuse, sleep
+from waiting import in_threads
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.errors import BackendError, WorkerError
@@ -136,21 +137,13 @@ def test_requests_from_many_threads_return_to_their_own_caller_over_few_connecti
         token: reference.generate([torch.tensor([token])], params)[0][0].token_ids.tolist()
         for token in range(VOCAB)
     }
-    wrong = []
 
     def work(number):
-        for k in range(8):
-            token = (number * 7 + k) % VOCAB
+        for token in ((number * 7 + k) % VOCAB for k in range(8)):
             [[found]] = backend.generate([torch.tensor([token])], params)
-            if found.token_ids.tolist() != wanted[token]:
-                wrong.append((token, found))
+            assert found.token_ids.tolist() == wanted[token]
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong
+    assert in_threads(*(partial(work, number) for number in range(64))) == [None] * 64
     assert sum(path == "/v1/completions" for path, _ in fake.requests) == 512
     assert 1 < fake.most_busy <= 16
     assert fake.connections <= 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from modules.backends.vllm_server import kill, vllm_server
 from recipes.script import run_alone
 from recipes.test_evaluate import SCRIPT as EVALUATE
 from recipes.test_evaluate import answers
+from waiting import in_threads
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.errors import BackendError, WeightUpdateError, WorkerError
@@ -269,23 +271,16 @@ def test_a_policy_over_a_url_answers_chats(url, tokenizer):
 
 def test_a_thousand_requests_from_64_threads_return_to_their_own_caller(url, tokenizer):
     backend = connect(url, tokenizer)
-    wrong, right = [], []
 
     def work(number):
-        for k in range(16):
-            token = 3 + (number * 16 + k) % 280
+        for token in (3 + (number * 16 + k) % 280 for k in range(16)):
             only = {"allowed_token_ids": [token]}
             one = SamplingParams(max_new_tokens=2, ignore_eos=True, native=only)
             [[found]] = backend.generate([torch.tensor([token])], one)
-            (right if found.token_ids.tolist() == [token] * 2 else wrong).append((token, found))
+            assert found.token_ids.tolist() == [token] * 2
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    assert not wrong
-    assert len(right) == 1024
+    made = in_threads(*(partial(work, number) for number in range(64)), seconds=120)
+    assert made == [None] * 64
 
 
 def test_a_server_that_is_killed_is_an_error_or_aborted_rows_in_bounded_time(

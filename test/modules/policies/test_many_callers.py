@@ -7,6 +7,7 @@ import threading
 
 import pytest
 from modules.policies.rows_helper import tokens_td
+from waiting import in_threads
 
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.modules import vLLMWrapper
@@ -47,7 +48,7 @@ def test_requests_from_64_threads_return_to_their_own_callers(num_requests):
         max_batch_size=32,
         generate_kwargs={"max_new_tokens": 8},
     )
-    todo, wrong, done = iter(range(num_requests)), [], []
+    todo, wrong = iter(range(num_requests)), []
     lock = threading.Lock()
 
     def ask():
@@ -56,21 +57,14 @@ def test_requests_from_64_threads_return_to_their_own_callers(num_requests):
             with lock:
                 n = next(todo, None)
             if n is None:
-                break
+                return answered
             [response] = read_rows(policy(tokens_td(number(n))), ("tokens", "response"))
             answered += 1
             if response.tolist() != [*number(n), 3, 2]:
                 wrong.append((n, response.tolist()))
-        done.append(answered)
 
-    threads = [threading.Thread(target=ask, daemon=True) for _ in range(NUM_THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(200)
-        assert not thread.is_alive()
+    done = in_threads(*[ask] * NUM_THREADS, seconds=200)
     assert wrong == []
-    assert len(done) == NUM_THREADS
     assert sum(done) == num_requests
     # They ran together, and no batch was larger than allowed.
     assert 1 < backend.largest <= 32

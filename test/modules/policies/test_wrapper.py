@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from modules.policies.rows_helper import USER, fake_tokens, follow, history_td, tokens_td
 from tensordict import TensorDict
+from waiting import in_threads
 
 from torchrl_llm.data import Chat, ChatHistory, FinishReason, MaskReason, Source
 from torchrl_llm.data.history import History
@@ -432,25 +435,14 @@ def test_demonstrations_are_scored_with_their_end_of_turn_in_the_mask(tokenizer)
 
 
 def test_batching_keeps_errors_and_arguments_with_their_caller():
-    import threading
 
     policy = fake_tokens(min_batch_size=2, batching_timeout=0.3)
-    results = {}
 
-    def ask(name, prompt, **options):
-        try:
-            out = policy(tokens_td(prompt), ignore_eos=True, **options)
-            results[name] = len(read_rows(out, ("tokens", "response"))[0])
-        except Exception as error:
-            results[name] = type(error).__name__
+    def ask(prompt, most):
+        out = policy(tokens_td(prompt), ignore_eos=True, max_new_tokens=most)
+        return len(read_rows(out, ("tokens", "response"))[0])
 
-    calls = [("a", [5], 3), ("b", [6], 5), ("bad", [99], 3), ("empty", [], 3), ("c", [7], 3)]
-    threads = [
-        threading.Thread(target=ask, args=(name, prompt), kwargs={"max_new_tokens": n})
-        for name, prompt, n in calls
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert results == {"a": 3, "b": 5, "c": 3, "bad": "TokenizerError", "empty": "DataError"}
+    calls = [([5], 3), ([6], 5), ([7], 3), ([99], 3), ([], 3)]
+    *lengths, bad, empty = in_threads(*(partial(ask, *call) for call in calls))
+    assert lengths == [3, 5, 3]
+    assert (type(bad).__name__, type(empty).__name__) == ("TokenizerError", "DataError")

@@ -406,13 +406,3 @@ def test_an_engine_that_cannot_be_built_says_why(cluster):
         make_pool(engines.broken, 1).start()
     with pytest.raises(WorkerError, match="start of replica"):
         make_pool(engines.dies_when_built, 1).start()
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [{"number": 0}, {"on_failure": "hope"}, {"max_retries": -1}, {"stall_timeout_s": 0}],
-    ids=str,
-)
-def test_impossible_settings_are_refused(bad):
-    with pytest.raises(ConfigError):
-        make_pool(**bad)

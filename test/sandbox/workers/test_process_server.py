@@ -10,12 +10,13 @@ import textwrap
 import threading
 import time
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
 from sandbox.workers import threaded_functions
 from sandbox.workers.remote_functions import Counter, behave
-from waiting import wait_until
+from waiting import in_threads, wait_until
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.sandbox.workers import (
@@ -274,15 +275,10 @@ def test_a_caller_that_is_interrupted_leaves_a_pool_that_answers(pool):
 
 def test_a_pool_of_a_function_serves_hundreds_of_calls_of_many_threads():
     pool = WorkerPool(behave, num_workers=3)
-    found: list[int] = []
 
     def work(start):
-        found.extend(pool.call("return", start + number) for number in range(50))
+        return [pool.call("return", start + number) for number in range(50)]
 
-    threads = [threading.Thread(target=work, args=(1000 * k,)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(found) == [1000 * k + number for k in range(8) for number in range(50)]
+    found = in_threads(*(partial(work, 1000 * k) for k in range(8)))
+    assert found == [[1000 * k + number for number in range(50)] for k in range(8)]
     pool.close()

@@ -9,10 +9,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torchrl.envs import Transform, TransformedEnv
 
+from torchrl_llm._checked import In, checked
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.envs.chat_env import DatasetChatEnv
 from torchrl_llm.envs.layers import first_of, insert
@@ -99,6 +100,7 @@ class TaskEnv(DatasetChatEnv):
     NEEDS_LARGER_MODEL: ClassVar[bool] = False
     """Whether the model that ships with the package, which is tiny, cannot learn it."""
 
+    @checked
     def __init__(
         self,
         *,
@@ -109,7 +111,7 @@ class TaskEnv(DatasetChatEnv):
         compute_reward: bool = True,
         reward: Any = None,
         max_steps: int | Literal["task"] | None = "task",
-        cut_penalty: float = 0.0,
+        cut_penalty: Annotated[float, In("[0, inf)")] = 0.0,
         **kwargs: Any,
     ) -> None:
         if reward is not None and not compute_reward:

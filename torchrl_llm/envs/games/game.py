@@ -15,9 +15,10 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, NamedTuple, TypeVar
 
-from torchrl_llm.errors import ConfigError, DataError, TorchRLLLMError
+from torchrl_llm._checked import Ge, checked
+from torchrl_llm.errors import DataError, TorchRLLLMError
 from torchrl_llm.rewards.reward_scorer import checked_flag
 
 State = TypeVar("State")
@@ -255,7 +256,10 @@ class Game(Rules[State]):
         return self._apply(state, self.check(state, action))
 
 
-def play(game: Game, player: Player, seed: int, *, max_turns: int = 1000) -> list[Turn]:
+@checked
+def play(
+    game: Game, player: Player, seed: int, *, max_turns: Annotated[int, Ge(1)] = 1000
+) -> list[Turn]:
     """Play one game to its end.
 
     Args:
@@ -276,8 +280,6 @@ def play(game: Game, player: Player, seed: int, *, max_turns: int = 1000) -> lis
         >>> turns[-1].outcome.terminated, turns[-1].outcome.reward
         (True, 0.0)
     """
-    if max_turns < 1:
-        raise ConfigError(f"max_turns must be at least 1, got {max_turns}")
     state = game.reset(seed)
     observation = game.observe(state)
     turns: list[Turn] = []

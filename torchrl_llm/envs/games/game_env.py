@@ -13,12 +13,13 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 
+from torchrl_llm._checked import In, checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.data.specs import ColumnSpec
@@ -105,6 +106,7 @@ class TableSteps(PlayersTransform):
 
     COLUMNS = (STATE_KEY, SEED_KEY, COMMITTED_KEY)
 
+    @checked
     def __init__(
         self,
         game: Rules,
@@ -112,7 +114,7 @@ class TableSteps(PlayersTransform):
         *,
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
-        invalid_reward: float = -0.3,
+        invalid_reward: Annotated[float, In("(-inf, inf)")] = -0.3,
         stop_on_invalid: bool = False,
         accept_cut: bool = False,
         with_reward: bool = True,
@@ -120,8 +122,6 @@ class TableSteps(PlayersTransform):
     ) -> None:
         seats = dict(seats or {})
         _check_seats(game, seats)
-        if not abs(invalid_reward) < float("inf"):
-            raise ConfigError(f"invalid_reward must be finite, got {invalid_reward}")
         super().__init__(
             [player for player in game.players if player not in seats],
             parser,

@@ -7,12 +7,12 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from torchrl_llm._checked import Ge, In, checked
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Game, Outcome
 from torchrl_llm.envs.games.game_env import GameEnv
-from torchrl_llm.errors import ConfigError
 
 Cell = tuple[int, int]
 
@@ -76,11 +76,10 @@ class KeyDoor(Game[KeyDoorState]):
         "walk to the door and open it. North is up."
     )
 
-    def __init__(self, *, size: int = 4, slack: float = 3.0) -> None:
-        if not 2 <= size <= 26:
-            raise ConfigError(f"size must be from 2 to 26, got {size}")
-        if not slack >= 1:
-            raise ConfigError(f"slack must be at least 1, got {slack}")
+    @checked
+    def __init__(
+        self, *, size: Annotated[int, In("[2, 26]")] = 4, slack: Annotated[float, Ge(1)] = 3.0
+    ) -> None:
         self.size = size
         self.slack = slack
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Player
 from torchrl_llm.envs.games.game_env import TableEnv
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
-from torchrl_llm.errors import ConfigError
 
 # Axelrod, The Evolution of Cooperation (1984): temptation 5, reward 3, punishment 1, sucker 0.
 _PAYOFF = {"CC": (3.0, 3.0), "CD": (0.0, 5.0), "DC": (5.0, 0.0), "DD": (1.0, 1.0)}
@@ -54,9 +54,8 @@ class PrisonersDilemma(TableGame[DilemmaState]):
     action_help = "cooperate or defect"
     state_type: ClassVar[type] = DilemmaState
 
-    def __init__(self, *, num_rounds: int = 5) -> None:
-        if num_rounds < 1:
-            raise ConfigError(f"num_rounds must be at least 1, got {num_rounds}")
+    @checked
+    def __init__(self, *, num_rounds: Annotated[int, Ge(1)] = 5) -> None:
         self.num_rounds = num_rounds
 
     @property

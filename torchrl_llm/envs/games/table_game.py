@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.envs.games.game import (
     IllegalAction,
     Player,
@@ -142,8 +143,13 @@ class TableStep(NamedTuple):
     outcome: TableOutcome
 
 
+@checked
 def play_table(
-    game: TableGame, seats: Mapping[str, Player], seed: int, *, max_steps: int = 1000
+    game: TableGame,
+    seats: Mapping[str, Player],
+    seed: int,
+    *,
+    max_steps: Annotated[int, Ge(1)] = 1000,
 ) -> list[TableStep]:
     """Play one game to its end.
 
@@ -166,8 +172,6 @@ def play_table(
         >>> steps[-1].outcome.rewards
         {'X': 0.0, 'O': 0.0}
     """
-    if max_steps < 1:
-        raise ConfigError(f"max_steps must be at least 1, got {max_steps}")
     if set(seats) != set(game.players):
         raise ConfigError(
             f"{game.name!r} needs a player for each of {list(game.players)}, got {sorted(seats)}"

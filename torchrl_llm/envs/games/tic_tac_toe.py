@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal
 
+from torchrl_llm._checked import checked
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Game, Outcome
 from torchrl_llm.envs.games.game_env import GameEnv
@@ -19,7 +20,6 @@ from torchrl_llm.envs.games.nine_cells import (
     put,
     winner,
 )
-from torchrl_llm.errors import ConfigError
 
 Opponent = Literal["random", "minimax"]
 
@@ -72,11 +72,10 @@ class TicTacToe(Game[TicTacToeState]):
         "column or diagonal wins."
     )
 
-    def __init__(self, *, opponent: Opponent = "random", player: str | None = None) -> None:
-        if opponent not in get_args(Opponent):
-            raise ConfigError(f"opponent must be one of {get_args(Opponent)}, got {opponent!r}")
-        if player not in (None, "X", "O"):
-            raise ConfigError(f"player must be 'X', 'O' or None, got {player!r}")
+    @checked
+    def __init__(
+        self, *, opponent: Opponent = "random", player: Literal["X", "O"] | None = None
+    ) -> None:
         self.opponent = opponent
         self.player = player
 

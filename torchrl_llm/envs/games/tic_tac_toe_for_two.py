@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
+from torchrl_llm._checked import In, checked
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Player
 from torchrl_llm.envs.games.game_env import TableEnv
@@ -22,10 +23,6 @@ from torchrl_llm.envs.games.nine_cells import (
 )
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
 from torchrl_llm.envs.games.tic_tac_toe import TicTacToe
-from torchrl_llm.errors import ConfigError
-
-# Of the fifth move on, a game may be over.
-_MOST_PLIES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +63,9 @@ class TicTacToeForTwo(TableGame[BoardState]):
     rules = TicTacToe.rules
     state_type: ClassVar[type] = BoardState
 
-    def __init__(self, *, random_plies: int = 0) -> None:
-        if not 0 <= random_plies <= _MOST_PLIES:
-            raise ConfigError(f"random_plies must be from 0 to {_MOST_PLIES}, got {random_plies}")
+    @checked
+    def __init__(self, *, random_plies: Annotated[int, In("[0, 4]")] = 0) -> None:
+        # Of the fifth move on, a game may be over.
         self.random_plies = random_plies
 
     def reset(self, seed: int) -> BoardState:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, SupportsFloat
+from typing import Annotated, Any, ClassVar, NamedTuple, SupportsFloat
 
 from tensordict import TensorDictBase
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.actions import ActionError, ActionParser, Parsed
@@ -90,6 +91,7 @@ class SessionSteps(WorldTransform):
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
     """
 
+    @checked
     def __init__(
         self,
         open_session: Callable[[], Session],
@@ -99,12 +101,10 @@ class SessionSteps(WorldTransform):
         data_key: str = "query",
         invalid_reward: float = -0.1,
         accept_cut: bool = False,
-        max_concurrency: int = 64,
+        max_concurrency: Annotated[int, Ge(1)] = 64,
         with_reward: bool = True,
     ) -> None:
         super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
-        if max_concurrency < 1:
-            raise ConfigError(f"max_concurrency must be at least 1, got {max_concurrency}")
         self.open_session = open_session
         self.read_action = read_action
         self.data_key = data_key

@@ -9,16 +9,16 @@ Shape legend: ``B`` rows.
 
 from __future__ import annotations
 
-import math
 from abc import abstractmethod
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import In, checked
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.data.input_modes import InputMode
@@ -168,10 +168,11 @@ class CutAnswers(AnswerGate):
 
     part = "reward_cut"
 
-    def __init__(self, penalty: float = 0.0, *, accept_cut: bool = False) -> None:
+    @checked
+    def __init__(
+        self, penalty: Annotated[float, In("[0, inf)")] = 0.0, *, accept_cut: bool = False
+    ) -> None:
         super().__init__()
-        if not 0 <= penalty < math.inf:
-            raise ConfigError(f"cut_penalty must be a finite number from 0 on, got {penalty}")
         self.penalty, self.accept_cut = float(penalty), accept_cut
 
     def read(self, turn: ModelTurn) -> float:

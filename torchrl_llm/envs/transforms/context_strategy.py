@@ -16,11 +16,12 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from tensordict import TensorDictBase
 from torchrl.envs import Transform, TransformedEnv
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.history import History
 from torchrl_llm.data.record import TokenRecord
@@ -213,10 +214,9 @@ class SlidingWindow(ContextStrategy):
 
     cause = "window"
 
-    def __init__(self, num_turns: int, *, keep_task: bool = True) -> None:
+    @checked
+    def __init__(self, num_turns: Annotated[int, Ge(1)], *, keep_task: bool = True) -> None:
         super().__init__()
-        if num_turns < 1:
-            raise ConfigError(f"a window holds at least one turn, got num_turns={num_turns}")
         self.num_turns = num_turns
         self.keep_task = keep_task
 

@@ -7,7 +7,7 @@ It draws a row only for the conversations that start, hands each row out ``repea
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import (
@@ -22,6 +22,7 @@ from torch import Tensor
 from torchrl.data import Composite, Unbounded
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._ray import RayService, check_service
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.column import Column
@@ -338,6 +339,7 @@ class DataLoadingPrimer(RayService, Transform):
 
     in_ray = "torchrl_llm.envs.transforms.ray_dataloading.RayDataLoadingPrimer"
 
+    @checked
     def __init__(
         self,
         dataloader: Iterable[Any] | None = None,
@@ -346,7 +348,7 @@ class DataLoadingPrimer(RayService, Transform):
         primers: Composite | None = None,
         stack_method: StackMethod | None = None,
         batch_size: int | torch.Size | None = None,
-        repeats: int | None = None,
+        repeats: Annotated[int, Ge(1)] | None = None,
         device: torch.device | None = None,
         group_repeats: bool = False,
         use_ray_service: bool = False,
@@ -355,11 +357,9 @@ class DataLoadingPrimer(RayService, Transform):
         worker_id: int | None = None,
     ) -> None:
         super().__init__()
-        check_service(service_backend, service_backend_options)
+        check_service(service_backend_options)
         if (dataloader is None) == (dataloader_factory is None):
             raise ConfigError("pass exactly one of dataloader and dataloader_factory")
-        if repeats is not None and repeats < 1:
-            raise ConfigError(f"repeats must be at least 1, got {repeats}")
         if batch_size is not None and not isinstance(batch_size, int):
             batch_size = torch.Size(batch_size).numel() if len(batch_size) else 0
         self._feed = _RowFeed(
@@ -367,12 +367,7 @@ class DataLoadingPrimer(RayService, Transform):
             lazy=dataloader_factory is not None,
             batch_size=batch_size,
         )
-        if stack_method is not None and not callable(stack_method):
-            if stack_method not in _STACK_METHODS:
-                raise ConfigError(
-                    "stack_method must be 'as_nested_tensor', 'as_padded_tensor' or a function of "
-                    f"a list of tensordicts, got {stack_method!r}"
-                )
+        if isinstance(stack_method, str):
             stack_method = _STACK_METHODS[stack_method]
         self.stack_method = stack_method
         self.repeats = 1 if repeats is None else repeats

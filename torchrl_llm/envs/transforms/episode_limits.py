@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tensordict import TensorDictBase
@@ -14,6 +14,7 @@ from torchrl.data import Composite, Unbounded
 from torchrl.envs import StepCounter as _StepCounter
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import TruncationReason
 from torchrl_llm.data.ragged import read_rows
@@ -166,12 +167,13 @@ class ContextLimit(Transform):
 
     use_step = True
 
+    @checked
     def __init__(
-        self, max_prompt_length: int | None, formatter: ChatFormatter | None = None
+        self,
+        max_prompt_length: Annotated[int, Ge(1)] | None,
+        formatter: ChatFormatter | None = None,
     ) -> None:
         super().__init__()
-        if max_prompt_length is not None and max_prompt_length < 1:
-            raise ConfigError(f"max_prompt_length must be at least 1, got {max_prompt_length}")
         self.max_prompt_length, self.formatter = max_prompt_length, formatter
 
     def set_container(self, container: Any) -> None:
@@ -272,12 +274,13 @@ class OverlongPenalty(RowTransform):
         [1.0, 0.25, 0.0]
     """
 
+    @checked
     def __init__(
         self,
         max_length: int,
         cache: int,
         *,
-        coeff: float = 1.0,
+        coeff: Annotated[float, Ge(0)] = 1.0,
         reward_key: NestedKey = ("next", "reward"),
         penalty_key: NestedKey = ("next", "overlong_penalty"),
     ) -> None:
@@ -286,8 +289,6 @@ class OverlongPenalty(RowTransform):
             raise ConfigError(
                 f"cache must be above 0 and at most max_length={max_length} tokens, got {cache}"
             )
-        if coeff < 0:
-            raise ConfigError(f"coeff must not be negative, got {coeff}")
         self.max_length, self.cache, self.coeff = max_length, cache, coeff
         self.reward_key, self.penalty_key = as_path(reward_key), as_path(penalty_key)
 

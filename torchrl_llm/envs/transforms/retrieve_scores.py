@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
 from tensordict import NonTensorData, TensorDictBase
@@ -11,6 +11,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm._log import tell_once
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.encoded_rows import encode_rows, row_formatter
@@ -21,13 +22,6 @@ from torchrl_llm.data.row_transform import Path, RowTransform, RowView, pieces_u
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer, check_same_vocabulary
 from torchrl_llm.data.specs import RaggedSpec
 from torchrl_llm.errors import ConfigError, DataError
-
-
-def _check_scorer(name: str, scorer: Any, token_budget: int | None) -> None:
-    if not isinstance(scorer, TokenScorer):
-        raise ConfigError(f"{name} must be a TokenScorer, got {type(scorer).__name__}")
-    if token_budget is not None and token_budget < 1:
-        raise ConfigError(f"token_budget must be at least 1, got {token_budget}")
 
 
 def _in_pieces(
@@ -56,17 +50,12 @@ def _unpadded(rows: RowView, sequences: Sequence[Tensor]) -> list[Tensor]:
     return [mask.bool() for mask in kept]
 
 
-def check_padding_side(padding_side: str) -> None:
-    """Take TorchRL's argument where it says nothing; log that it has no effect where it does.
+def tell_padding_side(padding_side: str) -> None:
+    """Log that TorchRL's argument has no effect, where it asks for something.
 
     Args:
         padding_side: ``"left"``, which is what TorchRL has by default, or ``"right"``.
-
-    Raises:
-        ConfigError: for anything else.
     """
-    if padding_side not in ("left", "right"):
-        raise ConfigError(f"padding_side must be 'left' or 'right', got {padding_side!r}")
     if padding_side == "right":
         tell_once("padding_side has no effect: log-probs stand where the tokens stand")
 
@@ -140,6 +129,7 @@ class RetrieveLogProb(RowTransform):
         [[0.0, -0.6899999976158142]]
     """
 
+    @checked
     def __init__(
         self,
         model: TokenScorer | torch.nn.Module,
@@ -153,12 +143,11 @@ class RetrieveLogProb(RowTransform):
         padding_side: Literal["left", "right"] = "left",
         temperature_key: NestedKey = ("tokens", "temperature"),
         root: bool = False,
-        token_budget: int | None = 65536,
+        token_budget: Annotated[int, Ge(1)] | None = 65536,
     ) -> None:
         super().__init__()
         scorer = as_scorer(model)
-        _check_scorer("model", scorer, token_budget)
-        check_padding_side(padding_side)
+        tell_padding_side(padding_side)
         if log_probs_full_key is None:
             log_probs_full_key = (_own_name(model), "full")
         if not isinstance(log_probs_full_key, tuple) or len(log_probs_full_key) != 2:
@@ -473,16 +462,18 @@ class RetrieveValues(RowTransform):
         ([0.0, 0.0, 2.0, 3.0], 4.0)
     """
 
+    @checked
     def __init__(
         self,
         critic: TokenScorer,
         *,
         values_key: NestedKey = ("values", "full"),
         final_value_key: NestedKey = ("next", "state_value"),
-        token_budget: int | None = 65536,
+        token_budget: Annotated[int, Ge(1)] | None = 65536,
     ) -> None:
         super().__init__()
-        _check_scorer("critic", critic, token_budget)
+        if not isinstance(critic, TokenScorer):
+            raise ConfigError(f"critic must be a TokenScorer, got {type(critic).__name__}")
         self.token_budget = token_budget
         if not isinstance(values_key, tuple) or len(values_key) < 2:
             raise ConfigError(f"values_key must be a nested key, got {values_key!r}")

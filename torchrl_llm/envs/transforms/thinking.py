@@ -19,6 +19,7 @@ from tensordict import TensorDictBase
 from torchrl.envs import StepCounter as _StepCounter
 from torchrl.envs import Transform
 
+from torchrl_llm._checked import checked
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.history import History
@@ -90,6 +91,7 @@ class AddThinkingPrompt(Transform):
     )
     """What a model is told."""
 
+    @checked
     def __init__(
         self,
         cond: Callable[[TensorDictBase], bool],
@@ -104,8 +106,6 @@ class AddThinkingPrompt(Transform):
         tokenizer: Any = None,
     ) -> None:
         super().__init__()
-        if role not in ("user", "assistant"):
-            raise ConfigError(f"role must be 'user' or 'assistant', got {role!r}")
         if edit_last_turn and role != "assistant":
             raise ConfigError(
                 "only the model's own turn can be edited: with role='user' pass "

@@ -11,11 +11,12 @@ import threading
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Annotated, Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.errors import ConfigError, WorkerError
 
 Strategy = Literal["requests", "kv-cache", "prefix-aware", "round-robin"]
@@ -122,14 +123,15 @@ class LoadBalancer:
         (1, 0)
     """
 
+    @checked
     def __init__(
         self,
         actors: ReportsLoads | Callable[[], Sequence[LoadSnapshot]],
-        strategy: Strategy | Sequence[Strategy] = ("prefix-aware", "requests"),
-        prefix_length: int | None = 8,
-        overload_threshold: float = 1.5,
+        strategy: Strategy | tuple[Strategy, ...] | list[Strategy] = ("prefix-aware", "requests"),
+        prefix_length: Annotated[int, Ge(1)] | None = 8,
+        overload_threshold: Annotated[float, Ge(1)] = 1.5,
         *,
-        sample_size: int | None = None,
+        sample_size: Annotated[int, Ge(1)] | None = None,
         seed: int = 0,
     ) -> None:
         self.strategies = (strategy,) if isinstance(strategy, str) else tuple(strategy)
@@ -142,12 +144,6 @@ class LoadBalancer:
         unknown = [name for name in self.strategies if name not in rules]
         if unknown or not self.strategies:
             raise ConfigError(f"strategy must be of {sorted(rules)}, got {strategy!r}")
-        if prefix_length is not None and prefix_length < 1:
-            raise ConfigError(f"prefix_length must be at least 1 or None, got {prefix_length}")
-        if overload_threshold < 1:
-            raise ConfigError(f"overload_threshold must be at least 1, got {overload_threshold}")
-        if sample_size is not None and sample_size < 1:
-            raise ConfigError(f"sample_size must be at least 1 or None, got {sample_size}")
         self._loads = actors if callable(actors) else actors.loads
         self._rules = [(name, rules[name]) for name in (*self.strategies, "requests")]
         self._prefix_length = prefix_length

@@ -13,11 +13,12 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm._ray import (
     ActorOptions,
     RemoteObject,
@@ -101,28 +102,25 @@ class EnginePool(Backend):
         1
     """
 
+    @checked
     def __init__(
         self,
         factory: Callable[[], Backend],
         num_replicas: int = 1,
         *,
         options: ActorOptions | None = None,
-        strategy: Strategy | Sequence[Strategy] = "requests",
+        strategy: Strategy | tuple[Strategy, ...] | list[Strategy] = "requests",
         prefix_length: int | None = None,
         overload_threshold: float = 1.5,
         sample_size: int | None = None,
-        max_retries: int = 2,
+        max_retries: Annotated[int, Ge(0)] = 2,
         on_failure: Literal["abort", "error"] = "abort",
-        timeout_s: float = 600.0,
+        timeout_s: Annotated[float, Gt(0)] = 600.0,
         tokenizer: Any = None,
         name: str | None = None,
         what: str = "a pool of engines",
         **settings: Any,
     ) -> None:
-        if on_failure not in ("abort", "error"):
-            raise ConfigError(f"on_failure must be 'abort' or 'error', got {on_failure!r}")
-        if max_retries < 0 or timeout_s <= 0:
-            raise ConfigError("max_retries must be at least 0 and timeout_s above 0")
         options = ActorOptions(max_concurrency=64) if options is None else options
         self.spec = PoolSpec(
             factory=factory, num_replicas=num_replicas, options=options, what=what, **settings
@@ -314,7 +312,7 @@ class EnginePool(Backend):
 
     def create_load_balancer(
         self,
-        strategy: Strategy | Sequence[Strategy] = ("prefix-aware", "requests"),
+        strategy: Strategy | tuple[Strategy, ...] | list[Strategy] = ("prefix-aware", "requests"),
         prefix_length: int | None = 8,
         overload_threshold: float = 1.5,
     ) -> LoadBalancer:

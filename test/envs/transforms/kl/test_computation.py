@@ -227,8 +227,6 @@ def test_what_is_missing_or_misaligned_is_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"reduction": "max"}, "reduction"),
-        ({"estimator": "k4"}, "estimator"),
         ({"coeff": -1.0}, "negative"),
         ({"kl_key": ("a", "b")}, "kl_key"),
         ({"reward_key": "reward"}, "reward"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from conformance.backends import BackendConformance, flatten, prompts
 from modules.backends.vllm.engine_helper import shared_tiny, small_engine
-from waiting import wait_until
+from waiting import in_threads, wait_until
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras
@@ -318,11 +318,7 @@ def test_a_thousand_requests_from_64_threads_reach_their_own_callers(backend):
             [[done]] = backend.generate([asked[n]], params)
             found[n] = done.token_ids.tolist()
 
-    threads = [threading.Thread(target=ask) for _ in range(64)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
+    assert in_threads(*[ask] * 64, seconds=120) == [None] * 64
     assert [found[n] for n in range(1000)] == wanted
     assert len({tuple(ids) for ids in wanted}) > 500
     assert backend.num_unfinished == 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
@@ -19,6 +19,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.data import Composite
 
+from torchrl_llm._checked import checked
 from torchrl_llm._ray import RayService, check_service
 from torchrl_llm._registry import FullSignature
 from torchrl_llm.data.kl_controllers import ConstantKLController, KLController
@@ -26,7 +27,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import as_path, task_path
 from torchrl_llm.data.row_transform import Path, RowTransform, RowView
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.specs import RaggedSpec
-from torchrl_llm.envs.transforms.retrieve_scores import RetrieveLogProb, check_padding_side
+from torchrl_llm.envs.transforms.retrieve_scores import RetrieveLogProb, tell_padding_side
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.kl import KL_ESTIMATORS, KLEstimator
 
@@ -85,6 +86,7 @@ class KLTransform(RowTransform):
         ConfigError: for settings that are unknown, impossible or without effect.
     """
 
+    @checked
     def __init__(
         self,
         *,
@@ -97,10 +99,6 @@ class KLTransform(RowTransform):
         kl_key: str = "kl_penalty",
     ) -> None:
         super().__init__()
-        if reduction not in get_args(KLReduction):
-            raise ConfigError(f"reduction must be sum, mean or token, got {reduction!r}")
-        if estimator not in KL_ESTIMATORS:
-            raise ConfigError(f"estimator must be {' or '.join(KL_ESTIMATORS)}, got {estimator!r}")
         if not isinstance(kl_key, str):
             raise ConfigError(f"kl_key names a node under 'next' and is a string, got {kl_key!r}")
         if not add_to_reward and isinstance(coeff, KLController):
@@ -304,6 +302,7 @@ class KLComputation(KLTransform):
 
     __signature__ = FullSignature()
 
+    @checked
     def __init__(
         self,
         gen_log_probs_full_key: NestedKey = ("log_probs", "full"),
@@ -313,7 +312,7 @@ class KLComputation(KLTransform):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        check_padding_side(padding_side)
+        tell_padding_side(padding_side)
         self.padding_side = padding_side
         self.gen_log_probs_full_key = as_path(gen_log_probs_full_key)
         self.ref_log_probs_full_key = as_path(ref_log_probs_full_key)
@@ -392,9 +391,10 @@ class RetrieveKL(RayService, KLTransform):
     __signature__ = FullSignature()
     in_ray = "torchrl_llm.envs.transforms.kl.ray_kl.RayRetrieveKL"
 
+    @checked
     def __init__(
         self,
-        gen_model: TokenScorer | Literal["from_collector"] = _RECORDED,
+        gen_model: TokenScorer | torch.nn.Module | Literal["from_collector"] = _RECORDED,
         ref_model: TokenScorer | None = None,
         *,
         gen_model_factory: Callable[[], TokenScorer] | None = None,
@@ -412,7 +412,7 @@ class RetrieveKL(RayService, KLTransform):
         service_backend_options: Mapping[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
-        check_service(service_backend, service_backend_options)
+        check_service(service_backend_options)
         super().__init__(**kwargs)
         if gen_model_factory is not None:
             if gen_model != _RECORDED:
@@ -440,8 +440,6 @@ class RetrieveKL(RayService, KLTransform):
             self.generator = RetrieveLogProb(
                 gen_model, log_probs_full_key=self.gen_log_probs_full_key, **options
             )
-        elif gen_model != _RECORDED:
-            raise ConfigError(f"gen_model must be a model or {_RECORDED!r}, got {gen_model!r}")
 
     def sources(self, rows: RowView) -> Sources:
         """Scores of the reference, and of the policy or what it recorded."""

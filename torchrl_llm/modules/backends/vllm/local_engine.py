@@ -16,11 +16,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from torchrl_llm._checked import checked
 from torchrl_llm.errors import BackendError, ConfigError
 from torchrl_llm.modules.backends.backend_port import EngineStatus
 from torchrl_llm.modules.backends.vllm.build import runs_on_cpu
@@ -77,7 +78,8 @@ class SleepState:
                 "the engine is asleep and has no room for weights; call wake(weights_only=True)"
             )
 
-    def fall(self, level: int) -> None:
+    @checked
+    def fall(self, level: Literal[1, 2]) -> None:
         """Fall asleep.
 
         Args:
@@ -87,8 +89,6 @@ class SleepState:
             BackendError: it sleeps already.
             ConfigError: another level, or an engine that cannot.
         """
-        if level not in (1, 2):
-            raise ConfigError(f"an engine sleeps at level 1 or 2, got {level}")
         if self._mode is not _Mode.AWAKE:
             raise BackendError(f"the engine is {self._mode.value} already")
         if self._frees:

@@ -12,28 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from torchrl_llm._settings import convert
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 
-NATIVE_ARGUMENTS = frozenset(
-    {
-        "structured_outputs",
-        "bad_words",
-        "logit_bias",
-        "allowed_token_ids",
-        "min_tokens",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_detection",
-        "thinking_token_budget",
-        "extra_args",
-    }
-)
+# A mapping may stand for an object of vLLM's own, whose class is named, with these keys.
+_OBJECTS = {
+    "repetition_detection": (
+        "RepetitionDetectionParams",
+        {"max_pattern_size", "min_pattern_size", "min_count"},
+    ),
+    "structured_outputs": ("StructuredOutputsParams", None),
+}
+_NATIVE: dict[str, Any] = {
+    **dict.fromkeys(_OBJECTS, Any),
+    "bad_words": list[str] | None,
+    "logit_bias": dict[int, float] | None,
+    "allowed_token_ids": list[int] | None,
+    "min_tokens": int,
+    "presence_penalty": float,
+    "frequency_penalty": float,
+    "thinking_token_budget": int,
+    "extra_args": dict,
+}
+NATIVE_ARGUMENTS = frozenset(_NATIVE)
 """Names of ``vllm.SamplingParams`` that the vLLM backend takes besides the common ones."""
-
-_REPETITION = frozenset({"max_pattern_size", "min_pattern_size", "min_count"})
 
 _COOLEST, _HOTTEST = 0.01, 2.0
 _REASONS = {
@@ -117,51 +122,17 @@ def _check_native(native: Mapping[str, Any]) -> None:
     Raises:
         ConfigError: for such a value.
     """
-    number, rows = (int, float), (list, tuple)
-    biases = native.get("logit_bias") or {}
-    words, ids = native.get("bad_words") or (), native.get("allowed_token_ids") or ()
-    detection, grammar = native.get("repetition_detection"), native.get("structured_outputs")
-    for name, valid, wanted in (
-        ("min_tokens", isinstance(native.get("min_tokens", 0), int), "a whole number"),
-        (
-            "thinking_token_budget",
-            isinstance(native.get("thinking_token_budget", 0), int),
-            "a whole number",
-        ),
-        ("presence_penalty", isinstance(native.get("presence_penalty", 0), number), "a number"),
-        ("frequency_penalty", isinstance(native.get("frequency_penalty", 0), number), "a number"),
-        ("extra_args", isinstance(native.get("extra_args", {}), dict), "a dictionary"),
-        ("bad_words", isinstance(words, rows) and _all(words, str), "a list of strings"),
-        ("allowed_token_ids", isinstance(ids, rows) and _all(ids, int), "a list of ids"),
-        (
-            "logit_bias",
-            isinstance(biases, dict)
-            and _all(biases, int)
-            and _all(biases.values(), number)
-            and not any(math.isnan(bias) for bias in biases.values()),
-            "a dictionary of ids to numbers",
-        ),
-        (
-            "repetition_detection",
-            detection is None
-            or type(detection).__name__ == "RepetitionDetectionParams"
-            or (isinstance(detection, dict) and detection.keys() <= _REPETITION),
-            f"a dictionary of {sorted(_REPETITION)}, or vLLM's own object of them",
-        ),
-        (
-            "structured_outputs",
-            grammar is None
-            or type(grammar).__name__ == "StructuredOutputsParams"
-            or isinstance(grammar, dict),
-            "a dictionary, or vLLM's own object",
-        ),
-    ):
-        if not valid:
-            raise ConfigError(f"{name} must be {wanted}, got {native[name]!r}")
-
-
-def _all(values: Any, kind: type | tuple[type, ...]) -> bool:
-    return all(isinstance(value, kind) for value in values)
+    for name, value in native.items():
+        convert(value, _NATIVE.get(name, Any), name)
+    if any(map(math.isnan, (native.get("logit_bias") or {}).values())):
+        raise ConfigError(f"logit_bias must hold numbers, got {native['logit_bias']!r}")
+    for name, (kind, keys) in _OBJECTS.items():
+        value = native.get(name)
+        if value is None or type(value).__name__ == kind:
+            continue
+        if not isinstance(value, dict) or (keys is not None and not value.keys() <= keys):
+            of = f" of {sorted(keys)}" if keys else ""
+            raise ConfigError(f"{name} must be a dictionary{of} or vLLM's {kind}, got {value!r}")
 
 
 def _num_log_probs(params: SamplingParams, limit: int) -> int:
