@@ -165,6 +165,8 @@ def allows(hint, value):
             if not number or isinstance(value, bool):
                 return False
         return all(bound.holds(value) for bound in marks if not isinstance(bound, str))
+    if get_origin(hint) in (tuple, list):
+        hint = get_origin(hint)  # what is in it is the constructor's to say
     if isinstance(hint, type):
         return isinstance(value, hint)
     return any(allows(option, value) for option in get_args(hint))

@@ -381,19 +381,23 @@ class AsyncVLLM(EnginePool):
         return super().update_weights(weights, version=version, timeout_s=timeout_s)
 
     def init_weight_update_group(
-        self,
-        master_address: str | None = None,
-        master_port: int | None = None,
-        *,
-        timeout_s: float = 60.0,
+        self, master_address: str | None = None, master_port: int | None = None
     ) -> None:
         """Nothing to do: each update of the weights connects by itself.
 
         Args:
-            master_address: accepted for TorchRL's programs, as the others.
-            master_port: accepted.
-            timeout_s: accepted.
+            master_address: of a sender of the program's own, which no replica would join.
+            master_port: likewise.
+
+        Raises:
+            ConfigError: there is such a sender.
         """
+        if (master_address, master_port) != (None, None):
+            raise ConfigError(
+                "init_weight_update_group takes no address: give the weights to update_weights or "
+                "vLLMUpdater, which connect by themselves; single workers of a vllm.LLM join a "
+                "group with torchrl_llm.compat.vllm_group.vLLMWorker"
+            )
 
     # -- sleep ----------------------------------------------------------------------------------
 
