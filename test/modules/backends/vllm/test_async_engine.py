@@ -18,7 +18,7 @@ from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.collectors.weight_update import vLLMUpdater
 from torchrl_llm.data import FinishReason
 from torchrl_llm.data.views import Text
-from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
+from torchrl_llm.errors import BackendError, ConfigError, ResourceError
 from torchrl_llm.modules import (
     AsyncVLLM,
     SamplingParams,
