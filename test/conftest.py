@@ -101,6 +101,17 @@ def tiny_model():
     return _make_tiny_model()
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray with two CPUs, for the tests of one file."""
+    ray = pytest.importorskip("ray")
+    from collectors.ray_helper import start_ray
+
+    start_ray(ray, num_cpus=2)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     torch.manual_seed(0)
