@@ -115,12 +115,6 @@ def test_setting_a_new_column_does_not_touch_the_clone():
     assert contents(other) == ["1", "2", "3", "4"]
 
 
-def test_defect_33_a_column_pickles_to_about_the_size_of_its_messages():
-    messages = [[{"role": "user", "content": f"{i} {j} " * 9} for j in range(6)] for i in range(64)]
-    plain = len(pickle.dumps(messages))
-    assert len(pickle.dumps(Column.of([Chat(m) for m in messages]))) < 1.5 * plain
-
-
 def test_where_picks_rows_and_can_write_into_its_own_column():
     condition = torch.tensor([True, False, True])
     a, b = Column.of(["a", "b", "c"]), Column.of(["x", "y", "z"])

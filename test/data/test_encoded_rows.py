@@ -32,10 +32,20 @@ from torchrl_llm.data.wire import PackedRows, encode, pack_rows, unpack_row_list
 from torchrl_llm.errors import ConfigError, DataError
 
 
-def there_and_back(rows, **about):
+def safely_sent(rows, **about):
     packed = PackedRows.open(encode(pack_rows(rows), about))
     assert packed.about == about
     return unpack_row_list(packed)
+
+
+def pickled(rows, **about):
+    """Between processes that trust each other."""
+    return unpack_row_list(pickle.loads(pickle.dumps(pack_rows(rows))))
+
+
+@pytest.fixture(params=[safely_sent, pickled])
+def there_and_back(request):
+    return request.param
 
 
 def _records(**facts):
@@ -96,7 +106,7 @@ def claiming(tensors=(), tail=b"", texts=(), **parts):
 # -- there and back -------------------------------------------------------------------------------
 
 
-def test_rows_of_a_collector_come_back_leaf_by_leaf(tokenizer):
+def test_rows_of_a_collector_come_back_leaf_by_leaf(there_and_back, tokenizer):
     collector = LLMCollector(
         make_env(3, tool="look"),
         policy=make_policy(tokenizer),
@@ -157,7 +167,7 @@ def test_special_floats_and_slices_come_back():
     ],
     ids=repr,
 )
-def test_plain_values_come_back_with_their_types(value):
+def test_plain_values_come_back_with_their_types(there_and_back, value):
     row = TensorDict()
     row.set_non_tensor("x", value)
     (back,) = there_and_back([row])
@@ -166,7 +176,7 @@ def test_plain_values_come_back_with_their_types(value):
     assert type(got) is type(value)
 
 
-def test_chats_records_and_supports_come_back():
+def test_chats_records_and_supports_come_back(there_and_back):
     prompt, record = _records(fork_cause="window", earlier_turns=4)
     chats = [
         Chat([{"role": "user", "content": "Hi"}], prompt),
@@ -184,13 +194,14 @@ def test_chats_records_and_supports_come_back():
             assert (got.record is None) == (chat.record is None)
     got = back[1]._tensordict["chat"].data.record
     assert got.policy_version.tolist() == record.policy_version.tolist()
+    assert (got.turn.dtype, got.finish_reason) == (torch.int16, FinishReason.STOP)
     assert got.earlier_turns == record.earlier_turns == 4
     assert [part.tolist() for part in got.support] == [part.tolist() for part in record.support]
     assert (got.response_start, got.num_messages) == (2, 2)
     assert back[0]._tensordict["chat"].data.record.support is None
 
 
-def test_rows_that_differ_in_their_keys_shapes_and_dtypes_come_back():
+def test_rows_that_differ_in_their_keys_shapes_and_dtypes_come_back(there_and_back):
     rows = [
         TensorDict(a=torch.tensor([1, 2]), b=TensorDict(c=torch.tensor(1.5))),
         TensorDict(a=torch.tensor([3.0]), b=TensorDict()),
@@ -201,7 +212,7 @@ def test_rows_that_differ_in_their_keys_shapes_and_dtypes_come_back():
     assert there_and_back([]) == []
 
 
-def test_columns_of_the_same_bytes_keep_their_own_types():
+def test_columns_of_the_same_bytes_keep_their_own_types(there_and_back):
     row = TensorDict(
         log_probs=torch.zeros(3),
         version=torch.zeros(3, dtype=torch.int32),
@@ -212,7 +223,7 @@ def test_columns_of_the_same_bytes_keep_their_own_types():
     assert leaves(back) == leaves(row)
 
 
-def test_nodes_with_a_batch_of_their_own_come_back():
+def test_nodes_with_a_batch_of_their_own_come_back(there_and_back):
     row = TensorDict(
         dense=TensorDict(x=torch.arange(4).view(2, 2), batch_size=[2]),
         lazy=LazyStackedTensorDict(TensorDict(x=torch.ones(1)), TensorDict(x=torch.ones(2))),
@@ -236,10 +247,10 @@ def test_a_class_of_the_users_own_is_sent_once_both_ends_know_it():
     row = TensorDict()
     row.set("board", GBoard(cells=torch.ones(3), batch_size=[]))
     with pytest.raises(DataError, match="GBoard is not known; see safe_class"):
-        there_and_back([row])
+        safely_sent([row])
     try:
         safe_class(GBoard)
-        (back,) = there_and_back([row])
+        (back,) = safely_sent([row])
         assert isinstance(back["board"], GBoard)
         assert back["board"].cells.tolist() == [1, 1, 1]
         other = type("GBoard", (), {})
@@ -411,7 +422,7 @@ def test_a_support_that_lies_about_its_number_of_ids_is_refused(num_ids):
     row = TensorDict()
     row.set("chat", NonTensorData(Chat([{"role": "user", "content": "Hi"}], lying)))
     with pytest.raises(DataError, match="a support's counts"):
-        there_and_back([row])
+        safely_sent([row])
 
 
 def test_only_known_classes_are_built():
@@ -523,7 +534,7 @@ def test_no_header_costs_more_than_its_bytes_pay_for():
         assert_paid_for(data, *cost_of(data))
 
 
-def test_rows_without_a_byte_of_their_own_come_back():
+def test_rows_without_a_byte_of_their_own_come_back(there_and_back):
     rows = [TensorDict(x=TensorDict(), empty=torch.ones(0)) for _ in range(300)]
     assert [leaves(row) for row in there_and_back(rows)] == [leaves(row) for row in rows]
     row = TensorDict(inner=TensorDict(batch_size=[5000]))

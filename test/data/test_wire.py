@@ -6,11 +6,11 @@ import pickle
 
 import pytest
 import torch
-from tensordict import NonTensorData, TensorDict, lazy_stack
+from tensordict import NonTensorData, TensorDict
 
-from torchrl_llm.data import Chat, FinishReason, History, Support, TokenRecord
+from torchrl_llm.data import Chat, FinishReason, History, TokenRecord
 from torchrl_llm.data.nodes import cell, leaf, new_node, own_rows, typed_node
-from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
+from torchrl_llm.data.ragged import lazy_rows, ragged_rows
 from torchrl_llm.data.rollouts import split_batch
 from torchrl_llm.data.wire import pack_rows
 
@@ -40,50 +40,6 @@ def _rows() -> list[TensorDict]:
     return rows
 
 
-def test_kept_ids_of_a_record_come_back_where_it_has_them():
-    kept = Support(torch.tensor([9, 7, 8], dtype=torch.int32), torch.tensor([2, 1]).int())
-    prompt = TokenRecord.from_prompt(torch.arange(3), torch.ones(3), 1)
-    with_ids = prompt.respond(
-        torch.tensor([9, 8]), torch.tensor([-0.5, 0.0]), 3, FinishReason.STOP, kept
-    )
-    chats = [Chat([{"role": "user", "content": "q"}], r) for r in (with_ids, prompt)]
-    rows = split_batch(TensorDict({"history": History.of(chats)}, batch_size=[2]))
-    back = pickle.loads(pickle.dumps(pack_rows(rows))).unpack()
-    one, other = (chat.record for chat in back["history"].chats)
-    assert one.support.counts.tolist() == [0, 0, 0, 2, 1]
-    assert one.support.token_ids.tolist() == [9, 7, 8]
-    assert one.support.token_ids.dtype == torch.int32
-    assert other.support is None
-
-
-def test_rows_come_back_with_tensors_objects_records_and_types():
-    rows = pickle.loads(pickle.dumps(pack_rows(_rows()))).unpack()
-
-    assert [ids.tolist() for ids in read_rows(rows, ("tokens", "full"))] == [
-        list(range(4)),
-        list(range(7)),
-    ]
-    assert rows["group_id"].tolist() == [4, 5]
-    assert rows["next", "reward"].shape == (2, 1, 1)
-    assert isinstance(rows["history", "full"], History)
-    chats = rows["history", "full"].chats
-    assert [chat[-1]["content"] for chat in chats] == ["a", "bc"]
-    record = chats[1].record
-    assert record.token_ids.tolist() == [0, 1, 2, 3, 4, 9, 8]
-    assert record.log_probs.tolist() == [0, 0, 0, 0, 0, -0.5, -1.5]
-    assert record.policy_version.tolist() == [-1] * 5 + [3, 3]
-    assert (record.num_messages, record.response_start, record.earlier_turns) == (2, 5, 2)
-    assert record.finish_reason is FinishReason.STOP
-    assert record.turn.dtype == torch.int16
-
-
-def test_a_key_that_only_some_rows_have_stays_with_them():
-    rows = pack_rows(_rows()).unpack().unbind(0)
-
-    assert "error" not in rows[0].keys()
-    assert rows[1]["error", "message"] == "boom"
-
-
 def test_one_record_shared_by_two_chats_is_sent_once():
     chat = _chat(3, "a")
     row = TensorDict({"a": NonTensorData(chat), "b": NonTensorData(chat + [{"role": "tool"}])})
@@ -93,29 +49,6 @@ def test_one_record_shared_by_two_chats_is_sent_once():
     back = packed.unpack()[0]
     assert back["a"].record is back["b"].record
     assert len(back["b"]) == 3
-
-
-def test_chats_without_a_record_and_empty_tensors_survive():
-    row = TensorDict({"chat": NonTensorData(Chat([{"role": "user"}])), "ids": torch.zeros(0)})
-    back = pack_rows([row, row.clone()]).unpack()
-
-    assert back[1]["chat"].record is None
-    assert back[0]["ids"].shape == (0,)
-
-
-def test_tensors_that_cannot_be_joined_are_kept_one_by_one():
-    rows = [TensorDict({"x": torch.ones(2, 3)}), TensorDict({"x": torch.ones(4, dtype=torch.int8)})]
-    back = pack_rows(rows).unpack()
-
-    assert back[0]["x"].shape == (2, 3)
-    assert back[1]["x"].dtype == torch.int8
-
-
-def test_a_node_with_a_batch_of_its_own_is_kept_whole():
-    node = lazy_stack([TensorDict({"y": torch.ones(1)}), TensorDict({"y": torch.ones(2)})])
-    back = pack_rows([TensorDict({"node": node})]).unpack()[0]
-
-    assert [row["y"].shape[0] for row in back["node"].unbind(0)] == [1, 2]
 
 
 def test_no_rows_pack_and_a_batch_with_two_dims_is_refused():
