@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from modules.backends.model_zoo import build
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import RowCosts
@@ -117,53 +117,19 @@ def test_all_layouts_agree_in_bfloat16_to_its_rounding(make_tiny_model, how):
         assert_all_layouts_agree(scorer, ragged_group(), tolerance=3e-2)
 
 
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.3,
-    "pad_token_id": 0,
-}
-PACKABLE = {
-    "llama": {"num_key_value_heads": 2},
-    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4},
-    "gpt_neox": {},
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "attn_implementation": "sdpa"},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-                  "shared_expert_intermediate_size": 16, "num_key_value_heads": 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", PACKABLE)
-def test_all_layouts_agree_in_every_family_that_can_be_packed(family):
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SMALL, **PACKABLE[family]})
-    scorer = CausalScorer(AutoModelForCausalLM.from_config(config).eval())
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "qwen2_moe"])
+def test_all_layouts_agree_in_every_family_that_can_be_packed(name):
+    scorer = CausalScorer(build(name, **({"sliding_window": 64} if name == "gemma2" else {})))
     assert scorer.why_not_packed is None
     assert_all_layouts_agree(scorer, ragged_group())
 
 
-UNPACKABLE = {
-    "bloom": ({"n_layer": 2, "n_head": 4}, "takes no position_ids"),
-    "qwen3_next": (
-        {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-         "shared_expert_intermediate_size": 16, "num_key_value_heads": 2, "head_dim": 8,
-         "linear_num_key_heads": 2, "linear_num_value_heads": 2, "linear_key_head_dim": 8,
-         "linear_value_head_dim": 8},
-        "linear_attention",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", UNPACKABLE)
-def test_models_that_cannot_be_packed_say_why_and_are_scored_in_rectangles(family):
-    settings, reason = UNPACKABLE[family]
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(family, **{**SMALL, **settings})
-    scorer = CausalScorer(AutoModelForCausalLM.from_config(config).eval())
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("bloom", "takes no position_ids"), ("qwen3_next", "linear_attention")],
+)
+def test_models_that_cannot_be_packed_say_why_and_are_scored_in_rectangles(name, reason):
+    scorer = CausalScorer(build(name))
     assert reason in scorer.why_not_packed
     assert scorer.layouts == ("auto", "padded", "bucketed")
     with pytest.raises(ConfigError, match="is out of reach"):
@@ -173,9 +139,7 @@ def test_models_that_cannot_be_packed_say_why_and_are_scored_in_rectangles(famil
 
 def test_a_state_that_leaks_from_row_to_row_is_found_by_trying():
     """A convolution over the stream, which no field of the configuration tells of."""
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **SMALL, num_key_value_heads=2)
-    model = AutoModelForCausalLM.from_config(config).eval()
+    model = build("llama")
     mlp = model.model.layers[0].mlp
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
@@ -185,9 +149,7 @@ def test_a_state_that_leaks_from_row_to_row_is_found_by_trying():
 
 
 def test_rows_beyond_a_sliding_window_are_not_packed():
-    torch.manual_seed(0)
-    config = MistralConfig(**SMALL, num_key_value_heads=2, sliding_window=8)
-    scorer = CausalScorer(MistralForCausalLM(config).eval())
+    scorer = CausalScorer(build("mistral", sliding_window=8))
     sequences, select = ragged_group()
     short = [k for k, ids in enumerate(sequences) if len(ids) <= 9]
     assert_all_layouts_agree(scorer, ([sequences[k] for k in short], [select[k] for k in short]))

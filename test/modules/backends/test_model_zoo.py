@@ -52,7 +52,8 @@ REFUSED = {
 }
 ACCEPTED = [name for name in FAMILIES if name not in REFUSED]
 FAST = ["qwen3_next", "lfm2", "bart", "gpt_neo", "mpt", "llama4", "bert decoder"]
-FAST_REFUSED = ["recurrent_gemma", "zamba2", "bert"]
+FAST += ["llama", "gemma2", "gpt_neox", "cohere", "opt", "bloom", "qwen2_moe"]
+FAST_REFUSED = ["recurrent_gemma", "zamba2", "bert", "mamba"]
 UNPACKED = {
     "gpt_neo": "does not take a stream that is longer than its context",
     "big_bird decoder": "does not take a stream that is longer than its context",

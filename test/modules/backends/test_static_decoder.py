@@ -17,9 +17,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from conformance.backends import BackendConformance, flatten
-from modules.backends.test_transformers import SMALL, gpt2
+from modules.backends.model_zoo import build
+from modules.backends.test_transformers import gpt2
 from torch.fx.experimental.proxy_tensor import make_fx
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import SamplingParams, TransformersBackend
@@ -29,25 +29,10 @@ from torchrl_llm.modules.backends.static_decoder import StaticDecoder, why_not_s
 
 PROMPTS = [torch.tensor(ids) for ids in ([5, 6, 7, 8], [9], [10, 11], [5, 6, 7, 8], [3] * 9)]
 FAMILIES = {
-    "llama": {"num_key_value_heads": 2},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 8},
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 64},
-    "gemma2 eager": {"num_key_value_heads": 2, "head_dim": 8, "attn_implementation": "eager"},
-    "mistral": {"num_key_value_heads": 2, "sliding_window": 64},
-    "gpt_neox": {},
-    "cohere": {"num_key_value_heads": 2},
-    "phi3": {"num_key_value_heads": 2},
-    "olmo2": {},
+    **{name: {} for name in ("llama", "qwen3", "gpt_neox", "cohere", "phi3", "olmo2")},
+    **{name: {"sliding_window": 64} for name in ("gemma2", "mistral window")},
+    "gemma2 eager": {"sliding_window": 64, "attn_implementation": "eager"},
 }
-
-
-def family(name, **overrides):
-    settings = {**SMALL, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, **overrides}
-    torch.manual_seed(0)
-    config = AutoConfig.for_model(name, **settings)
-    return AutoModelForCausalLM.from_config(
-        config, attn_implementation=overrides.get("attn_implementation")
-    ).eval()
 
 
 class TestBackendWithTheStaticDecoder(BackendConformance):
@@ -125,7 +110,7 @@ def test_tokens_and_log_probs_are_those_of_the_plain_decoder(tiny_model, small_r
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_decodes_as_its_plain_decoder(name, small_rooms, recorders):
-    both(family(name.split()[0], **FAMILIES[name]), max_new_tokens=16)
+    both(build(name.removesuffix(" eager"), **FAMILIES[name]), max_new_tokens=16)
     assert len(recorders) == 1
 
 
@@ -222,7 +207,7 @@ def test_in_another_thread_auto_is_plain_as_a_trainer_may_run_next_to_it(tiny_mo
 
 
 def test_a_context_beyond_a_sliding_window_is_plain(recorders):
-    model = family("mistral", num_key_value_heads=2, sliding_window=25)
+    model = build("mistral", sliding_window=25)
     both(model, max_new_tokens=16)  # 9 + 16
     assert len(recorders) == 1
     both(model, max_new_tokens=17)
@@ -235,17 +220,17 @@ def takes(model):
 
 def test_models_that_cannot_say_why(tiny_model):
     assert why_not_static(tiny_model, takes(tiny_model)) is None
-    flex = family("llama", attn_implementation="flex_attention")
+    flex = build("llama", attn_implementation="flex_attention")
     assert "'flex_attention' takes no mask" in why_not_static(flex, takes(flex))
-    bloom = family("bloom", n_layer=2, n_head=4)
+    bloom = build("bloom")
     assert "BloomForCausalLM takes no static cache" in why_not_static(bloom, takes(bloom))
-    hybrid = family("lfm2", layer_types=["conv", "full_attention"], num_key_value_heads=2)
+    hybrid = build("lfm2")
     assert "caches more than keys and values" in why_not_static(hybrid, takes(hybrid))
 
 
 def test_a_model_that_reads_its_tensors_on_the_host_is_refused():
     scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
-    model = family("llama", rope_parameters=scaled, max_position_embeddings=64)
+    model = build("llama", rope_parameters=scaled, max_position_embeddings=64)
     assert "waits for the device" in why_not_static(model, takes(model))
 
 
@@ -279,7 +264,7 @@ def test_a_model_that_would_give_other_logits_is_refused(make_tiny_model, flaw):
 
 
 def test_graph_mode_refuses_such_a_model_and_auto_warns_once(recorders, told):
-    model = family("bloom", n_layer=2, n_head=4)
+    model = build("bloom")
     params = SamplingParams(max_new_tokens=16)
     with pytest.raises(ConfigError, match="takes no static cache"):
         TransformersBackend(model, decode="graph").generate(PROMPTS, params)

@@ -7,8 +7,6 @@ import torch
 from conformance.backends import BackendConformance, flatten, prompts
 from conformance.policies import WrapperConformance
 from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
     MistralConfig,
@@ -278,52 +276,3 @@ def test_lora_models_sample_and_score(make_tiny_model):
             ids = torch.cat([prompt, completion.token_ids])
             scores = backend.token_scores([ids], [torch.arange(len(ids)) >= len(prompt)])
             torch.testing.assert_close(scores.log_probs, completion.log_probs, atol=1e-5, rtol=1e-5)
-
-
-SMALL = {
-    "vocab_size": 60,
-    "hidden_size": 32,
-    "intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "initializer_range": 0.3,
-}
-FAMILIES = {
-    "llama": {"num_key_value_heads": 2},
-    "gemma2": {"num_key_value_heads": 2, "head_dim": 8},
-    "gpt_neox": {},
-    "cohere": {"num_key_value_heads": 2},
-    "opt": {"ffn_dim": 32, "word_embed_proj_dim": 32, "max_position_embeddings": 64},
-    "bloom": {"n_layer": 2, "n_head": 4},
-    "qwen2_moe": {"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2,
-                  "shared_expert_intermediate_size": 16, "num_key_value_heads": 2},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_sampling_and_scoring_agree_in_every_family(family):
-    """Learned, rotary and linear-bias positions, soft-capped and scaled logits, experts."""
-    config = AutoConfig.for_model(family, **{**SMALL, **FAMILIES[family]}, pad_token_id=0)
-    torch.manual_seed(0)
-    backend = TransformersBackend(
-        AutoModelForCausalLM.from_config(config).eval(), eos_token_ids=(2,)
-    )
-    groups = backend.generate(prompts(), SamplingParams(max_new_tokens=9, num_samples=2))
-    sequences = [
-        torch.cat([prompt, c.token_ids])
-        for prompt, group in zip(prompts(), groups, strict=True)
-        for c in group
-    ]
-    starts = [len(prompt) for prompt in prompts() for _ in range(2)]
-    select = [torch.arange(len(s)) >= n for s, n in zip(sequences, starts, strict=True)]
-    with torch.no_grad():
-        scores = backend.token_scores(sequences, select).log_probs
-    sampled = torch.cat([c.log_probs for c in flatten(groups)])
-    torch.testing.assert_close(scores, sampled, atol=2e-5, rtol=0)
-
-
-def test_models_without_a_key_value_cache_are_refused():
-    config = AutoConfig.for_model("mamba", vocab_size=60, hidden_size=32, num_hidden_layers=1)
-    model = AutoModelForCausalLM.from_config(config)
-    with pytest.raises(ConfigError, match="no key-value cache"):
-        TransformersBackend(model)
