@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from modules.backends.model_zoo import build
 from tensordict import TensorDict
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.replay_buffers import ReplayBuffer
@@ -37,20 +37,6 @@ def row(length, prompt, *, truncated=None, terminated=None, source=None):
         if value is not None:
             made["next", name] = torch.tensor([value])
     return made
-
-
-def make_model():
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=32,
-        hidden_size=16,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        max_position_embeddings=5,
-    )
-    return LlamaForCausalLM(config)
 
 
 def written(critic, *rows):
@@ -91,7 +77,7 @@ def test_the_critic_is_asked_once_for_values_alone_and_not_about_rows_without_to
 
 
 def test_the_state_behind_a_cut_is_that_of_the_model_after_its_last_token():
-    model = make_model()
+    model = build("llama", max_position_embeddings=5)
     head = ValueHead.for_model(model)
     torch.nn.init.ones_(head.linear.weight)
     critic = TransformersBackend(model, value_head=head)
@@ -105,7 +91,7 @@ def test_the_state_behind_a_cut_is_that_of_the_model_after_its_last_token():
 
 
 def test_the_critic_is_no_part_of_the_transform():
-    model = make_model()
+    model = build("llama", max_position_embeddings=5)
     transform = RetrieveValues(
         TransformersBackend(model.train(), value_head=ValueHead.for_model(model))
     )

@@ -14,11 +14,11 @@ _SIZES = _ZOO["shared"]["sizes"]
 VOCAB = _SIZES["vocab_size"]
 
 
-def build(name, **settings):
+def build(name, *, seed=0, **settings):
     """The model of a family, random weights, in eval mode."""
     class_name, own, *alone = FAMILIES[name]
     own = {**({} if alone else _SIZES), **own, **settings}
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     config = getattr(transformers, class_name)(**own)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from modules.backends.model_zoo import build
 
 from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import ConfigError
@@ -22,20 +22,6 @@ SELECT = [
 BEFORE = [(0, 1), (0, 2), (2, 0), (2, 1)]
 
 
-def make_model(seed, *, hidden=16, vocabulary=32):
-    torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        initializer_range=0.5,
-    )
-    return LlamaForCausalLM(config)
-
-
 def ask(scorer, **extras):
     return scorer.token_scores(IDS, SELECT, extras=ScoreExtras(**extras))
 
@@ -47,7 +33,7 @@ def picked(model, temperature=1.0):
 
 
 def test_a_fresh_value_head_says_zero_and_learns():
-    model = make_model(0)
+    model = build("llama")
     head = ValueHead.for_model(model)
     values = ask(CausalScorer(model, value_head=head), values=True).values
     assert values.tolist() == [0.0] * 4
@@ -57,7 +43,7 @@ def test_a_fresh_value_head_says_zero_and_learns():
 
 
 def test_values_are_those_of_the_state_before_the_token():
-    model = make_model(0)
+    model = build("llama")
     head = ValueHead.for_model(model)
     torch.nn.init.normal_(head.linear.weight, generator=torch.Generator().manual_seed(1))
     values = ask(CausalScorer(model, value_head=head), values=True).values
@@ -68,7 +54,7 @@ def test_values_are_those_of_the_state_before_the_token():
 
 
 def test_a_detached_value_head_keeps_its_gradient_out_of_the_body():
-    model = make_model(0)
+    model = build("llama")
     for detach in (True, False):
         head = ValueHead.for_model(model, detach=detach)
         torch.nn.init.ones_(head.linear.weight)
@@ -79,14 +65,14 @@ def test_a_detached_value_head_keeps_its_gradient_out_of_the_body():
 
 
 def test_values_are_float32_under_autocast():
-    model = make_model(0)
+    model = build("llama")
     scorer = CausalScorer(model, value_head=ValueHead.for_model(model))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert ask(scorer, values=True).values.dtype is torch.float32
 
 
 def test_a_policy_owns_its_value_head_and_the_model_does_not():
-    model = make_model(0)
+    model = build("llama")
     head = ValueHead.for_model(model)
     policy = TransformersWrapper(
         TransformersBackend(model, value_head=head, eos_token_ids=(2,)), input_mode="tokens"
@@ -101,13 +87,13 @@ def test_a_policy_owns_its_value_head_and_the_model_does_not():
 
 def test_values_without_a_value_head_are_refused():
     with pytest.raises(ConfigError, match=r"ValueHead\.for_model"):
-        ask(CausalScorer(make_model(0)), values=True)
+        ask(CausalScorer(build("llama")), values=True)
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward"])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_the_divergence_from_a_teacher_is_that_of_the_logits(direction, temperature):
-    student, teacher = make_model(0), make_model(1, hidden=8)
+    student, teacher = build("llama"), build("llama", seed=1, hidden_size=16)
     states = ask(CausalScorer(teacher), states=True).states
     assert not states.hidden.requires_grad
     scores = CausalScorer(student).token_scores(
@@ -131,7 +117,7 @@ def test_the_divergence_from_a_teacher_is_that_of_the_logits(direction, temperat
 
 
 def test_each_token_is_compared_with_its_own_teacher_and_some_with_none():
-    student, teachers = make_model(0), [make_model(1), make_model(2)]
+    student, teachers = build("llama"), [build("llama", seed=1), build("llama", seed=2)]
     index = torch.tensor([1, 0, -1, 1])
     given = []
     for number, teacher in enumerate(teachers):
@@ -153,11 +139,11 @@ def test_each_token_is_compared_with_its_own_teacher_and_some_with_none():
 
 
 def test_a_teacher_with_padding_behind_its_vocabulary_is_cut_and_one_with_fewer_ids_refused():
-    student, teacher = make_model(0), make_model(1, vocabulary=40)
+    student, teacher = build("llama"), build("llama", seed=1, vocab_size=80)
     states = ask(CausalScorer(teacher), states=True).states
     got = ask(CausalScorer(student), teachers=(states,)).divergence
     torch.testing.assert_close(
-        got, divergence_from_logits(picked(student), picked(teacher)[:, :32])
+        got, divergence_from_logits(picked(student), picked(teacher)[:, :61])
     )
     small = ask(CausalScorer(student), states=True).states
     with pytest.raises(ConfigError, match="different vocabularies"):
@@ -169,7 +155,7 @@ def test_adapters_on_the_heads_of_student_and_teacher_take_part():
     models = []
     for seed in (0, 1):
         config = peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"])
-        model = peft.get_peft_model(make_model(seed), config)
+        model = peft.get_peft_model(build("llama", seed=seed), config)
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
                 torch.nn.init.normal_(parameter)
@@ -193,7 +179,7 @@ def test_adapters_on_the_heads_of_student_and_teacher_take_part():
 
 @pytest.mark.parametrize("backend", [CausalScorer, TransformersBackend])
 def test_greedy_says_which_tokens_are_the_most_likely_ones(backend):
-    model = make_model(0)
+    model = build("llama")
     best = picked(model).argmax(-1)
     ids = [each.clone() for each in IDS]
     ids[0][2], ids[2][2] = best[0], (best[3] + 1) % 32  # one that is, and one that is not

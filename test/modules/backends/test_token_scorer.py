@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from modules.backends.model_zoo import build
 
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
@@ -112,10 +113,7 @@ def test_a_bfloat16_model_trains(make_tiny_model):
 
 
 def test_defect_18_a_model_that_takes_its_cache_second_is_called_by_name():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2)).eval()
-    assert CausalScorer(model).token_scores(IDS, SELECT).log_probs.shape == (5,)
+    assert CausalScorer(build("gpt2")).token_scores(IDS, SELECT).log_probs.shape == (5,)
 
 
 def test_defect_30_the_model_makes_no_logits_of_its_own(make_tiny_model):

@@ -6,12 +6,7 @@ import pytest
 import torch
 from conformance.backends import BackendConformance, flatten, prompts
 from conformance.policies import WrapperConformance
-from transformers import (
-    GPT2Config,
-    GPT2LMHeadModel,
-    MistralConfig,
-    MistralForCausalLM,
-)
+from modules.backends.model_zoo import build
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.errors import BackendError, ConfigError
@@ -28,19 +23,8 @@ class TestQwen(BackendConformance):
         return TransformersBackend(self.model, **options)
 
 
-def gpt2(**overrides):
-    settings = {
-        "vocab_size": 60,
-        "n_positions": 64,
-        "n_embd": 32,
-        "n_layer": 2,
-        "n_head": 2,
-        "eos_token_id": 2,
-        "bos_token_id": 2,
-        "initializer_range": 0.3,
-    }
-    torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(**{**settings, **overrides}))
+def gpt2():
+    return build("gpt2", n_positions=64, eos_token_id=2, bos_token_id=2)
 
 
 class TestGPT2WithDropoutInTrainingMode(BackendConformance):
@@ -56,13 +40,7 @@ class TestGPT2WithDropoutInTrainingMode(BackendConformance):
 
 class TestMistralWithSlidingWindow(BackendConformance):
     def make_backend(self, **options):
-        torch.manual_seed(0)
-        config = MistralConfig(
-            vocab_size=60, hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-            num_attention_heads=4, num_key_value_heads=2, sliding_window=4,
-            initializer_range=0.3, eos_token_id=2, bos_token_id=1, max_position_embeddings=64,
-        )  # fmt: skip
-        return TransformersBackend(MistralForCausalLM(config).eval(), **options)
+        return TransformersBackend(build("mistral window", sliding_window=4), **options)
 
 
 class TestTransformersWrapper(WrapperConformance):

@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from modules.backends.model_zoo import build
 from modules.policies.rows_helper import USER, fake_tokens, follow, history_td, tokens_td
 from tensordict import TensorDict
 from waiting import in_threads
@@ -375,14 +376,8 @@ def test_scoring_returns_the_conversation_and_the_text_that_it_scored(tokenizer,
 
 
 def test_defect_18_models_with_another_argument_order_are_scored():
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=40, n_positions=32, n_embd=16, n_layer=1, n_head=2, eos_token_id=2
-    )
-    policy = TransformersWrapper(
-        GPT2LMHeadModel(config).eval(), input_mode="tokens", generate_kwargs={"max_new_tokens": 4}
-    )
+    model = build("gpt2", eos_token_id=2)
+    policy = TransformersWrapper(model, input_mode="tokens", generate_kwargs={"max_new_tokens": 4})
     out = policy(tokens_td([5, 6], [7]))
     with torch.no_grad():
         scored = policy.get_new_version(generate=False, inplace=False)(out)
