@@ -3,7 +3,7 @@
     python test/benchmarks/bench_env.py
 
 Both sides get the same queries and the same answers, made beforehand, or, in the rows that say so,
-by ``TensorDict(...)`` and ``History.from_chats`` in each call, as a user's own loop does. GSM8K adds
+by ``TensorDict(...)`` and ``History.from_chats`` in each call, as a user's own loop does. GSM8K has
 the data set, the reward and the turn limit; TorchRL's needs the hub for its rows, so its chat
 environment with a ``DataLoadingPrimer``, its reward parser and its step counter stands in for it.
 """
