@@ -365,11 +365,6 @@ class EpisodeEnds(Transform):
         next_tensordict.set("active", active & ~next_tensordict.get("done").view(active.shape))
         return next_tensordict
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        return tensordict_reset
-
 
 class MultiAgentChatEnv(WorldEnv):
     """Base of the environments in which several players share an episode, a row for each.

@@ -205,11 +205,6 @@ class WorldTransform(Transform):
                     )
             reward_parser.set_errors(td, failures)
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        return tensordict_reset
-
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the reward's keys."""
         if not self.with_reward:

@@ -347,8 +347,8 @@ class CountdownEnv(TaskEnv):
         max_target: int = 1000,
         **kwargs: Any,
     ) -> None:
-        limits = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
-        self.settings = limits
+        limits = {"max_number": max_number, "max_target": max_target}
+        self.settings = {"num_count": num_count, **limits}
         super().__init__(**kwargs)
 
     @classmethod
