@@ -9,6 +9,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from cases import cases
 from rewards.local_sandbox import LocalSandbox
 
 from torchrl_llm.errors import DataError, RewardError
@@ -18,6 +19,8 @@ from torchrl_llm.rewards.code import (
     CodeRunner,
     extract_code,
 )
+
+CASES = cases(__file__)
 
 DOUBLE = {
     "entry_point": "double",
@@ -346,27 +349,7 @@ def test_runners_are_copied_and_pickled_without_results_or_locks(runner, judge):
 
 
 def test_the_code_of_a_response():
-    for response, code in [
-        ("```python\na\n```", "a"),
-        ("```py  \na\n```", "a"),
-        ("``` python\na\n```", "a"),
-        ("~~~\na\n~~~", "a\n"),
-        ("```\na\n```\n```\ndef f(): 1\n```\n```\nb", "def f(): 1\n"),
-        ("````md\n```python\na\n```\n````\n```py\nb\n```", "b"),
-        ("```python\ndef f(): 1\n```\n```python\nf()\n```", "def f(): 1"),
-        ("```python\ndef f(): 1\n```\n```\ndef f(): 2\n```", "def f(): 1"),
-        ("```python\ndef f(): 1\n```\n```bash\npip\n```", "def f(): 1"),
-        ("```python\ndef f():\n    return 1", "def f():\n    return 1"),
-        ("<think>```python\ndef f(): 0\n```</think>\ndef f(): 1", "\ndef f(): 1"),
-        ("    return 1\n", "    return 1\n"),
-        (" \n\t", None),
-        ("```bash\nls\n```", "```bash\nls\n```"),
-        ("Here:\n```\ndef f(): 1", "\ndef f(): 1"),
-        ("def f(): 1\n```\nThis works.", "def f(): 1\n"),
-        ("    return 1\n```\nThis works.", "    return 1\n"),
-        ("<think>a</think><answer>```python\ndef f(): 1\n```</answer>", "def f(): 1"),
-        ("<answer>\ndef f(): 1\n</answer>", "def f(): 1"),
-    ]:
+    for response, code in CASES["the_code_of_a_response"]:
         assert extract_code(response, "f") == code
 
 

@@ -9,6 +9,9 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+from cases import cases
+
+CASES = cases(__file__)
 
 MEGABYTE = 1 << 20
 
@@ -186,50 +189,12 @@ def test_no_socket_can_be_opened_to_itself(attack, family):
     assert attack(opener).status == "error"
 
 
-HONEST = {
-    "threads with their stacks": """
-        import threading, time
-        threads = [threading.Thread(target=time.sleep, args=(0.5,)) for _ in range(12)]
-        for thread in threads: thread.start()
-        for thread in threads: thread.join()
-    """,
-    "programs that it starts": """
-        import subprocess, sys
-        work = "import time; data = bytes(8 << 20); time.sleep(0.4)"
-        started = [subprocess.Popen([sys.executable, "-c", work]) for _ in range(4)]
-        assert not any(one.wait() for one in started)
-    """,
-    "forks that read what their parent holds": """
-        import os, time
-        data = bytearray(120 << 20)
-        for at in range(0, len(data), 4096): data[at] = 1
-        for _ in range(4):
-            if os.fork() == 0:
-                time.sleep(0.4)
-                os._exit(data[-4096] != 1)
-        assert not any(os.wait()[1] for _ in range(4))
-    """,
-    "memory that is taken and given back many times": """
-        for _ in range(8): bytearray(b"x" * (100 << 20))
-    """,
-    "a loop of events and its sockets": """
-        import asyncio
-        async def main():
-            done = await asyncio.create_subprocess_exec("true")
-            await asyncio.gather(*(asyncio.sleep(0.2) for _ in range(50)), done.wait())
-        asyncio.run(main())
-    """,
-    "many open files": """
-        import time
-        files = [open(f"f{n}", "w") for n in range(60)]
-        time.sleep(0.4)
-    """,
-}
+HONEST = CASES["honest"]
 
 
 @pytest.mark.parametrize("name", HONEST)
 def test_an_honest_program_below_its_limits_is_let(attack, name):
-    result = attack(code(HONEST[name]), wall_s=20)
+    result = attack(HONEST[name], wall_s=20)
     assert (result.status, result.stderr) == ("ok", "")
 
 
