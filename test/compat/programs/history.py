@@ -20,30 +20,6 @@ def ragged():
     return History.from_chats([CHAT, OTHER[:2]])
 
 
-def a_conversation_has_one_dimension():
-    show(one().batch_size, one().shape, one().ndim, len(one()), one().numel())
-
-
-def a_batch_has_two_dimensions():
-    show(two().batch_size, two().shape[-1], two().ndim, len(two()), two().numel())
-
-
-def a_ragged_batch_ends_in_minus_one():
-    show(ragged().batch_size, ragged().ndim, len(ragged()))
-
-
-def fields_of_a_conversation_are_lists():
-    show(one().role, one().content, one().is_complete)
-
-
-def fields_of_a_batch_are_lists_of_lists():
-    show(two().role, two().content)
-
-
-def fields_of_a_ragged_batch():
-    show(ragged().role, ragged().content)
-
-
 def the_last_message_of_each_row():
     last = two()[..., -1]
     show(last.batch_size, last.role, last.content)
@@ -79,54 +55,10 @@ def all_but_the_last_message():
     show(cut.batch_size, cut.role, cut.content)
 
 
-def a_row_and_a_message():
-    show(two()[0, 1].content, two()[1, -1].content)
-
-
-def a_slice_of_messages_of_all_rows():
-    show(two()[:, 1:].content, two()[:, -1].content)
-
-
-def a_slice_of_messages_of_one_conversation():
-    show(one()[1:].content, one()[:2].batch_size)
-
-
-def rows_by_a_list():
-    show(two()[[1, 0]].content)
-
-
-def rows_by_a_tensor():
-    show(two()[torch.tensor([1, 0])].content)
-
-
-def rows_by_a_mask():
-    show(two()[torch.tensor([False, True])].content)
-
-
 def messages_by_a_mask_of_both_dimensions():
     mask = torch.tensor([[True, False, False], [False, False, True]])
     cut = two()[mask]
     show(cut.batch_size, cut.content)
-
-
-def unbind_of_rows():
-    show(*[row.content for row in two().unbind(0)])
-
-
-def unbind_of_messages():
-    show(*[part.content for part in two().unbind(-1)])
-
-
-def unbind_of_one_conversation():
-    show(*[message.content for message in one().unbind(0)])
-
-
-def iteration_over_rows():
-    show(*[row.content for row in two()])
-
-
-def iteration_over_messages():
-    show(*[message.role for message in one()])
 
 
 def cat_of_messages():
@@ -164,14 +96,6 @@ def lazy_stack_of_ragged_conversations():
 def split_of_messages():
     parts = two().split(2, -1)
     show(*[part.batch_size for part in parts], *[part.content for part in parts])
-
-
-def chunk_of_messages():
-    show(*[part.content for part in two().chunk(3, -1)])
-
-
-def split_of_rows():
-    show(*[part.content for part in two().split(1, 0)])
 
 
 def flatten_of_a_batch():
@@ -212,10 +136,6 @@ def expand_of_a_conversation():
 def equality_by_message():
     other = one()
     show(one() == other)
-
-
-def equality_of_a_changed_batch():
-    show((two() == two()).all())
 
 
 def a_message_has_no_dimension():
@@ -260,10 +180,6 @@ def append_to_a_row_by_index():
     show(chat.content)
 
 
-def append_of_a_string():
-    one().append("hi")
-
-
 def extend_of_a_conversation():
     chat = one()
     chat.extend(History.from_chats(OTHER[1:]))
@@ -290,14 +206,6 @@ def assignment_of_a_row():
     chat = two()
     chat[0] = chat[1]
     show(chat.content)
-
-
-def tool_calls_of_plain_messages():
-    show(one().tool_calls, one().tool_responses)
-
-
-def tool_calls_are_none_for_a_message():
-    show(History(role="user", content="a").tool_calls is not None)
 
 
 def chats_of_nested_lists():
@@ -424,55 +332,9 @@ def messages_by_a_mask_of_columns():
     show(two()[:, mask].batch_size, two()[:, mask].content, two()[..., mask].content)
 
 
-def messages_of_a_ragged_batch_by_index():
-    show(ragged()[..., 0].content, ragged()[:, 1].content, ragged()[0, 2].content)
-
-
-def ragged_rows_through_unbind():
-    show(*[row.batch_size for row in ragged().unbind(0)], *[len(row) for row in ragged()])
-
-
-def ragged_all_but_the_last_message():
-    show(*[row.content for row in ragged()[..., :-1].unbind(0)])
-
-
-def numel_of_a_message_and_of_batches():
-    show(two()[0, 0].numel(), two()[..., 0].numel(), two()[..., :2].numel(), two()[:0].numel())
-
-
-def size_by_dimension():
-    show(two().size(0), two().size(-1), two().size(), two().dim(), two().batch_dims)
-
-
-def torch_functions_of_shape():
-    show(
-        torch.unsqueeze(two(), 1).shape,
-        torch.squeeze(two()[:1], 0).shape,
-        torch.permute(two(), (1, 0)).shape,
-        torch.flatten(two(), 0, 1).shape,
-        torch.reshape(two(), (3, 2)).content,
-    )
-
-
-def transposes_by_their_names():
-    show(two().permute(1, 0).content, two().transpose(-1, -2).content)
-
-
-def split_of_sizes():
-    show(*[part.content for part in two().split([1, 2], -1)])
-
-
-def split_of_a_conversation():
-    show(*[part.content for part in one().split(2)], *[p.batch_size for p in one().chunk(2)])
-
-
 def gather_of_messages():
     index = torch.tensor([[2, 0], [1, 1]])
     show(two().gather(-1, index).content)
-
-
-def repeat_of_a_batch():
-    show(two().repeat(2, 1).content, two().repeat_interleave(2, dim=0).content)
 
 
 def nested_lists_of_a_batch():
@@ -536,26 +398,6 @@ def a_replacement_of_a_field():
     show(message.role, message.content)
 
 
-def a_get_of_a_field():
-    show(one().get("role"), two().get("content"), two()[0].get("role"))
-
-
-def a_get_of_what_is_not_there():
-    show(one().get("colour", "none"))
-
-
-def keys_of_a_conversation():
-    show(sorted(one().keys()))
-
-
-def keys_of_a_message():
-    show(sorted(History(role="user", content="a").keys()))
-
-
-def values_by_key():
-    show(sorted((key, value) for key, value in History(role="u", content="a").to_dict().items()))
-
-
 def to_dict_of_a_conversation():
     made = one().to_dict()
     show(made["role"], made["content"])
@@ -580,37 +422,9 @@ def a_batch_of_a_tensordict_from_its_batch_size():
     show(td.batch_size, td[..., -1]["history"].content)
 
 
-def iteration_over_a_batch_and_its_messages():
-    show([[message.content for message in row] for row in two()])
-
-
-def length_of_everything():
-    show(len(one()), len(two()), len(two()[0]), len(two()[..., -1]), len(ragged()[1]))
-
-
-def length_of_a_message():
-    show(len(History(role="user", content="a")))
-
-
 def equality_of_a_different_batch():
     same = two() == two()[torch.tensor([1, 0])]
     show(same.all(), same.any())
-
-
-def inequality_by_message():
-    show((one() != History.from_chats(OTHER)).any())
-
-
-def equality_of_two_fields():
-    show((one() == History.from_chats(OTHER)).content)
-
-
-def equality_in_an_if():
-    show(bool((one() == one()).all()))
-
-
-def membership_of_a_field():
-    show("role" in one().keys(), "colour" in one().keys())
 
 
 def copies_by_copy_and_deepcopy():
@@ -625,18 +439,6 @@ def a_pickle_of_a_batch():
     import pickle
 
     show(pickle.loads(pickle.dumps(two())))
-
-
-def a_device():
-    show(one().device, two().to("cpu").content)
-
-
-def the_zero_of_a_spec():
-    show(History.default_spec().zero().batch_size)
-
-
-def the_shape_of_a_spec():
-    show(History.default_spec((4, -1)).shape)
 
 
 def is_complete_of_an_open_answer():
@@ -689,18 +491,10 @@ def extend_of_a_batch_by_rows_in_place():
     show(batch.batch_size, batch.content)
 
 
-def extend_of_a_message():
-    one().extend(History(role="user", content="a"))
-
-
 def chats_with_tool_calls():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     chat = History.from_chats([{"role": "assistant", "content": "", "tool_calls": [call]}])
     show(chat.tool_calls, chat[0].tool_calls)
-
-
-def chats_of_an_empty_list():
-    History.from_chats([])
 
 
 def where_of_two_batches():
@@ -718,5 +512,97 @@ def expand_of_a_message():
     show(many.batch_size, many.content)
 
 
-def contiguous_and_densified():
-    show(two().contiguous().content)
+PROGRAMS = {
+    "a_conversation_has_one_dimension": lambda: show(
+        one().batch_size, one().shape, one().ndim, len(one()), one().numel()
+    ),
+    "a_batch_has_two_dimensions": lambda: show(
+        two().batch_size, two().shape[-1], two().ndim, len(two()), two().numel()
+    ),
+    "a_ragged_batch_ends_in_minus_one": lambda: show(
+        ragged().batch_size, ragged().ndim, len(ragged())
+    ),
+    "fields_of_a_conversation_are_lists": lambda: show(
+        one().role, one().content, one().is_complete
+    ),
+    "fields_of_a_batch_are_lists_of_lists": lambda: show(two().role, two().content),
+    "fields_of_a_ragged_batch": lambda: show(ragged().role, ragged().content),
+    "a_row_and_a_message": lambda: show(two()[0, 1].content, two()[1, -1].content),
+    "a_slice_of_messages_of_all_rows": lambda: show(two()[:, 1:].content, two()[:, -1].content),
+    "a_slice_of_messages_of_one_conversation": lambda: show(
+        one()[1:].content, one()[:2].batch_size
+    ),
+    "rows_by_a_list": lambda: show(two()[[1, 0]].content),
+    "rows_by_a_tensor": lambda: show(two()[torch.tensor([1, 0])].content),
+    "rows_by_a_mask": lambda: show(two()[torch.tensor([False, True])].content),
+    "unbind_of_rows": lambda: show(*[row.content for row in two().unbind(0)]),
+    "unbind_of_messages": lambda: show(*[part.content for part in two().unbind(-1)]),
+    "unbind_of_one_conversation": lambda: show(*[message.content for message in one().unbind(0)]),
+    "iteration_over_rows": lambda: show(*[row.content for row in two()]),
+    "iteration_over_messages": lambda: show(*[message.role for message in one()]),
+    "chunk_of_messages": lambda: show(*[part.content for part in two().chunk(3, -1)]),
+    "split_of_rows": lambda: show(*[part.content for part in two().split(1, 0)]),
+    "equality_of_a_changed_batch": lambda: show((two() == two()).all()),
+    "append_of_a_string": lambda: one().append("hi"),
+    "tool_calls_of_plain_messages": lambda: show(one().tool_calls, one().tool_responses),
+    "tool_calls_are_none_for_a_message": lambda: show(
+        History(role="user", content="a").tool_calls is not None
+    ),
+    "messages_of_a_ragged_batch_by_index": lambda: show(
+        ragged()[..., 0].content, ragged()[:, 1].content, ragged()[0, 2].content
+    ),
+    "ragged_rows_through_unbind": lambda: show(
+        *[row.batch_size for row in ragged().unbind(0)], *[len(row) for row in ragged()]
+    ),
+    "ragged_all_but_the_last_message": lambda: show(
+        *[row.content for row in ragged()[..., :-1].unbind(0)]
+    ),
+    "numel_of_a_message_and_of_batches": lambda: show(
+        two()[0, 0].numel(), two()[..., 0].numel(), two()[..., :2].numel(), two()[:0].numel()
+    ),
+    "size_by_dimension": lambda: show(
+        two().size(0), two().size(-1), two().size(), two().dim(), two().batch_dims
+    ),
+    "torch_functions_of_shape": lambda: show(
+        torch.unsqueeze(two(), 1).shape,
+        torch.squeeze(two()[:1], 0).shape,
+        torch.permute(two(), (1, 0)).shape,
+        torch.flatten(two(), 0, 1).shape,
+        torch.reshape(two(), (3, 2)).content,
+    ),
+    "transposes_by_their_names": lambda: show(
+        two().permute(1, 0).content, two().transpose(-1, -2).content
+    ),
+    "split_of_sizes": lambda: show(*[part.content for part in two().split([1, 2], -1)]),
+    "split_of_a_conversation": lambda: show(
+        *[part.content for part in one().split(2)], *[p.batch_size for p in one().chunk(2)]
+    ),
+    "repeat_of_a_batch": lambda: show(
+        two().repeat(2, 1).content, two().repeat_interleave(2, dim=0).content
+    ),
+    "a_get_of_a_field": lambda: show(one().get("role"), two().get("content"), two()[0].get("role")),
+    "a_get_of_what_is_not_there": lambda: show(one().get("colour", "none")),
+    "keys_of_a_conversation": lambda: show(sorted(one().keys())),
+    "keys_of_a_message": lambda: show(sorted(History(role="user", content="a").keys())),
+    "values_by_key": lambda: show(
+        sorted((key, value) for key, value in History(role="u", content="a").to_dict().items())
+    ),
+    "iteration_over_a_batch_and_its_messages": lambda: show(
+        [[message.content for message in row] for row in two()]
+    ),
+    "length_of_everything": lambda: show(
+        len(one()), len(two()), len(two()[0]), len(two()[..., -1]), len(ragged()[1])
+    ),
+    "length_of_a_message": lambda: show(len(History(role="user", content="a"))),
+    "inequality_by_message": lambda: show((one() != History.from_chats(OTHER)).any()),
+    "equality_of_two_fields": lambda: show((one() == History.from_chats(OTHER)).content),
+    "equality_in_an_if": lambda: show(bool((one() == one()).all())),
+    "membership_of_a_field": lambda: show("role" in one().keys(), "colour" in one().keys()),
+    "a_device": lambda: show(one().device, two().to("cpu").content),
+    "the_zero_of_a_spec": lambda: show(History.default_spec().zero().batch_size),
+    "the_shape_of_a_spec": lambda: show(History.default_spec((4, -1)).shape),
+    "extend_of_a_message": lambda: one().extend(History(role="user", content="a")),
+    "chats_of_an_empty_list": lambda: History.from_chats([]),
+    "contiguous_and_densified": lambda: show(two().contiguous().content),
+}
+"""Programs of one expression."""

@@ -100,10 +100,6 @@ def a_text_without_calls():
     show(found["text"], found["calls"], found["meta"])
 
 
-def calls_of_a_dict():
-    show(XMLBlockParser()({"text": '<tool name="a">{"n": 1}</tool>'})["calls"][0].args)
-
-
 def calls_in_json():
     reply = {"message": "One moment.", "tools": [{"tool": "add", "args": {"a": 1}, "tag": "x"}]}
     for response in (reply, json.dumps(reply)):
@@ -166,10 +162,6 @@ def an_error_that_stops_the_others():
     show_answers(stepped(with_tool(ordered(Adder(), Failing(), stop_on_error=True)), reply))
 
 
-def an_unknown_tool_in_order():
-    show_answers(stepped(with_tool(ordered(Adder())), '<tool name="sub">{"a": 3}</tool>'))
-
-
 def a_turn_without_calls():
     prompts = stepped(with_tool(ordered(Adder())), "Nothing to do.")
     show(prompts[0].role, prompts[0].content)
@@ -191,10 +183,6 @@ def attributes_of_tools_in_order():
     show("add" in transform.registry, callable(transform.parser))
 
 
-def a_service_is_a_protocol():
-    show(isinstance(ToolService, type), sorted(ToolService.__annotations__))
-
-
 # -- tools by name --------------------------------------------------------------------------------
 
 
@@ -209,10 +197,6 @@ CALL = '<tool>add\n{"a": 1, "b": 2}</tool>'
 def a_simple_tool():
     prompts = stepped(with_tool(SimpleToolTransform({"add": add})), f"Look: {CALL}")
     show(prompts[0].role, "3" in prompts[0].content[-1])
-
-
-def the_answer_of_a_simple_tool():
-    show_answers(stepped(with_tool(SimpleToolTransform({"add": add})), CALL))
 
 
 def two_calls_of_a_simple_tool():
@@ -280,32 +264,6 @@ def a_simple_tool_with_openais_schema():
     answered_with_a_schema({"type": "function", "function": function})
 
 
-def a_simple_tool_with_the_schema_of_responses():
-    answered_with_a_schema(
-        {"type": "function", "name": "add", "description": "Adds.", "parameters": ARGUMENTS}
-    )
-
-
-def a_simple_tool_with_torchrls_schema():
-    answered_with_a_schema({"name": "add", "description": "Adds.", "parameters": ARGUMENTS})
-
-
-def a_simple_tool_with_anthropics_schema():
-    answered_with_a_schema({"name": "add", "description": "Adds.", "input_schema": ARGUMENTS})
-
-
-def a_simple_tool_with_the_schema_of_mcp():
-    answered_with_a_schema({"name": "add", "inputSchema": ARGUMENTS})
-
-
-def a_simple_tool_with_a_description_alone():
-    answered_with_a_schema({"description": "Adds."})
-
-
-def a_simple_tool_with_a_schema_of_arguments():
-    answered_with_a_schema(ARGUMENTS)
-
-
 def the_pattern_of_simple_tools():
     transform = SimpleToolTransform({"add": add})
     show(transform.parser, transform.tool_call_pattern)
@@ -354,14 +312,6 @@ def a_tool_outside_an_environment():
 # -- Python ---------------------------------------------------------------------------------------
 
 
-def python_code():
-    show_answers(stepped(with_tool(PythonInterpreter()), "So:\n```python\nprint(1 + 1)\n```"))
-
-
-def python_code_without_output():
-    show_answers(stepped(with_tool(PythonInterpreter()), "```python\na = 1\n```"))
-
-
 def two_blocks_of_python_code():
     reply = "```python\nprint(1)\n```\nand\n```python\nprint(2)\n```"
     show_answers(stepped(with_tool(PythonInterpreter()), reply))
@@ -403,10 +353,6 @@ def attributes_of_an_interpreter():
     show(transform.clone().tool_role)
 
 
-def an_unknown_service():
-    PythonInterpreter(services="redis")
-
-
 def a_python_process():
     process = PersistentPythonProcess(timeout=5.0)
     for code in ("a = 3", "print(a)"):
@@ -421,3 +367,43 @@ def a_python_process():
 def a_browser_without_a_page():
     transform = BrowserTransform(allowed_domains=["example.com"])
     show(transform.allowed_domains, transform.headless, transform.timeout, transform.tool_role)
+
+
+PROGRAMS = {
+    "calls_of_a_dict": lambda: show(
+        XMLBlockParser()({"text": '<tool name="a">{"n": 1}</tool>'})["calls"][0].args
+    ),
+    "an_unknown_tool_in_order": lambda: show_answers(
+        stepped(with_tool(ordered(Adder())), '<tool name="sub">{"a": 3}</tool>')
+    ),
+    "a_service_is_a_protocol": lambda: show(
+        isinstance(ToolService, type), sorted(ToolService.__annotations__)
+    ),
+    "the_answer_of_a_simple_tool": lambda: show_answers(
+        stepped(with_tool(SimpleToolTransform({"add": add})), CALL)
+    ),
+    "a_simple_tool_with_the_schema_of_responses": lambda: answered_with_a_schema(
+        {"type": "function", "name": "add", "description": "Adds.", "parameters": ARGUMENTS}
+    ),
+    "a_simple_tool_with_torchrls_schema": lambda: answered_with_a_schema(
+        {"name": "add", "description": "Adds.", "parameters": ARGUMENTS}
+    ),
+    "a_simple_tool_with_anthropics_schema": lambda: answered_with_a_schema(
+        {"name": "add", "description": "Adds.", "input_schema": ARGUMENTS}
+    ),
+    "a_simple_tool_with_the_schema_of_mcp": lambda: answered_with_a_schema(
+        {"name": "add", "inputSchema": ARGUMENTS}
+    ),
+    "a_simple_tool_with_a_description_alone": lambda: answered_with_a_schema(
+        {"description": "Adds."}
+    ),
+    "a_simple_tool_with_a_schema_of_arguments": lambda: answered_with_a_schema(ARGUMENTS),
+    "python_code": lambda: show_answers(
+        stepped(with_tool(PythonInterpreter()), "So:\n```python\nprint(1 + 1)\n```")
+    ),
+    "python_code_without_output": lambda: show_answers(
+        stepped(with_tool(PythonInterpreter()), "```python\na = 1\n```")
+    ),
+    "an_unknown_service": lambda: PythonInterpreter(services="redis"),
+}
+"""Programs of one expression."""
