@@ -3,7 +3,8 @@
 ``python run_programs.py torchrl out.json`` runs the programs as they are written, with
 ``torchrl.*.llm``; ``python run_programs.py torchrl_llm out.json`` runs the same text after "paths
 lose ``.llm``". A program is a public function without arguments, or an entry of ``PROGRAMS``, whose
-name says what it shows; what it prints is its result. The signatures and attributes of the public classes are written, too.
+name says what it shows; what it prints is its result. The signatures and attributes of the public
+classes are written, too.
 """
 
 from __future__ import annotations

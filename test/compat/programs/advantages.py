@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import show
+from _shared import read, show
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage, MCAdvantageSelector
@@ -140,22 +140,12 @@ def attributes_of_advantages():
     show(estimator.verbose, estimator.keep_return_bounds, estimator.trajectory_return)
 
 
-def keys_of_advantages():
-    estimator = MCAdvantage(3, "query")
-    show(estimator.in_keys, estimator.out_keys, estimator.prompt_key)
-
-
 def the_selector():
     candidates = TensorDict({"return": torch.tensor([0.0, 0.0, 0.0, 1.0])}, [4])
     for how in ("first", "uniform", "balanced"):
         selector = MCAdvantageSelector(how)
         show(selector.select(candidates, group_size=2))
         show(selector.select(candidates, group_size=2, keep_return_bounds=(0.1, 0.9)))
-
-
-def the_selector_by_default():
-    selector = MCAdvantageSelector()
-    show(selector.strategy, selector.max_combinations, selector.in_keys)
 
 
 class ByTheFirstTurn(MCAdvantageSelector):
@@ -210,5 +200,11 @@ PROGRAMS = {
     ),
     "a_selector_without_keys": lambda: MCAdvantageSelector(in_keys=[]),
     "an_unknown_selection": lambda: MCAdvantageSelector("best"),
+    "keys_of_advantages": lambda: read(
+        MCAdvantage(3, "query"), "in_keys", "out_keys", "prompt_key"
+    ),
+    "the_selector_by_default": lambda: read(
+        MCAdvantageSelector(), "strategy", "max_combinations", "in_keys"
+    ),
 }
 """Programs of one expression."""

@@ -184,11 +184,6 @@ def conversations_that_go_on():
     show([len(batch["history"].full[0, 0].role) for batch in made])
 
 
-def a_postprocessing():
-    made = collector(dialog_turns_per_batch=2, postproc=lambda batch: batch[..., :1])
-    show(made.next().shape)
-
-
 def a_postprocessing_set_later():
     made = collector(dialog_turns_per_batch=2)
     made.set_postproc(lambda batch: batch[..., :1])
@@ -300,5 +295,8 @@ PROGRAMS = {
     "a_seed": lambda: show(type(collector(dialog_turns_per_batch=1).set_seed(3)).__name__),
     "an_updater_of_an_engine_by_an_argument": lambda: vLLMUpdater(v2=True, master_port=29501),
     "an_updater_of_no_engine": lambda: vLLMUpdaterV2(object()),
+    "a_postprocessing": lambda: show(
+        collector(dialog_turns_per_batch=2, postproc=lambda batch: batch[..., :1]).next().shape
+    ),
 }
 """Programs of one expression."""

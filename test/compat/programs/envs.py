@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import CHAT, OTHER, model, show, tokenizer
+from _shared import CHAT, OTHER, model, read, show, tokenizer
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader
@@ -76,11 +76,6 @@ def reset_with_a_system_prompt():
     env = ChatEnv(batch_size=(1,), system_prompt="Be brief.", system_role="developer")
     prompt = env.reset(queries("One?"))["history"].prompt
     show(prompt.shape, prompt.role, prompt.content)
-
-
-def reset_with_a_user_role():
-    env = ChatEnv(batch_size=(1,), user_role="human")
-    show(env.reset(queries("One?"))["history"].prompt.role)
 
 
 def reset_with_a_data_key():
@@ -324,11 +319,6 @@ def rows_that_begin_anew_one_by_one():
     show(td["query"], [row.prompt.content for row in td["history"].unbind(0)], td["done"])
 
 
-def the_transform_of_an_env_over_data():
-    env = DatasetChatEnv.from_dataloader(loader(), batch_size=(1,), repeats=2)
-    show(env.transform.repeats)
-
-
 def attributes_of_a_primer():
     data = loader(2)
     primer = DataLoadingPrimer(data, repeats=2, stack_method="as_padded_tensor")
@@ -557,11 +547,6 @@ def thinking_again_with_the_default_prompts():
         show(transform.role, transform.edit_last_turn, transform.zero_reward, transform.undo_done)
 
 
-def a_given_prompt_and_a_point_of_view():
-    transform = AddThinkingPrompt(lambda td: True, "Sure?", egocentric=True)
-    show(transform.prompt, transform.egocentric)
-
-
 def versions_of_the_policy():
     version = PolicyVersion(version_type="int")
     env = ChatEnv(batch_size=(2,)).append_transform(version)
@@ -649,5 +634,14 @@ PROGRAMS = {
         lambda td: True, role="user"
     ),
     "an_unknown_kind_of_version": lambda: PolicyVersion("date"),
+    "reset_with_a_user_role": lambda: show(
+        ChatEnv(batch_size=(1,), user_role="human").reset(queries("One?"))["history"].prompt.role
+    ),
+    "the_transform_of_an_env_over_data": lambda: show(
+        DatasetChatEnv.from_dataloader(loader(), batch_size=(1,), repeats=2).transform.repeats
+    ),
+    "a_given_prompt_and_a_point_of_view": lambda: read(
+        AddThinkingPrompt(lambda td: True, "Sure?", egocentric=True), "prompt", "egocentric"
+    ),
 }
 """Programs of one expression."""

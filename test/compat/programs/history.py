@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import CHAT, OTHER, show, tokenizer
+from _shared import CHAT, OTHER, read, show, tokenizer
 from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
@@ -20,55 +20,10 @@ def ragged():
     return History.from_chats([CHAT, OTHER[:2]])
 
 
-def the_last_message_of_each_row():
-    last = two()[..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_message_of_one_conversation():
-    last = one()[..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_message_of_a_row():
-    last = two()[0][..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_message_by_a_plain_index():
-    last = one()[-1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_row_by_a_plain_index():
-    row = two()[-1]
-    show(row.batch_size, row.role, row.content)
-
-
-def the_last_message_of_a_ragged_batch():
-    last = ragged()[..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def all_but_the_last_message():
-    cut = two()[..., :-1]
-    show(cut.batch_size, cut.role, cut.content)
-
-
 def messages_by_a_mask_of_both_dimensions():
     mask = torch.tensor([[True, False, False], [False, False, True]])
     cut = two()[mask]
     show(cut.batch_size, cut.content)
-
-
-def cat_of_messages():
-    joined = torch.cat([two(), two()[..., 1:2]], -1)
-    show(joined.batch_size, joined.content)
-
-
-def cat_of_rows():
-    joined = torch.cat([two(), two()[:1]], 0)
-    show(joined.batch_size, joined.content)
 
 
 def stack_of_messages():
@@ -77,65 +32,15 @@ def stack_of_messages():
     show(chat.batch_size, chat.role, chat.content)
 
 
-def stack_of_conversations():
-    batch = torch.stack([one(), one()])
-    show(batch.batch_size, batch.content)
-
-
 def lazy_stack_of_messages():
     messages = [History(role="user", content="a"), History(role="assistant", content="b")]
     chat = lazy_stack(messages)
     show(chat.batch_size, chat.role, chat.content)
 
 
-def lazy_stack_of_ragged_conversations():
-    batch = lazy_stack([one(), one()[:2]])
-    show(batch.batch_size, batch.content)
-
-
 def split_of_messages():
     parts = two().split(2, -1)
     show(*[part.batch_size for part in parts], *[part.content for part in parts])
-
-
-def flatten_of_a_batch():
-    flat = two().flatten(0, 1)
-    show(flat.batch_size, flat.content)
-
-
-def transpose_of_a_batch():
-    turned = two().transpose(0, 1)
-    show(turned.batch_size, turned.content)
-
-
-def reshape_of_a_batch():
-    flat = two().reshape(-1)
-    show(flat.batch_size, flat.content)
-
-
-def unsqueeze_of_a_batch():
-    more = two().unsqueeze(0)
-    show(more.batch_size, more.content)
-
-
-def squeeze_of_a_batch():
-    less = two()[:1].squeeze(0)
-    show(less.batch_size, less.content)
-
-
-def view_of_rows():
-    four = torch.cat([two(), two()], 0).view(2, 2, 3)
-    show(four.batch_size, four.content)
-
-
-def expand_of_a_conversation():
-    more = one().expand(2, 3)
-    show(more.batch_size, more.content)
-
-
-def equality_by_message():
-    other = one()
-    show(one() == other)
 
 
 def a_message_has_no_dimension():
@@ -186,16 +91,6 @@ def extend_of_a_conversation():
     show(chat.batch_size, chat.content)
 
 
-def extend_out_of_place():
-    longer = one().extend(History.from_chats(OTHER[1:]), inplace=False)
-    show(longer.batch_size, longer.content)
-
-
-def extend_of_a_batch_along_messages():
-    longer = two().extend(two()[..., 1:], inplace=False, dim=-1)
-    show(longer.batch_size, longer.content)
-
-
 def assignment_of_a_content():
     message = History(role="user", content="a")
     message.content = "b"
@@ -208,19 +103,9 @@ def assignment_of_a_row():
     show(chat.content)
 
 
-def chats_of_nested_lists():
-    deep = History.from_chats([[CHAT, OTHER], [OTHER, CHAT]])
-    show(deep.batch_size, deep.content)
-
-
 def the_default_spec():
     spec = History.default_spec()
     show(spec.shape, sorted(map(str, spec.keys())))
-
-
-def to_tensordict_and_back():
-    chat = History.from_tensordict(one().to_tensordict())
-    show(chat.batch_size, chat.content)
 
 
 def clone_is_apart():
@@ -242,11 +127,6 @@ def in_a_tensordict_through_unbind():
 
     td = TensorDict(history=two(), batch_size=2)
     show(*[row["history"].content for row in td.unbind(0)])
-
-
-def content_parts_of_a_message():
-    part = ContentBase(type="text", text="hello")
-    show(part.type, part.text, part.batch_size)
 
 
 def content_parts_stack():
@@ -301,16 +181,6 @@ def content_parts_as_dicts():
     show(chat.content, chat[0].content)
 
 
-def stack_of_conversations_behind_the_messages():
-    turned = torch.stack([one(), one()], -1)
-    show(turned.batch_size, turned.content)
-
-
-def lazy_stack_of_conversations_behind_the_messages():
-    turned = lazy_stack([one(), one()], -1)
-    show(turned.batch_size, turned.content)
-
-
 def lazy_stack_of_messages_of_a_batch():
     messages = [two()[..., 0], two()[..., 1]]
     chats = lazy_stack(messages, -1)
@@ -332,11 +202,6 @@ def messages_by_a_mask_of_columns():
     show(two()[:, mask].batch_size, two()[:, mask].content, two()[..., mask].content)
 
 
-def gather_of_messages():
-    index = torch.tensor([[2, 0], [1, 1]])
-    show(two().gather(-1, index).content)
-
-
 def nested_lists_of_a_batch():
     chats = History(
         role=[["user", "assistant"], ["user", "assistant"]],
@@ -344,11 +209,6 @@ def nested_lists_of_a_batch():
         batch_size=(2, 2),
     )
     show(chats.batch_size, chats.role, chats[1].content, chats[..., -1].content)
-
-
-def a_list_without_a_batch_size():
-    chat = History(role=["user", "assistant"], content=["a", "b"])
-    show(chat.role, chat.content)
 
 
 def an_assignment_by_index_of_a_row_of_another_length():
@@ -390,11 +250,6 @@ def a_set_of_a_field():
 def an_update_of_a_field():
     message = History(role="user", content="a")
     message.update(History(role="assistant", content="b"))
-    show(message.role, message.content)
-
-
-def a_replacement_of_a_field():
-    message = History(role="user", content="a").replace(content="b")
     show(message.role, message.content)
 
 
@@ -475,16 +330,6 @@ def append_to_a_batch_in_place():
     show(chat.batch_size, chat.content)
 
 
-def append_of_one_row():
-    batch = two().append(one(), inplace=False, dim=0)
-    show(batch.batch_size, batch.content)
-
-
-def extend_of_a_batch_by_rows():
-    batch = two().extend(two(), inplace=False)
-    show(batch.batch_size, batch.content)
-
-
 def extend_of_a_batch_by_rows_in_place():
     batch = two()
     batch.extend(two()[:1])
@@ -495,21 +340,6 @@ def chats_with_tool_calls():
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": 2}}}
     chat = History.from_chats([{"role": "assistant", "content": "", "tool_calls": [call]}])
     show(chat.tool_calls, chat[0].tool_calls)
-
-
-def where_of_two_batches():
-    made = torch.where(torch.tensor([True, False]), two(), two()[torch.tensor([1, 0])])
-    show(made.content)
-
-
-def unflatten_of_rows():
-    four = torch.cat([two(), two()], 0).unflatten(0, (2, 2))
-    show(four.batch_size, four.content)
-
-
-def expand_of_a_message():
-    many = History(role="user", content="a").expand(2)
-    show(many.batch_size, many.content)
 
 
 PROGRAMS = {
@@ -604,5 +434,77 @@ PROGRAMS = {
     "extend_of_a_message": lambda: one().extend(History(role="user", content="a")),
     "chats_of_an_empty_list": lambda: History.from_chats([]),
     "contiguous_and_densified": lambda: show(two().contiguous().content),
+    "the_last_message_of_each_row": lambda: read(two()[..., -1], "batch_size", "role", "content"),
+    "the_last_message_of_one_conversation": lambda: read(
+        one()[..., -1], "batch_size", "role", "content"
+    ),
+    "the_last_message_of_a_row": lambda: read(two()[0][..., -1], "batch_size", "role", "content"),
+    "the_last_message_by_a_plain_index": lambda: read(one()[-1], "batch_size", "role", "content"),
+    "the_last_row_by_a_plain_index": lambda: read(two()[-1], "batch_size", "role", "content"),
+    "the_last_message_of_a_ragged_batch": lambda: read(
+        ragged()[..., -1], "batch_size", "role", "content"
+    ),
+    "all_but_the_last_message": lambda: read(two()[..., :-1], "batch_size", "role", "content"),
+    "cat_of_messages": lambda: read(
+        torch.cat([two(), two()[..., 1:2]], -1), "batch_size", "content"
+    ),
+    "cat_of_rows": lambda: read(torch.cat([two(), two()[:1]], 0), "batch_size", "content"),
+    "stack_of_conversations": lambda: read(torch.stack([one(), one()]), "batch_size", "content"),
+    "lazy_stack_of_ragged_conversations": lambda: read(
+        lazy_stack([one(), one()[:2]]), "batch_size", "content"
+    ),
+    "flatten_of_a_batch": lambda: read(two().flatten(0, 1), "batch_size", "content"),
+    "transpose_of_a_batch": lambda: read(two().transpose(0, 1), "batch_size", "content"),
+    "reshape_of_a_batch": lambda: read(two().reshape(-1), "batch_size", "content"),
+    "unsqueeze_of_a_batch": lambda: read(two().unsqueeze(0), "batch_size", "content"),
+    "squeeze_of_a_batch": lambda: read(two()[:1].squeeze(0), "batch_size", "content"),
+    "view_of_rows": lambda: read(
+        torch.cat([two(), two()], 0).view(2, 2, 3), "batch_size", "content"
+    ),
+    "expand_of_a_conversation": lambda: read(one().expand(2, 3), "batch_size", "content"),
+    "equality_by_message": lambda: show(one() == one()),
+    "extend_out_of_place": lambda: read(
+        one().extend(History.from_chats(OTHER[1:]), inplace=False), "batch_size", "content"
+    ),
+    "extend_of_a_batch_along_messages": lambda: read(
+        two().extend(two()[..., 1:], inplace=False, dim=-1), "batch_size", "content"
+    ),
+    "chats_of_nested_lists": lambda: read(
+        History.from_chats([[CHAT, OTHER], [OTHER, CHAT]]), "batch_size", "content"
+    ),
+    "to_tensordict_and_back": lambda: read(
+        History.from_tensordict(one().to_tensordict()), "batch_size", "content"
+    ),
+    "content_parts_of_a_message": lambda: read(
+        ContentBase(type="text", text="hello"), "type", "text", "batch_size"
+    ),
+    "stack_of_conversations_behind_the_messages": lambda: read(
+        torch.stack([one(), one()], -1), "batch_size", "content"
+    ),
+    "lazy_stack_of_conversations_behind_the_messages": lambda: read(
+        lazy_stack([one(), one()], -1), "batch_size", "content"
+    ),
+    "gather_of_messages": lambda: show(two().gather(-1, torch.tensor([[2, 0], [1, 1]])).content),
+    "a_list_without_a_batch_size": lambda: read(
+        History(role=["user", "assistant"], content=["a", "b"]), "role", "content"
+    ),
+    "a_replacement_of_a_field": lambda: read(
+        History(role="user", content="a").replace(content="b"), "role", "content"
+    ),
+    "append_of_one_row": lambda: read(
+        two().append(one(), inplace=False, dim=0), "batch_size", "content"
+    ),
+    "extend_of_a_batch_by_rows": lambda: read(
+        two().extend(two(), inplace=False), "batch_size", "content"
+    ),
+    "where_of_two_batches": lambda: read(
+        torch.where(torch.tensor([True, False]), two(), two()[torch.tensor([1, 0])]), "content"
+    ),
+    "unflatten_of_rows": lambda: read(
+        torch.cat([two(), two()], 0).unflatten(0, (2, 2)), "batch_size", "content"
+    ),
+    "expand_of_a_message": lambda: read(
+        History(role="user", content="a").expand(2), "batch_size", "content"
+    ),
 }
 """Programs of one expression."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from _rows import PROMPT, dense, gradient_norm, ragged, row
-from _shared import model, show, tokenizer
+from _shared import model, read, show, tokenizer
 from tensordict import lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import DAPO, CISPOLoss, GRPOLoss
@@ -45,30 +45,15 @@ def an_entropy_bonus():
     show(out.loss_entropy, out.loss_objective)
 
 
-def settings_of_the_entropy_are_attributes():
-    loss = GRPOLoss(actor(), entropy_bonus=True, entropy_coeff=0.3)
-    show(loss.entropy_bonus, loss.entropy_coeff)
-
-
 def divergence_from_a_reference_where_every_token_counts():
     rows = dense()
     show_loss = GRPOLoss(actor(), kl_to_ref_coeff=0.5, masking_strategy="generic")(rows)
     show(show_loss.loss_kl_to_ref / show_loss.kl_to_ref)
 
 
-def divergence_from_a_reference():
-    out = GRPOLoss(actor(), kl_to_ref_coeff=0.5)(ragged())
-    show(out.loss_kl_to_ref, out.kl_to_ref)
-
-
 def divergence_from_the_sampler():
     out = GRPOLoss(actor(), kl_to_inference_coeff=0.5)(ragged())
     show(out.loss_kl_to_inference, out.kl_to_inference)
-
-
-def no_divergence_without_a_coefficient():
-    out = GRPOLoss(actor())(ragged())
-    show(out.loss_kl_to_ref, out.kl_to_ref, out.loss_kl_to_inference)
 
 
 def a_reference_that_is_not_there():
@@ -79,11 +64,6 @@ def a_reference_that_is_not_there():
 def aggregation_none():
     out = GRPOLoss(actor(), aggregation="none", entropy_bonus=False)(dense())
     show(out.loss_objective.squeeze(-1))
-
-
-def aggregation_none_of_ragged_rows():
-    out = GRPOLoss(actor(), aggregation="none", entropy_bonus=False)(ragged())
-    show(out.loss_objective)
 
 
 def aggregation_prompt_mean_of_rows_of_one_prompt():
@@ -105,16 +85,6 @@ def aggregation_prompt_mean_of_rows_of_many_prompts():
 def reduction_mean():
     loss = GRPOLoss(actor(), reduction="mean")
     show(loss.reduction, loss(ragged()).loss_objective)
-
-
-def the_recipes_backward():
-    out = GRPOLoss(actor(), entropy_bonus=True)(ragged())
-    show(gradient_norm(out.mean(reduce=True)))
-
-
-def the_sum_of_an_output():
-    out = GRPOLoss(actor(), entropy_bonus=True)(ragged())
-    show(gradient_norm(out.sum(reduce=True)))
 
 
 def the_sum_of_terms_by_name():
@@ -143,11 +113,6 @@ def the_mask_of_the_assistant():
         ]
     )
     show(GRPOLoss(actor(), masking_strategy="rlhf")(rows).loss_objective)
-
-
-def an_unknown_masking_strategy():
-    loss = GRPOLoss(actor(), masking_strategy="all")
-    show(loss.masking_strategy)
 
 
 def an_advantage_of_each_token():
@@ -181,16 +146,6 @@ def the_key_of_the_reference():
     show(loss.tensor_keys.ref_log_probs, loss(rows).loss_objective)
 
 
-def keys_by_default():
-    keys = GRPOLoss(actor()).tensor_keys
-    show(keys.advantage, keys.action, keys.sample_log_prob, keys.ref_log_probs)
-
-
-def keys_that_are_read():
-    wanted = {("tokens", "full"), ("log_probs", "full"), "advantage"}
-    show(wanted <= set(GRPOLoss(actor()).in_keys))
-
-
 def keys_that_are_given():
     wanted = {"loss_objective", "clip_fraction", "ESS", "kl_approx", "entropy", "loss_entropy"}
     wanted |= {"loss_kl_to_ref", "kl_to_ref", "loss_kl_to_inference", "kl_to_inference"}
@@ -208,16 +163,6 @@ def log_probs_that_need_gradients():
     rows = dense()
     rows["log_probs", "full"] = rows["log_probs", "full"].requires_grad_()
     GRPOLoss(actor())(rows)
-
-
-def a_device():
-    loss = GRPOLoss(actor(), device=torch.device("cpu"))
-    show(loss(ragged()).loss_objective)
-
-
-def arguments_that_nothing_reads():
-    loss = GRPOLoss(actor(), gamma=0.9, clip_value=True, samples_mc_entropy=3)
-    show(loss(ragged()).loss_objective)
 
 
 def padding_of_the_reference():
@@ -239,11 +184,6 @@ def a_generating_policy_as_the_actor():
 def an_actor_of_histories():
     rows = ragged()
     GRPOLoss(actor(input_mode="history"))(rows)
-
-
-def parameters_of_a_loss():
-    loss = GRPOLoss(actor())
-    show(len(list(loss.parameters())) == len(list(model().parameters())))
 
 
 def zeroing_the_gradients():
@@ -349,6 +289,42 @@ PROGRAMS = {
     "cispo_value": lambda: show(CISPOLoss(actor(), clip_epsilon=0.2)(ragged()).loss_objective),
     "cispo_gradient_of_clipped_tokens": lambda: show(
         gradient_norm(CISPOLoss(actor(), clip_epsilon=0.2)(ragged(3.0)).loss_objective)
+    ),
+    "settings_of_the_entropy_are_attributes": lambda: read(
+        GRPOLoss(actor(), entropy_bonus=True, entropy_coeff=0.3), "entropy_bonus", "entropy_coeff"
+    ),
+    "divergence_from_a_reference": lambda: read(
+        GRPOLoss(actor(), kl_to_ref_coeff=0.5)(ragged()), "loss_kl_to_ref", "kl_to_ref"
+    ),
+    "no_divergence_without_a_coefficient": lambda: read(
+        GRPOLoss(actor())(ragged()), "loss_kl_to_ref", "kl_to_ref", "loss_kl_to_inference"
+    ),
+    "aggregation_none_of_ragged_rows": lambda: read(
+        GRPOLoss(actor(), aggregation="none", entropy_bonus=False)(ragged()), "loss_objective"
+    ),
+    "the_recipes_backward": lambda: show(
+        gradient_norm(GRPOLoss(actor(), entropy_bonus=True)(ragged()).mean(reduce=True))
+    ),
+    "the_sum_of_an_output": lambda: show(
+        gradient_norm(GRPOLoss(actor(), entropy_bonus=True)(ragged()).sum(reduce=True))
+    ),
+    "an_unknown_masking_strategy": lambda: read(
+        GRPOLoss(actor(), masking_strategy="all"), "masking_strategy"
+    ),
+    "keys_by_default": lambda: read(
+        GRPOLoss(actor()).tensor_keys, "advantage", "action", "sample_log_prob", "ref_log_probs"
+    ),
+    "keys_that_are_read": lambda: show(
+        ({("tokens", "full"), ("log_probs", "full"), "advantage"}) <= set(GRPOLoss(actor()).in_keys)
+    ),
+    "a_device": lambda: show(
+        GRPOLoss(actor(), device=torch.device("cpu"))(ragged()).loss_objective
+    ),
+    "arguments_that_nothing_reads": lambda: show(
+        GRPOLoss(actor(), gamma=0.9, clip_value=True, samples_mc_entropy=3)(ragged()).loss_objective
+    ),
+    "parameters_of_a_loss": lambda: show(
+        len(list(GRPOLoss(actor()).parameters())) == len(list(model().parameters()))
     ),
 }
 """Programs of one expression."""

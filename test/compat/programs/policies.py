@@ -179,11 +179,6 @@ def values_out_of_range():
             show("refused", sorted(wrong))
 
 
-def greedy_by_temperature():
-    out = policy(generate_kwargs={"max_new_tokens": 4, "temperature": 0.0})(texts())
-    show(out["text"].response)
-
-
 def sampling_from_the_best_alone():
     kwargs = {"max_new_tokens": 4, "do_sample": True, "top_k": 1, "temperature": 0.7}
     show(policy(generate_kwargs=kwargs)(texts())["text"].response)
@@ -351,11 +346,6 @@ def an_empty_one_is_written():
     td = texts().set("mine", torch.zeros(2))
     out = policy(inplace="empty")(td)
     show(out is td, "tokens" in td, "tokens" in out, "mine" in out)
-
-
-def keys_of_the_input_stay():
-    td = texts().set("mine", torch.zeros(2))
-    show("mine" in policy()(td))
 
 
 def another_place_for_the_output():
@@ -728,5 +718,9 @@ PROGRAMS = {
     "text_as_padded_tokens": lambda: Text(full=["Hello", "Hello world"], batch_size=(2,)).to_tokens(
         tokenizer(), padding=True
     ),
+    "greedy_by_temperature": lambda: show(
+        policy(generate_kwargs={"max_new_tokens": 4, "temperature": 0.0})(texts())["text"].response
+    ),
+    "keys_of_the_input_stay": lambda: show("mine" in policy()(texts().set("mine", torch.zeros(2)))),
 }
 """Programs of one expression."""

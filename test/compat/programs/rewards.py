@@ -100,11 +100,6 @@ def attributes_of_a_parser():
     show(parser.format_reward, parser.correct_reward, parser.tokenizer is tokenizer())
 
 
-def keys_that_a_parser_reads():
-    env = ChatEnv().append_transform(GSM8KRewardParser())
-    show(env.transform.in_keys)
-
-
 def normalized_answers():
     for text in ("$1,234.50", " 7 ", "12%", "3.0", "0.50."):
         show(GSM8KRewardParser.normalize_answer(text))
@@ -284,21 +279,6 @@ def instructions_with_a_reward_of_ones_own():
     show(followed(scorer, "<think>a</think><answer>Hi</answer>")["reward"])
 
 
-def instructions_that_do_not_end_the_episode():
-    td = followed(IfEvalScorer(set_done_if_answer=False), "<answer>Hi</answer>")
-    show(td["done"])
-
-
-def instructions_under_another_key():
-    td = followed(IfEvalScorer(score_key="score"), "<answer>Hi</answer>")
-    show("score" in td.keys())
-
-
-def instructions_behind_another_reward():
-    td = followed(IfEvalScorer(), "<answer>5</answer>", before=[GSM8KRewardParser()])
-    show(td["reward"])
-
-
 def instructions_without_a_reward_behind_another():
     scorer = IfEvalScorer(aggregate_reward=False)
     td = followed(scorer, "<answer>5</answer>", before=[GSM8KRewardParser()])
@@ -397,6 +377,18 @@ PROGRAMS = {
     ),
     "the_default_reward_of_a_score": lambda: show(
         round(float(default_reward(think_blocks=["a"], answer_blocks=["b"])), 4)
+    ),
+    "keys_that_a_parser_reads": lambda: show(
+        ChatEnv().append_transform(GSM8KRewardParser()).transform.in_keys
+    ),
+    "instructions_that_do_not_end_the_episode": lambda: show(
+        followed(IfEvalScorer(set_done_if_answer=False), "<answer>Hi</answer>")["done"]
+    ),
+    "instructions_under_another_key": lambda: show(
+        "score" in followed(IfEvalScorer(score_key="score"), "<answer>Hi</answer>").keys()
+    ),
+    "instructions_behind_another_reward": lambda: show(
+        followed(IfEvalScorer(), "<answer>5</answer>", before=[GSM8KRewardParser()])["reward"]
     ),
 }
 """Programs of one expression."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from _rows import gradient_norm, masked
-from _shared import CHAT, OTHER, model, show, tokenizer
+from _shared import CHAT, OTHER, model, read, show, tokenizer
 from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
@@ -121,11 +121,6 @@ def sft_other_keys():
     show(loss(rows).loss_sft.shape, loss.tensor_keys.history)
 
 
-def sft_keys_by_default():
-    keys = SFTLoss(reader(), tokenizer()).tensor_keys
-    show(keys.history, keys.ref_log_prob)
-
-
 def sft_of_a_conversation_without_an_answer():
     history = History.from_chats([CHAT[:2], OTHER[:2]])
     td = TensorDict(history=TensorDict(full=history, batch_size=[2]), batch_size=[2])
@@ -200,6 +195,9 @@ PROGRAMS = {
     ),
     "the_estimate_of_the_divergence": lambda: show(
         k3_kl_token_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]))
+    ),
+    "sft_keys_by_default": lambda: read(
+        SFTLoss(reader(), tokenizer()).tensor_keys, "history", "ref_log_prob"
     ),
 }
 """Programs of one expression."""

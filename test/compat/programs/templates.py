@@ -17,11 +17,6 @@ TOOL_CHAT = [
 ]
 
 
-def text_of_a_batch():
-    batch = History.from_chats([CHAT, OTHER])
-    show(batch.apply_chat_template(tokenizer=tokenizer(), tokenize=False))
-
-
 def text_with_a_generation_prompt():
     chat = History.from_chats(CHAT[:2])
     for add in (True, False):
@@ -204,16 +199,6 @@ def from_text_without_a_template():
     show(History.from_text(CHATML + "<|im_end|>\n").is_complete)
 
 
-def ids_of_a_conversation_alone():
-    history = History.from_chats(CHAT)
-    show(history.apply_chat_template(tokenizer=tokenizer(), tokenize=True))
-
-
-def ids_of_a_batch_alone():
-    history = History.from_chats([CHAT, OTHER])
-    show(history.apply_chat_template(tokenizer=tokenizer(), tokenize=True))
-
-
 def ids_of_a_conversation_without_a_dict():
     history = History.from_chats(CHAT)
     ids = history.apply_chat_template(
@@ -236,5 +221,14 @@ PROGRAMS = {
         History.from_text([CHATML, "<|im_start|>user\nHo<|im_end|>\n"])
     ),
     "from_a_text_of_no_template": lambda: History.from_text("Hi there"),
+    "text_of_a_batch": lambda: show(
+        History.from_chats([CHAT, OTHER]).apply_chat_template(tokenizer=tokenizer(), tokenize=False)
+    ),
+    "ids_of_a_conversation_alone": lambda: show(
+        History.from_chats(CHAT).apply_chat_template(tokenizer=tokenizer(), tokenize=True)
+    ),
+    "ids_of_a_batch_alone": lambda: show(
+        History.from_chats([CHAT, OTHER]).apply_chat_template(tokenizer=tokenizer(), tokenize=True)
+    ),
 }
 """Programs of one expression."""

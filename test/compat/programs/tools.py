@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from _shared import show, tokenizer
+from _shared import read, show, tokenizer
 from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.envs import TransformedEnv
@@ -222,16 +222,6 @@ def a_simple_tool_by_a_pattern():
     show(prompts[0].role, "3" in prompts[0].content[-1])
 
 
-def a_simple_tool_with_a_role():
-    prompts = stepped(with_tool(SimpleToolTransform({"add": add}, tool_name="result")), CALL)
-    show(prompts[0].role)
-
-
-def a_simple_tool_that_is_unknown():
-    prompts = stepped(with_tool(SimpleToolTransform({"add": add})), "<tool>sub\n{}</tool>")
-    show(prompts[0].role)
-
-
 def a_simple_tool_that_fails():
     def fail():
         raise ValueError("no luck")
@@ -262,11 +252,6 @@ ARGUMENTS = {
 def a_simple_tool_with_openais_schema():
     function = {"name": "add", "description": "Adds.", "parameters": ARGUMENTS}
     answered_with_a_schema({"type": "function", "function": function})
-
-
-def the_pattern_of_simple_tools():
-    transform = SimpleToolTransform({"add": add})
-    show(transform.parser, transform.tool_call_pattern)
 
 
 def a_simple_tool_in_text_mode():
@@ -327,11 +312,6 @@ def python_code_that_takes_too_long():
     transform = PythonInterpreter(timeout=0.5)
     prompts = stepped(with_tool(transform), "```python\nwhile True: pass\n```")
     show_answers(prompts)
-
-
-def no_python_code():
-    prompts = stepped(with_tool(PythonInterpreter()), "There is none: ```\nprint(1)\n```")
-    show(prompts[0].role)
 
 
 def python_code_that_goes_on():
@@ -405,5 +385,17 @@ PROGRAMS = {
         stepped(with_tool(PythonInterpreter()), "```python\na = 1\n```")
     ),
     "an_unknown_service": lambda: PythonInterpreter(services="redis"),
+    "a_simple_tool_with_a_role": lambda: show(
+        stepped(with_tool(SimpleToolTransform({"add": add}, tool_name="result")), CALL)[0].role
+    ),
+    "a_simple_tool_that_is_unknown": lambda: show(
+        stepped(with_tool(SimpleToolTransform({"add": add})), "<tool>sub\n{}</tool>")[0].role
+    ),
+    "the_pattern_of_simple_tools": lambda: read(
+        SimpleToolTransform({"add": add}), "parser", "tool_call_pattern"
+    ),
+    "no_python_code": lambda: show(
+        stepped(with_tool(PythonInterpreter()), "There is none: ```\nprint(1)\n```")[0].role
+    ),
 }
 """Programs of one expression."""
