@@ -27,7 +27,7 @@ from typing import (
 )
 
 from torchrl_llm._checked import Ge, Gt, In
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.errors import ConfigError
 

@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from redis_arguments import NO_PASSWORD, check_scheme
 
 from torchrl_llm._checked import Ge, Gt
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm._settings import Count, Group, dotted, ensure
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower

@@ -142,7 +142,7 @@ def test_evaluation_takes_the_agent_too(monkeypatch, tmp_path):
     script = importlib.import_module("evaluate_utils")
     agent = {"type": "react", "max_auxiliary_turns": 1}
     values = {"tasks": ["calculator"], "agent": agent, "eval": {"num_prompts": 4}}
-    config = script.load_config(values)
+    config = importlib.import_module("evaluate_config").load_config(values)
     seen = {}
     monkeypatch.setattr(script, "evaluate", lambda env, policy, **options: seen.update(options))
     script.answer_task(config, "calculator", script.make_policy(config), tmp_path / "answers.jsonl")

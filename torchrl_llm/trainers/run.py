@@ -24,8 +24,8 @@ from tensordict import LazyStackedTensorDict
 from torch import nn
 
 from torchrl_llm._files import replacing
+from torchrl_llm._masking import masked
 from torchrl_llm._progress import ProgressBar
-from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, say
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
