@@ -11,13 +11,14 @@ import pytest
 import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from recipes.grpo_helper import check_typed
 
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.recipes import AdvantageConfig, LossConfig
 from torchrl_llm.recipes.builders import devices, reference_device
 from torchrl_llm.recipes.ray_collection import CollectionConfig
-from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, load_config
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
 SCHEMAS = {"grpo": GRPOConfig, "grpo-async": AsyncGRPOConfig}
@@ -45,8 +46,7 @@ def loaded(*overrides):
 
 
 def composed(*overrides):
-    check_arguments(list(overrides))
-    return compose("grpo", list(overrides))
+    return compose("grpo", check_typed(*overrides))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -60,13 +60,13 @@ def test_every_class_has_a_file_and_every_file_a_class(group):
 
 def test_a_key_of_the_other_recipe_says_whose_it_is():
     with pytest.raises(ConfigError, match=r"'ray.num_collectors': a key of grpo-async.py"):
-        check_arguments(["ray.num_collectors=2"])
+        check_typed("ray.num_collectors=2")
     with pytest.raises(ConfigError, match=r"'train.max_policy_age': a key of grpo-async.py"):
         load_config({"train": {"max_policy_age": 1}})
     with pytest.raises(ConfigError, match=r"'weight_sync.fingerprint': a key of grpo-sync.py"):
-        check_arguments(["weight_sync.fingerprint=false"], AsyncGRPOConfig)
+        check_typed("weight_sync.fingerprint=false", name="grpo-async")
     with pytest.raises(ConfigError, match=r"renamed to 'ray.num_collectors'"):
-        check_arguments(["inference_model.num_replicas=2"], AsyncGRPOConfig)
+        check_typed("inference_model.num_replicas=2", name="grpo-async")
 
 
 IMPOSSIBLE_ENGINES = [
@@ -252,7 +252,7 @@ MISTYPED = [
 def test_a_mistake_on_the_command_line_is_named_before_hydra_sees_it():
     for overrides, message in MISTYPED:
         with pytest.raises(ConfigError, match=message):
-            check_arguments(overrides)
+            check_typed(*overrides)
 
 
 IMPOSSIBLE = [
@@ -307,5 +307,5 @@ def test_the_commands_of_the_how_to_are_valid():
     commands += [cell.replace("...", "2").split() for cell in cells]
     assert len(commands) > 14
     for command in commands:
-        check_arguments(command)
+        check_typed(*command)
         loaded(*command)

@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from recipes.grpo_helper import SCRIPT, column, run_script
+from recipes.grpo_helper import SCRIPT, check_typed, column, run_script
 
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes.tasks import TASKS, check_task, task_class, task_options
-from torchrl_llm.trainers import check_arguments, load_config
+from torchrl_llm.trainers import load_config
 
 CONFIG = SCRIPT.parent / "config"
 FATES = ("trained", "filtered", "truncated", "invalid", "surplus", "pending", "stale")
@@ -89,7 +89,7 @@ def test_the_settings_of_a_task_are_valid_and_its_options_are_the_defaults_of_it
 
 def test_options_reach_the_schema_from_the_command_line():
     overrides = ["env=countdown", "env.options.num_count=3"]
-    check_arguments(overrides)
+    check_typed(*overrides)
     config = load_config(composed(*overrides))
     assert config.env.options == {"num_count": 3, "max_number": 100, "max_target": 1000}
     assert load_config(composed()).env.options == {}

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+from recipes.grpo_helper import check_typed
 
 from torchrl_llm._settings import convert
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes import RENAMED, AsyncGRPOConfig, GRPOConfig, check_arguments, load_config
-from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping, valid_keys
+from torchrl_llm.recipes import RENAMED, AsyncGRPOConfig, GRPOConfig, load_config
+from torchrl_llm.recipes.strict_config import from_mapping, valid_keys
 
 
 def test_the_defaults_are_a_valid_configuration():
@@ -131,22 +132,12 @@ def test_optimizer_steps_count_epochs_and_minibatches():
 
 
 def test_overrides_are_checked_before_hydra_sees_them():
-    check_arguments(
-        [
-            "env=gsm8k",
-            "train.max_steps=3",
-            "hydra.run.dir=x",
-            "hydra/job_logging=none",
-            "--cfg",
-            "job",
-            "-m",
-        ]
-    )
-    check_arguments(["+optimizer.lr=3", "++seed=1", "~train"])
+    check_typed("env=gsm8k", "train.max_steps=3", "hydra/job_logging=none", "--cfg", "job", "-m")
+    check_typed("+optimizer.lr=3", "++seed=1", "~train")
     with pytest.raises(ConfigError, match=r"'optimizer.learnin_rate'.*'optimizer\.lr'"):
-        check_arguments(["optimizer.learnin_rate=3"])
+        check_typed("optimizer.learnin_rate=3")
     with pytest.raises(ConfigError, match=r"renamed to 'train\.max_steps'"):
-        check_arguments(["+train.total_dialog_turns=100"])
+        check_typed("+train.total_dialog_turns=100")
 
 
 def test_an_argument_of_a_class_that_another_group_configures_is_named_there():
@@ -159,7 +150,7 @@ def test_an_argument_of_a_class_that_another_group_configures_is_named_there():
         ("advantage.truncated", "filter.truncated"),
     ):
         with pytest.raises(ConfigError, match=f"{old}.*{new}"):
-            check_arguments([f"{old}=1"])
+            check_typed(f"{old}=1")
 
 
 def test_a_dictconfig_is_a_mapping_like_any_other():
@@ -174,7 +165,7 @@ def test_schemas_of_other_recipes_use_the_same_machinery():
     schema = make_dataclass("Schema", [("epochs", int, 1)])
     assert from_mapping(schema, {"epochs": 2}).epochs == 2
     with pytest.raises(ConfigError, match="'epochs'"):
-        check_override_keys(["epoch=2"], schema)
+        from_mapping(schema, {"epoch": 2})
 
 
 @dataclass

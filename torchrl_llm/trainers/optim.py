@@ -8,7 +8,7 @@ piece is normalised by the whole batch (``loss.normalizer``), so the gradients o
 to the gradient of the batch, whatever the cut.
 
 A batch may also be spread over ranks (:mod:`torchrl_llm.trainers.ranks`). Each rank computes its
-rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.global_normalizer`); the
+rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); the
 ranks' losses then add up to that of the batch, as those of micro-batches do, and so do gradients.
 Where weights are whole, they are added up once, after the last micro-batch. FSDP2 averages those of
 shards in each backward, so the loss is multiplied by the number of ranks there; and because each
