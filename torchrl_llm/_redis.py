@@ -60,13 +60,9 @@ class RedisLink:
 
     def _connect(self) -> None:
         redis = require("redis", extra="redis", feature=self._feature)
-        connection = require("redis.connection", extra="redis", feature=self._feature)
-        credentials = require("redis.credentials", extra="redis", feature=self._feature)
-        backoff = require("redis.backoff", extra="redis", feature=self._feature)
-        retry = require("redis.retry", extra="redis", feature=self._feature)
         self._errors = redis.exceptions
         try:
-            options = connection.parse_url(self._url)
+            options = redis.connection.parse_url(self._url)
         except ValueError:  # its message may hold a part of the password
             raise ConfigError(
                 f"{self.place} is no URL of a Redis; expected redis://host:port/db, rediss:// for "
@@ -74,7 +70,7 @@ class RedisLink:
             ) from None
         options["socket_timeout"] = _ANSWER_S
         # It tries again by itself, and then does not know whether the first try was done.
-        options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
+        options["retry"] = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         if "path" not in options:
             options["socket_connect_timeout"] = _CONNECT_S
         user, password = options.pop("username", None), options.pop("password", None)
@@ -88,7 +84,7 @@ class RedisLink:
         self._password = password
         if password is not None:
             # Some versions of redis-py show the password of a pool in its repr, but no provider.
-            provider = credentials.UsernamePasswordCredentialProvider(user, password)
+            provider = redis.UsernamePasswordCredentialProvider(user, password)
             options["credential_provider"] = provider
         elif user is not None:
             options["username"] = user

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -89,13 +89,9 @@ class SamplerConfig(Group, key="inference_model"):
         kind = self.backend if self.url is None else "url"
         for key in fields(self):
             owners = [each for each, names in _KEYS.items() if key.name in names]
-            default = {} if key.default is MISSING else key.default
             said = f"with inference_model.backend={kind}" if self.url is None else f"with {_URL}"
-            ensure(
-                not owners or kind in owners or getattr(self, key.name) == default,
-                f"inference_model.{key.name} has no effect "
-                + (f"without {_URL}" if owners == ["url"] else said),
-            )
+            where = f"without {_URL}" if owners == ["url"] else said
+            self.only(key.name, not owners or kind in owners, where)
 
     @property
     def arguments(self) -> dict[str, Any]:

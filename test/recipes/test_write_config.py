@@ -6,8 +6,8 @@ from typing import Annotated, Literal
 
 import pytest
 
-from torchrl_llm._checked import Ge, Gt, In
-from torchrl_llm._settings import Count, Group, bounds_of, own, several
+from torchrl_llm._checked import Ge, Gt, In, marks_of
+from torchrl_llm._settings import Count, Group, bounded, own, several
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import GRPOConfig, OptimizerConfig, launch
 from torchrl_llm.recipes.strict_config import from_mapping
@@ -113,7 +113,8 @@ def test_every_bound_of_every_recipe_is_held(writer):
     tried = 0
     for group in {*_groups()} - {Bounded}:
         wrong = {Ge: lambda bound: bound.least - 1, Gt: lambda bound: bound.limit, In: lambda _: 2}
-        for name, (bound, *_) in bounds_of(group).items():
+        for name, hint in bounded(group).items():
+            bound = next(mark for mark in marks_of(hint) if type(mark) in wrong)
             with pytest.raises(ConfigError, match=rf"^[\w.]*\b{name} must be "):
                 group(**{**NEEDED.get(group.__name__, {}), name: wrong[type(bound)](bound)})
             tried += 1
