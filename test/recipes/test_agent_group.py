@@ -16,7 +16,7 @@ from torchrl_llm.recipes.builders import make_policy, make_train_env, max_turns,
 from torchrl_llm.recipes.chat_settings import chat_settings
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
 from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
-from torchrl_llm.recipes.ray_collection import CollectionConfig
+from torchrl_llm.recipes.ray_collection import of_collectors
 from torchrl_llm.recipes.strict_config import from_mapping
 
 MINE = '''
@@ -81,7 +81,7 @@ def test_the_agent_is_in_the_environment_and_its_tools_in_the_prompt():
 
 def test_collectors_of_other_processes_have_the_agent():
     config = from_mapping(AsyncGRPOConfig, {"agent": {"type": "react"}})
-    assert CollectionConfig.of(config, device="cpu").agent.build() == ReActAgent()
+    assert of_collectors(config, device="cpu").agent.build() == ReActAgent()
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.recipes import AdvantageConfig, LossConfig
 from torchrl_llm.recipes.builders import devices, reference_device
-from torchrl_llm.recipes.ray_collection import CollectionConfig
+from torchrl_llm.recipes.ray_collection import of_collectors
 from torchrl_llm.trainers import AsyncGRPOConfig, GRPOConfig, load_config
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
@@ -159,10 +159,10 @@ def test_weights_go_from_gpu_to_gpu_where_there_are_gpus(type_, own_gpus):
 def test_collectors_have_neither_the_trainers_gpu_nor_its_adapters():
     values = {"train": {"device": "cuda:1"}, "train_model": {"lora": {"enabled": True}}}
     config = load_config(values, AsyncGRPOConfig)
-    sent = CollectionConfig.of(config, device="auto")
+    sent = of_collectors(config, device="auto")
     assert (sent.train.device, sent.train_model.lora.enabled) == ("auto", False)
     assert (sent.rows_per_batch, config.train.device) == (64, "cuda:1")
-    sent = CollectionConfig.of(config, device="cpu")
+    sent = of_collectors(config, device="cpu")
     assert sent.train.device == "cpu"
     assert pickle.loads(pickle.dumps(sent)) == sent
 

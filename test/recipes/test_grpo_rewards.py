@@ -14,7 +14,7 @@ from recipes.script import run_main
 from torchrl_llm._registry import _entries, find
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
-from torchrl_llm.recipes.ray_collection import CollectionConfig, make_collecting_env
+from torchrl_llm.recipes.ray_collection import make_collecting_env, of_collectors
 from torchrl_llm.recipes.reward_config import check_function
 from torchrl_llm.rewards import Scorer
 from torchrl_llm.trainers import AsyncGRPOConfig, load_config
@@ -192,7 +192,7 @@ def test_collectors_elsewhere_get_the_components(mine):
     overrides = [f"reward.components.mine._target_={mine}:starts_with_a_digit"]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
         values = compose("grpo-async", check_typed(*overrides, name="grpo-async"))
-    config = CollectionConfig.of(load_config(values, AsyncGRPOConfig), device="cpu")
+    config = of_collectors(load_config(values, AsyncGRPOConfig), device="cpu")
     env = make_collecting_env(config)
     assert set(env.reward_spec["rewards"].keys()) == {"task", "mine"}
 
