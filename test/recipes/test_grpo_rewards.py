@@ -197,6 +197,15 @@ def test_collectors_elsewhere_get_the_components(mine):
     assert set(env.reward_spec["rewards"].keys()) == {"task", "mine"}
 
 
+def test_collectors_elsewhere_read_rows_of_ones_own(tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("prompt,answer\n" + "".join(f"{i}+1,{i + 1}\n" for i in range(40)))
+    values = {"env": {"dataset": "rows", "repeats": 2}, "eval": {"num_prompts": 4}}
+    values |= {"data": {"source": str(rows)}, "reward": {"function": "exact"}}
+    config = of_collectors(load_config(values, AsyncGRPOConfig), device="cpu")
+    assert make_collecting_env(config).batch_size == (16,)  # half of 16 prompts, two of each
+
+
 def test_expert_iteration_selects_by_the_whole_reward(tmp_path, monkeypatch, mine):
     script = Path(SCRIPT).parents[1] / "expert-iteration" / "expert-iteration.py"
     table = run_main(
