@@ -84,25 +84,6 @@ def test_collectors_of_other_processes_have_the_agent():
     assert of_collectors(config, device="cpu").agent.build() == ReActAgent()
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"agent": {"type": "reakt"}}, "agent.type must be one of"),
-        ({"agent": {"type": "none", "tools": ["calculator"]}}, "has no effect with agent=none"),
-        ({"agent": {"type": "tool", "tools": ["calculater"]}}, "calculator"),
-        ({"agent": {"type": "tool", "tools": "calculator"}}, "must be"),
-        ({"agent": {"type": "react", "max_auxiliary_turns": 0}}, "agent=react: .* at least 1"),
-        ({"agent": {"type": "fractions:Fraction"}}, "must be a subclass of Agent"),
-        ({"reward": {"cut_penalty": -1.0}}, "be at least 0"),
-        ({"reward": {"cut_penalty": 0.5}, "advantage": {"type": "spo"}}, "rates of success"),
-        ({"reward": {"cut_penalty": 0.5}, "advantage": {"type": "constant"}}, "reads no reward"),
-    ],
-)
-def test_settings_without_effect_are_refused(settings, why):
-    with pytest.raises(ConfigError, match=why):
-        load_config(settings)
-
-
 def test_an_agent_that_does_not_go_with_the_task_says_so():
     config = load_config({"agent": {"type": "tool"}})
     with pytest.raises(ConfigError, match="agent=tool: ToolAgent has no tool to call"):

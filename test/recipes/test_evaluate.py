@@ -330,28 +330,6 @@ def test_a_format_of_answers_and_a_prompt_of_the_users_own_are_used(recipe, tmp_
 # Bad input
 
 
-IMPOSSIBLE = [
-    (["tasks=[gsm9k]"], "'gsm9k' is not among the tasks; did you mean 'gsm8k'"),
-    (["tasks=[]"], "nothing to evaluate on"),
-    (["tasks=[gsm8k,ifeval,gsm8k]"], r"tasks names \['gsm8k'\] more than once"),
-    (["eval.num_prompt=3"], "unknown key 'eval.num_prompt'.*'eval.num_prompts'"),
-    (["eval.batch_size=0"], "eval.batch_size must be at least 1, got 0"),
-    (["eval.repeats=4"], "no effect with inference_model.temperature=0"),
-    (["inference_model.num_devices=2"], "no effect with inference_model.backend=transformers"),
-    (["inference_model.temperature=-1"], "inference_model: "),
-    (["options.ifeval.scored=answer"], "options.ifeval.scored is no setting of the task 'ifeval'"),
-    (["options.gsm8k.answer_format=boxed"], "options.gsm8k.answer_format must be one of .*'auto'"),
-]
-
-
-def test_settings_that_cannot_be_are_refused_before_anything_is_built(tmp_path, run):
-    for overrides, message in IMPOSSIBLE:
-        with pytest.raises(ConfigError, match=message):
-            # a plus, where Hydra itself does not know the key
-            run(tmp_path, *(f"+{o}" if "scored=" in o else o for o in overrides))
-        assert not list(tmp_path.glob("answers*"))
-
-
 def test_missing_data_models_and_packages_are_named(tmp_path, run, monkeypatch):
     with pytest.raises(DataError, match=r"cannot read the data file .*missing\.jsonl"):
         run(tmp_path / "a", "tasks=[gsm8k]", "data_files.gsm8k=missing.jsonl")

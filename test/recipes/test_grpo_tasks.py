@@ -95,17 +95,6 @@ def test_options_reach_the_schema_from_the_command_line():
     assert load_config(composed()).env.options == {}
 
 
-def test_settings_that_a_task_does_not_have_are_refused():
-    with pytest.raises(ConfigError, match=r"env.options.num_counts is no setting .*'num_count'"):
-        load_config({"env": {"dataset": "countdown", "options": {"num_counts": 3}}})
-    with pytest.raises(ConfigError, match=r"env\.options must be a group of keys, got 3"):
-        load_config({"env": {"options": 3}})
-    with pytest.raises(ConfigError, match=r"env\.max_steps must be at least 1 or null, got 0"):
-        load_config({"env": {"max_steps": 0}})
-    with pytest.raises(ConfigError, match=r"unknown key 'env\.optionss'"):
-        load_config({"env": {"optionss": {}}})
-
-
 def test_a_task_that_there_is_not_is_refused_with_the_nearest_name():
     with pytest.raises(ConfigError, match=r"env.dataset: 'gsm8' is not among.*mean 'gsm8k'"):
         load_config({"env": {"dataset": "gsm8"}})
