@@ -21,11 +21,6 @@ from torchrl_llm.errors import ConfigError, MissingExtraError, WeightUpdateError
 from torchrl_llm.weights import InProcessWeights
 
 
-@pytest.fixture
-def policy(tokenizer):
-    return make_policy(tokenizer)
-
-
 def _queries(batch):
     return [row["query"] for row in split_rollout(batch).unbind(0)]
 
