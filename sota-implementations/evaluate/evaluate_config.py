@@ -145,7 +145,7 @@ class EvaluateConfig(Group):
     Attributes:
         seed: of sampling.
         agent: who answers, in every task.
-        tasks: names of tasks, see :data:`~torchrl_llm.recipes.tasks.TASKS`.
+        tasks: their names (``torchrl-llm list tasks``).
         data_files: file of each task; those without one have data of their own.
         options: settings of each task, and its ``system_prompt`` if not its own.
         data: rows of one's own, for the task ``rows``: those of ``eval_source`` or ``eval_split``

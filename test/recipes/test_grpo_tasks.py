@@ -13,8 +13,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from recipes.grpo_helper import SCRIPT, check_typed, column, run_script
 
+from torchrl_llm._registry import names
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.recipes.tasks import TASKS, check_task, task_class, task_options
+from torchrl_llm.recipes.tasks import check_task, task_class, task_options
 from torchrl_llm.trainers import load_config
 
 CONFIG = SCRIPT.parent / "config"
@@ -66,14 +67,14 @@ def data_of(task, folder):
 
 def test_every_task_has_a_file_of_settings_and_every_file_a_task():
     files = {path.stem for path in (CONFIG / "env").glob("*.yaml")}
-    assert files == set(TASKS)
+    assert files == set(names("tasks"))
     for name in files:
         written = OmegaConf.load(CONFIG / "env" / f"{name}.yaml")
         assert written.env.dataset == name
 
 
 def test_the_settings_of_a_task_are_valid_and_its_options_are_the_defaults_of_its_class():
-    for task in sorted(TASKS):
+    for task in names("tasks"):
         data = "data.source=rows.csv" if task == "rows" else "env.data_files=rows.jsonl"
         own = ["reward.function=exact"] if task == "rows" else []
         config = load_config(composed(f"env={task}", data, *own))
@@ -116,7 +117,7 @@ def task_params():
     sample = ("calculator", "humaneval", "ifeval", "tic_tac_toe")
     return [
         pytest.param(task, marks=[] if task in sample else pytest.mark.full)
-        for task in sorted(TASKS)
+        for task in names("tasks")
     ]
 
 

@@ -42,13 +42,6 @@ _TERMS = {
 _Terms = make_dataclass("_Terms", [(name, *term) for name, term in _TERMS.items()], kw_only=True)
 
 
-def __getattr__(name: str) -> object:
-    """``SCORERS``: the scorers that have a name, with what makes them."""
-    if name != "SCORERS":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return {each: find("rewards", each) for each in names("rewards")}
-
-
 def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
     """Refuse settings that no reward can be made of.
 
