@@ -23,9 +23,6 @@ from torchrl_llm._settings import ensure, naming
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.rewards.judge import endpoint_judge
-
-__all__ = ["add_components", "check_components", "endpoint_judge", "has_token_rewards"]
 
 TASK = "task"
 _PATH = "reward.components"
