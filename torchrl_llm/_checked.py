@@ -220,25 +220,46 @@ def rules_of(target: Callable[..., Any]) -> list[tuple[str, int | None, Any]]:
     return rules
 
 
-def check(name: str, value: Any, hint: Any) -> None:
+def check(name: str, value: Any, hint: Any, *, none: str = "None") -> None:
     """Refuse a value that an annotation does not allow.
 
     Args:
         name: of the argument.
         value: its value.
         hint: the annotation: bounds, a ``Literal``, or a union of these and of classes.
+        none: how ``None`` is written where the value comes from.
 
     Raises:
         ConfigError: the value is none of it.
     """
-    options = _options(hint)
-    if any(_fits(value, option) for option in options):
+    if fits(value, hint):
         return
+    options = _options(hint)
     choices = [each for option in options for each in _choices(option)]
     near = did_you_mean(value, map(str, choices)) if isinstance(value, str) and choices else ""
-    wanted = " or ".join(_wanted(option, value) for option in options)
-    why = [f": {mark}" for option in options for mark in _marks(option) if isinstance(mark, str)]
+    wanted = " or ".join(_wanted(option, value, none) for option in options)
+    why = [f": {mark}" for mark in marks_of(hint) if isinstance(mark, str)]
     raise ConfigError(f"{name} must be {wanted}, got {value!r}{''.join(why)}{near}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether an annotation allows a value.
+
+    Args:
+        value: the value.
+        hint: as of :func:`check`.
+    """
+    return any(_fits(value, option) for option in _options(hint))
+
+
+def marks_of(hint: Any) -> list[Any]:
+    """What stands beside the types of an annotation: bounds, and texts.
+
+    Args:
+        hint: a type, or a union of some.
+    """
+    annotated = (option for option in _options(hint) if get_origin(option) is Annotated)
+    return [mark for option in annotated for mark in option.__metadata__]
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -247,10 +268,6 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 def _is_rule(hint: Any) -> bool:
     return get_origin(hint) in (Annotated, Literal)
-
-
-def _marks(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -278,7 +295,7 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _wanted(hint: Any, value: Any) -> str:
+def _wanted(hint: Any, value: Any, none: str) -> str:
     origin = get_origin(hint)
     if choices := _choices(hint):
         return "one of " + ", ".join(map(repr, choices))
@@ -286,4 +303,4 @@ def _wanted(hint: Any, value: Any) -> str:
         kind, *marks = get_args(hint)
         whole = "a whole number " * (kind is int and not isinstance(value, numbers.Integral))
         return whole + " and ".join(str(mark) for mark in marks if not isinstance(mark, str))
-    return "None" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))
+    return none if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))

@@ -37,53 +37,6 @@ SMALL = [
     "optimizer.warmup_steps=0",
 ]
 
-REFUSED = [
-    ({"train": {"timeout_s": 5.0}}, "timeout_s has no effect with train.parallel=none"),
-    ({"train": {"parallel": "ddp"}, "advantage": {"type": "spo"}}, "know on one rank only"),
-    ({"train": {"parallel": "ddp"}, "advantage": {"type": "batch"}}, "deviation of one rank's"),
-    (
-        {"train": {"parallel": "ddp"}, "reward": {"kl_coeff": 0.1, "kl_target": 6.0}},
-        "steer another reward.kl_coeff on each rank",
-    ),
-    (
-        {
-            "train": {"parallel": "ddp"},
-            "inference_model": {"backend": "vllm", "num_devices": 2},
-            "weight_sync": {"type": "load"},
-        },
-        "an engine of its own",
-    ),
-    (
-        {
-            "train": {"parallel": "fsdp2"},
-            "inference_model": {"backend": "vllm"},
-            "weight_sync": {"type": "shared"},
-        },
-        "cannot sample with a part of the weights",
-    ),
-    (
-        {
-            "train": {"parallel": "ddp", "kl_to_ref_coeff": 0.1},
-            "ref_model": {"num_devices": 1},
-        },
-        "another rank's",
-    ),
-    (
-        {
-            "train": {"parallel": "ddp"},
-            "curriculum": {"order": "queue"},
-            "filter": {"zero_variance": "resample"},
-        },
-        "would share prompts",
-    ),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), REFUSED)
-def test_what_several_ranks_cannot_do_is_refused_at_construction(values, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(values)
-
 
 def test_one_rank_has_the_rows_of_all_in_the_asynchronous_recipe():
     load_config({"train": {"parallel": "ddp"}, "advantage": {"type": "batch"}}, AsyncGRPOConfig)

@@ -27,7 +27,6 @@ from torchrl_llm.modules.model_loading import load_model
 from torchrl_llm.weights import (
     EngineWeights,
     FileWriter,
-    RankZeroWeights,
     VLLMDoubleBufferSyncScheme,
     VLLMTransfer,
     engine_weights,
@@ -269,7 +268,7 @@ class EngineHost:
 
 
 class ShardedRank:
-    """One of two ranks that hold a model in shards, and an updater that sends from the first."""
+    """One of two ranks that hold a model in shards, of which the first sends."""
 
     def __init__(self, rank, meeting, model):
         from torch.distributed.fsdp import fully_shard
@@ -281,16 +280,14 @@ class ShardedRank:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self.sampler = TransformersBackend(fresh_like(model))
-        self.made = 0
-        self.updater = RankZeroWeights(self._make)
-
-    def _make(self):
-        self.made += 1
-        return EngineWeights(self.sampler)
+        self.updater = EngineWeights(self.sampler)
 
     def push(self):
-        self.updater.push_weights(self.model)
-        return self.made
+        """Gather with the other rank, and send from the first; whether it was this one."""
+        weights = engine_weights(self.model)
+        if is_first := dist.get_rank() == 0:
+            self.updater.push_weights(weights)
+        return is_first
 
     def differs_from(self, weights):
         """Names of the sampler's weights that are not those given."""

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from weights.processes import (
-    Child,
     ChildBackend,
     FolderListener,
     FolderWriter,
@@ -28,20 +27,6 @@ from torchrl_llm.weights import (
     shared_files,
 )
 from torchrl_llm.weights.shared_files import newest_update
-
-
-@pytest.fixture
-def children():
-    started = []
-
-    def start(make, *arguments):
-        started.append(Child(make, *arguments))
-        return started[-1]
-
-    yield start
-    for child in started:
-        child.kill()
-
 
 WEIGHTS = {
     "model.a.weight": torch.randn(3, 2).bfloat16(),
