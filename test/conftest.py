@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # The process that hands tests to others starts them at once: it imports nothing that takes seconds.
 import hypothesis
 import pytest
-import quick_yaml  # noqa: F401
+import quicker  # noqa: F401
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
