@@ -16,7 +16,7 @@ from unittest import mock
 
 # What a run imports, some of it in its course only.
 IMPORTED = (
-    "quick_yaml",
+    "quicker",
     "recipes.kill_helper",
     "matplotlib.pyplot",
     "transformers.models.qwen2.modeling_qwen2",
