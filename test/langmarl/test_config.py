@@ -81,6 +81,20 @@ def an_env(name, config_class=None):
 # -- defaults -----------------------------------------------------------------------------------
 
 
+def test_no_name_of_ours_can_be_taken_though_ours_was_not_imported_yet(registered, monkeypatch):
+    ours = dict(_registry._entries["environments"])
+    monkeypatch.setitem(_registry._entries, "environments", {})
+    monkeypatch.setattr(_registry, "_load", lambda kind: _registry._entries[kind].update(ours))
+    with pytest.raises(ConfigError, match="'language' among the environments already"):
+        an_env("language")
+
+
+@pytest.mark.parametrize("name", ["", "mine:v2", None])
+def test_an_environment_needs_a_name_that_a_configuration_can_say(name, registered):
+    with pytest.raises(ConfigError, match="an environment needs a name without ':'"):
+        an_env(name)
+
+
 @pytest.mark.parametrize(
     ("made", "defaults"),
     [
