@@ -52,9 +52,8 @@ class ReToolAgent(ReActAgent):
 
     Args:
         timeout: seconds that a piece of code, or a call, may take.
-        sandbox: where code runs (``"bubblewrap"``, ..., or a sandbox with limits of its own); the
-            strongest that the machine has if not given, see
-            :func:`~torchrl_llm.sandbox.make_sandbox`.
+        sandbox: where code runs (``"bubblewrap"``, ...); the strongest that the machine has if not
+            given, see :func:`~torchrl_llm.sandbox.make_sandbox`.
         memory_bytes: address space of each process of a piece of code.
 
     Example:
