@@ -293,9 +293,14 @@ def test_an_environment_of_the_users_brings_its_class_or_gets_the_base(tmp_path,
         walls: list[str] = dataclasses.field(default_factory=list)
         shape: Literal["round", "square"] = "round"
         options: dict[str, Any] = dataclasses.field(default_factory=dict)
+        key: str = dataclasses.field(default="hidden", repr=False)
 
     an_env("maze", MazeConfig)
     an_env("plain")
+    bare = load_config(written(tmp_path, env="maze"))
+    assert (bare.walls, bare.shape, bare.options, bare.key) == ([], "round", {}, "hidden")
+    assert "hidden" not in repr(bare)
+    assert bare.walls is not MazeConfig(env="maze").walls
     given = {"walls": ["north"], "shape": "square", "options": {"deep": [1]}}
     found = load_config(written(tmp_path, env="maze", **given))
     assert {key: getattr(found, key) for key in given} == given
