@@ -133,6 +133,14 @@ def test_views_pickle_their_own_part_only():
     assert len(pickle.dumps(pack_rows(rows))) < 4_000  # the storage alone is 40,000 bytes
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_that_numpy_does_not_know_are_pickled(dtype):
+    rows = [TensorDict(x=torch.tensor([0.5, 2.0]).to(dtype)) for _ in range(2)]
+    back = pickle.loads(pickle.dumps(pack_rows(rows))).unpack()[1]["x"]
+    assert back.dtype == dtype
+    assert back.float().tolist() == [0.5, 2.0]
+
+
 def test_rows_that_were_read_are_pickled_as_before_they_were():
     packed = pack_rows([TensorDict(ids=torch.ones(n), m=NonTensorData(str(n))) for n in range(50)])
     before = pickle.dumps(packed)
