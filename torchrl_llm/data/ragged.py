@@ -260,6 +260,16 @@ def pad_rows(
     )
 
 
+def are_aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
+    """Whether a column has one entry for each of the ids, or other entries, of each row.
+
+    Args:
+        columns: ``B`` tensors ``[T_b, ...]``.
+        rows: ``B`` tensors ``[T_b]``.
+    """
+    return all(a.shape[:1] == b.shape for a, b in zip(columns, rows, strict=True))
+
+
 def unpad_rows(dense: Tensor, mask: Tensor) -> list[Tensor]:
     """The valid entries of each padded row.
 
