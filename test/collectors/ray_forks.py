@@ -20,16 +20,21 @@ def hand_over(path):
 
 
 def serve(path):
-    """Fork a worker for each process that hands over, for ever; in a fork of the fork server."""
+    """Fork a worker for each process that hands over, while that of the tests lives.
+
+    It is to run in a fork of the fork server.
+    """
     import multiprocessing
     import signal
+    from multiprocessing import connection
 
     # As in any process of Ray: it may start processes of its own, and waits for them.
     multiprocessing.current_process()._config["daemon"] = False
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(path)
         listener.listen(64)
-        while True:
+        tests = multiprocessing.parent_process().sentinel
+        while tests not in connection.wait([listener, tests]):
             asked, _ = listener.accept()
             signal.signal(signal.SIGCHLD, signal.SIG_IGN)
             if os.fork() == 0:
