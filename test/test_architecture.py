@@ -41,6 +41,7 @@ ROOT_HELPERS |= {
     "_checked",
     "_chat_server",
     "_files",
+    "_masking",
     "_parent",
     "_progress",
     "_run_log",
@@ -148,12 +149,19 @@ def test_no_file_imports_itself_through_others():
 
 
 def test_root_helpers_import_nothing_of_ours_but_errors_and_what_checks_arguments():
-    for name in ("errors", "_files", "_imports", "_parent", "_registry", "_ray", "_redis"):
-        path = PACKAGE / f"{name}.py"
-        if not path.exists():
-            continue
-        ours = {m for _, m, _ in _imports(_tree(path)) if "torchrl_llm" in m}
-        assert ours <= {f"torchrl_llm.{name}" for name in ("errors", "_imports", "_checked")}, ours
+    allowed = {f"torchrl_llm.{name}" for name in ("errors", "_imports", "_checked", "_masking")}
+    for name in (
+        "errors",
+        "_files",
+        "_imports",
+        "_masking",
+        "_parent",
+        "_registry",
+        "_ray",
+        "_redis",
+    ):
+        ours = {m for _, m, _ in _imports(_tree(PACKAGE / f"{name}.py")) if "torchrl_llm" in m}
+        assert ours <= allowed, ours
 
 
 def test_mixins_of_torchrls_surface_import_nothing_of_ours_but_errors():

@@ -111,7 +111,7 @@ def test_weights_arrive_under_their_version_and_act(collector, model):
         ids = row["tokens", "full"]
         scores = scorer.backend.token_scores([ids], [own]).log_probs
         torch.testing.assert_close(scores, row["log_probs", "full"][own], atol=1e-5, rtol=1e-5)
-    collector.update_policy_weights_(state_dict=model.state_dict(), version=50)
+    collector.load_weights(TensorSource(engine_weights(model)), version=50)
     assert collector.get_policy_version() == 50
     collector.increment_version()
     assert split_rollout(collector.next())[-1]["trace", "policy_version"].max() == 51

@@ -101,6 +101,9 @@ class _Table:
     row_records: dict[int, TokenRecord] = field(default_factory=dict)
     _cells: dict[int, NonTensorData] = field(default_factory=dict)
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return _slots(self, row_records={}, _cells={})
+
     def cell(self, place: int) -> NonTensorData:
         """The cell of an object; one for all rows that have it, where it is no chat."""
         found = self._cells.get(place)
@@ -176,6 +179,9 @@ class PackedRows:
             raise safe_bytes.told("a message holds no rows", error) from None
         return packed
 
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return _slots(self, _plan=None, _reads=0)
+
     def __len__(self) -> int:
         return self.num_rows
 
@@ -238,6 +244,11 @@ class PackedRows:
                 content = content.split() if cut and kind == "tensor" else content
                 leaves.append((parent, name, where, content))
         return len(slots), leaves, nodes
+
+
+def _slots(of: Any, **anew: Any) -> tuple[None, dict[str, Any]]:
+    """What a pickle keeps of slots: not what reading has left in some of them."""
+    return None, {name: getattr(of, name) for name in of.__slots__} | anew
 
 
 def _where(rows: list[int] | None) -> dict[int, int] | None:
@@ -520,6 +531,9 @@ class _Texts:
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([self[place] for place in range(len(self))],)
 
     def __getitem__(self, place: int) -> Any:
         if place not in self._known:
