@@ -23,6 +23,7 @@ from torchrl_llm.tools.call_parsers import ToolTagParser
 from torchrl_llm.tools.mcp import MCPServers, MCPToolTransform, _text_of
 from torchrl_llm.tools.mcp_client import MCPServerConfig
 from torchrl_llm.tools.tool_call import ToolCall
+from torchrl_llm.weights.transfer import free_port
 
 if find_spec("mcp") is None:  # importing it takes a second
     pytest.skip("needs mcp: pip install torchrl_llm[mcp]", allow_module_level=True)
@@ -64,12 +65,6 @@ def say(env, td, *calls):
     turn = {"role": "assistant", "content": "", "tool_calls": functions}
     td["history"].full = History.of([chat + [turn] for chat in td["history"].prompt.chats])
     return env.step_and_maybe_reset(td)[1]
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @contextmanager

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import socket
 import subprocess
 import time
 import urllib.request
@@ -26,18 +25,13 @@ from torchrl_llm.envs.actions import ActionError
 from torchrl_llm.envs.libs.openenv import OpenEnvClient, OpenEnvEnv
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError
 from torchrl_llm.modules import FakeWrapper
+from torchrl_llm.weights.transfer import free_port
 
 REAL = os.environ.get("TORCHRL_LLM_OPENENV_PYTHON")
 
 
-def _free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
-
-
 def _real_server():
-    port = _free_port()
+    port = free_port()
     script = Path(__file__).with_name("guessing_server.py")
     process = subprocess.Popen([REAL, str(script), str(port)])
     url = f"http://127.0.0.1:{port}"
@@ -253,7 +247,7 @@ def test_rows_hold_the_options_of_resets(ours):
 
 
 def test_a_server_that_is_not_there_and_settings_that_are_impossible(ours):
-    nobody = f"http://127.0.0.1:{_free_port()}"
+    nobody = f"http://127.0.0.1:{free_port()}"
     with pytest.raises(WorkerError, match="gave no schema of actions"):
         OpenEnvEnv(nobody)
     with pytest.raises(WorkerError, match="cannot connect"):

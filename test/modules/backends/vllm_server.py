@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrl_llm.modules.backends.server import EXTENSION
+from torchrl_llm.weights.transfer import free_port
 
 ROOT = Path(__file__).parents[3]
 ENVIRONMENT = {
@@ -37,12 +37,6 @@ ARGUMENTS = {
 }
 FLAGS = ["--enforce-eager", "--no-enable-chunked-prefill", "--no-async-scheduling"]
 START_S = 500
-
-
-def free_port():
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
 
 
 @contextmanager
