@@ -221,18 +221,6 @@ class TokenRecord:
         response = Completion(token_ids, log_probs.float(), finish_reason, support, None, facts)
         return respond_records([self], [response], policy_version)[0]
 
-    def facts_with(self, more: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-        """Registered facts of these tokens and ``count`` that follow, defaults where not given."""
-        joined = {}
-        for name in {**self.facts, **more}:
-            fact = find_fact(name)
-            if name in more:
-                fact.check(more[name], count)
-            before = self.facts.get(name)
-            parts = (before, self.token_ids.shape[0]), (more.get(name), count)
-            joined[name] = torch.cat([fact.filled(n) if c is None else c for c, n in parts])
-        return joined
-
     def support_with(self, more: Support | None, count: int) -> Support | None:
         """The support of these tokens and ``count`` that follow; ``None`` where neither has one."""
         if self.support is None and more is None:
@@ -287,21 +275,18 @@ def extend_records(
     more = _unsampled(torch.cat(list(token_ids)), torch.cat(list(sources)))
     lengths = [record.token_ids.shape[0] + n for record, n in zip(records, counts, strict=True)]
     columns = {
-        name: torch.cat(
-            [
-                part
-                for record, new in zip(records, column.split(counts), strict=True)
-                for part in (getattr(record, name), new)
-            ]
-        ).split(lengths)
+        name: _join([getattr(r, name) for r in records], column.split(counts)).split(lengths)
         for name, column in more.items()
     }
     return [
         replace(
             record,
             **dict(zip(columns, row, strict=True)),
-            facts=record.facts_with({}, count),
-            support=record.support and Support.join([record.support, Support.whole(count)]),
+            facts={
+                name: torch.cat([values, find_fact(name).filled(count)])
+                for name, values in record.facts.items()
+            },
+            support=record.support_with(None, count),
             num_messages=number,
             finish_reason=None,
         )

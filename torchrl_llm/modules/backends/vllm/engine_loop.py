@@ -131,20 +131,21 @@ class EngineLoop:
             return []
         ticket = _Ticket(requests)
         if self._owner == threading.get_ident():
-            return self._run_alone(ticket)
-        with self._lock:
-            self._check_alive()
-            self._incoming.append(ticket)
-            lead = self._leader is None
-            if lead:
-                self._leader = ticket
-                self._progress = time.monotonic()
-        self._follow(ticket, lead, timeout_s)
+            self._run_alone(ticket)
+        else:
+            with self._lock:
+                self._check_alive()
+                self._incoming.append(ticket)
+                lead = self._leader is None
+                if lead:
+                    self._leader = ticket
+                    self._progress = time.monotonic()
+            self._follow(ticket, lead, timeout_s)
         if ticket.error is not None:
             raise ticket.error
         return [ticket.outputs[name] for name in ticket.names]
 
-    def _run_alone(self, ticket: _Ticket) -> list[Any]:
+    def _run_alone(self, ticket: _Ticket) -> None:
         """For the thread that has the engine to itself: others' requests stay where they are."""
         self._check_alive()
         try:
@@ -154,9 +155,6 @@ class EngineLoop:
         except BaseException as error:
             self._die(error)
             raise
-        if ticket.error is not None:
-            raise ticket.error
-        return [ticket.outputs[name] for name in ticket.names]
 
     def _follow(self, ticket: _Ticket, lead: bool, timeout_s: float) -> None:
         while not ticket.finished:
