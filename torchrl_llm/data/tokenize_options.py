@@ -13,11 +13,13 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 
+from torchrl_llm._checked import checked
 from torchrl_llm.data.ragged import pad_rows, ragged_rows
 from torchrl_llm.data.text.whole_chats import EncodedChat
 from torchrl_llm.errors import ConfigError, TokenizerError
 
 
+@checked
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
     """What ``apply_chat_template`` was asked to return.
@@ -36,7 +38,7 @@ class TokenizeOptions:
     """
 
     tokenize: bool | None = None
-    padding: bool | Literal["longest", "max_length"] = False
+    padding: Literal[False, True, "longest", "max_length", "do_not_pad"] = False
     truncation: bool = False
     max_length: int | None = None
     return_tensors: Literal["pt"] | None = None
@@ -44,12 +46,6 @@ class TokenizeOptions:
     assistant_mask: bool = False
 
     def __post_init__(self) -> None:
-        if self.padding not in (False, True, "longest", "max_length", "do_not_pad"):
-            raise ConfigError(
-                f"padding must be a bool, 'longest' or 'max_length', got {self.padding!r}"
-            )
-        if self.return_tensors not in (None, "pt"):
-            raise ConfigError(f"return_tensors must be 'pt' or None, got {self.return_tensors!r}")
         if self.max_length is not None and not (self.truncation or self.padding == "max_length"):
             raise ConfigError("max_length has no effect without truncation or padding='max_length'")
         if self.assistant_mask and self.return_dict is False:
