@@ -101,15 +101,6 @@ def test_more_than_a_batch_is_several_batches():
     assert advantages(write(credit, _four())) == [-1.0, 1.0, -1.0, 1.0]
 
 
-def test_a_batch_resumes_where_it_was():
-    credit, other = (HybridNormalizedReturn(2, batch_size=4) for _ in range(2))
-    write(credit, _four()[:3])
-    other.load_state_dict(credit.state_dict())
-    got = advantages(write(other, _four()[3:]))
-    assert got == advantages(write(HybridNormalizedReturn(2), _four()))
-    assert other.get_stats()["completed_groups"] == 2
-
-
 def test_a_batch_size_is_a_multiple_of_the_group_size():
     with pytest.raises(ConfigError, match="multiple"):
         HybridNormalizedReturn(4, batch_size=6)
