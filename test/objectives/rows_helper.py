@@ -12,6 +12,8 @@ from torch import nn
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
+from torchrl_llm.functional import reinforce
+from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, Surrogate
 
 LOG2 = math.log(2)
 BOTH = pytest.mark.parametrize(
@@ -33,6 +35,12 @@ class TableActor(nn.Module, TokenScorer):
         ids = torch.cat([s[m] for s, m in zip(sequences, select, strict=True)])
         log_probs = self.table[ids]
         return TokenScores(log_probs, log_probs * 0 + self.entropy if entropy else None)
+
+
+class Reinforce(PolicyGradientLoss):
+    def surrogate(self, tokens):
+        loss = reinforce(tokens.log_probs, tokens.advantage)
+        return Surrogate(loss, torch.zeros_like(loss, dtype=torch.bool))
 
 
 def make_row(

@@ -6,25 +6,19 @@ import math
 
 import pytest
 import torch
-from objectives.rows_helper import TableActor, double, make_row, make_rows
+from objectives.rows_helper import Reinforce, TableActor, double, make_row, make_rows
 
 from torchrl_llm.data.scoring import ScoreExtras
 from torchrl_llm.errors import DataError
-from torchrl_llm.functional import Normalizer, k1, k2, k3, reinforce
+from torchrl_llm.functional import Normalizer, k1, k2, k3
 from torchrl_llm.objectives import Correction, GRPOLoss, check_invariance
-from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, PolicyLossOutput, Surrogate
-
-
-class ReinforceLoss(PolicyGradientLoss):
-    def surrogate(self, tokens):
-        loss = reinforce(tokens.log_probs, tokens.advantage)
-        return Surrogate(loss, torch.zeros_like(loss, dtype=torch.bool))
+from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, PolicyLossOutput
 
 
 def test_a_new_loss_is_a_surrogate():
     model = TableActor([-9.0, -1.0, -2.0])
     rows = make_rows(make_row([0, 1], 1, advantage=3.0), make_row([0, 2], 1, advantage=-1.0))
-    output = ReinforceLoss(model)(rows)
+    output = Reinforce(model)(rows)
     assert isinstance(output, PolicyLossOutput)
     assert output.loss_objective.item() == pytest.approx((3 * 1 + -1 * 2) / 2)
     output.total_loss().backward()
@@ -36,7 +30,7 @@ def test_the_base_cannot_be_used_without_one():
         PolicyGradientLoss(TableActor([0.0]))
 
 
-class Spy(ReinforceLoss):
+class Spy(Reinforce):
     def surrogate(self, tokens):
         self.seen = tokens
         return super().surrogate(tokens)
@@ -51,7 +45,7 @@ def test_a_surrogate_sees_which_row_each_token_belongs_to():
 
 
 def test_outputs_of_micro_batches_can_be_added():
-    loss = ReinforceLoss(TableActor([-1.0, -1.0, -2.0]))
+    loss = Reinforce(TableActor([-1.0, -1.0, -2.0]))
     rows = [make_row([0, 1, 1], 1), make_row([0, 2], 1)]
     whole = loss(make_rows(*rows))
     normalizer = loss.normalizer(make_rows(*rows))
@@ -70,13 +64,13 @@ def test_the_line_of_torchrls_recipes_is_the_loss_and_not_diluted_by_metrics(red
         lambda out: getattr(out, reduction)(reduce=True),
     ):
         model = TableActor([-9.0, -1.0, -2.0])
-        loss = ReinforceLoss(model, entropy_coeff=0.1)
+        loss = Reinforce(model, entropy_coeff=0.1)
         output = loss(make_rows(make_row([0, 1], 1, advantage=3.0), make_row([0, 2], 1)))
         backward(output).backward()
         gradients.append(model.table.grad)
     torch.testing.assert_close(gradients[0], gradients[1])
     assert getattr(output, reduction)().entropy == output.entropy  # of each field, as before
-    per_token = ReinforceLoss(TableActor([-1.0] * 3), aggregation="none")(
+    per_token = Reinforce(TableActor([-1.0] * 3), aggregation="none")(
         make_rows(make_row([0, 1], 1, advantage=3.0), make_row([0, 2], 1, advantage=1.0))
     )
     expected = getattr(per_token.loss_objective, reduction)()
@@ -85,7 +79,7 @@ def test_the_line_of_torchrls_recipes_is_the_loss_and_not_diluted_by_metrics(red
 
 def test_training_mode_and_gradients_can_be_off():
     with torch.no_grad():
-        output = ReinforceLoss(TableActor([-1.0] * 4))(make_rows(make_row([0, 1], 1)))
+        output = Reinforce(TableActor([-1.0] * 4))(make_rows(make_row([0, 1], 1)))
     assert not output.loss_objective.requires_grad
 
 
@@ -95,7 +89,7 @@ class TestHooks:
             loss_value: torch.Tensor | None = None
             mean_value: torch.Tensor | None = None
 
-        class WithValues(ReinforceLoss):
+        class WithValues(Reinforce):
             output_type = Output
 
             def extras(self, tensordict, rows):
@@ -117,7 +111,7 @@ class TestHooks:
         torch.testing.assert_close(output.total_loss(), output.loss_objective + output.loss_value)
 
     def test_the_three_steps_are_the_forward(self):
-        loss = ReinforceLoss(TableActor([-1.0] * 4))
+        loss = Reinforce(TableActor([-1.0] * 4))
         td = make_rows(make_row([0, 1, 1], 1), make_row([0, 2], 1))
         rows = loss.read(td)
         scores = loss.score(td, rows)
@@ -143,7 +137,7 @@ class TestRowsWithoutTrainedTokens:
     def loss(self, aggregation, **settings):
         if aggregation == "constant":
             settings["constant_length"] = 10
-        return ReinforceLoss(TableActor([-1.0] * 3), aggregation=aggregation, **settings)
+        return Reinforce(TableActor([-1.0] * 3), aggregation=aggregation, **settings)
 
     @pytest.mark.parametrize(
         ("aggregation", "without", "counted"),
@@ -198,14 +192,14 @@ class TestPromptMean:
 
     def test_each_prompt_counts_the_same_and_in_it_each_token(self):
         model = TableActor([-9.0, -1.0, -1.0])
-        loss = ReinforceLoss(model, aggregation="prompt_mean")
+        loss = Reinforce(model, aggregation="prompt_mean")
         output = loss(self.rows())
         assert output.loss_objective.item() == pytest.approx((5 / 3 + 5) / 2)
         output.total_loss().backward()
         torch.testing.assert_close(model.table.grad, torch.tensor([0.0, -5 / 6, -5 / 2]))
 
     def test_a_prompt_may_be_cut_by_micro_batches(self):
-        loss = ReinforceLoss(TableActor([-9.0, -1.0, -1.0]), aggregation="prompt_mean")
+        loss = Reinforce(TableActor([-9.0, -1.0, -1.0]), aggregation="prompt_mean")
         rows = self.rows()
         normalizer = loss.normalizer(rows)
         assert normalizer.group_tokens == {7: 3, 9: 1}
@@ -213,14 +207,14 @@ class TestPromptMean:
         assert sum(parts).item() == pytest.approx((5 / 3 + 5) / 2)
 
     def test_a_normalizer_of_other_rows_is_refused(self):
-        loss = ReinforceLoss(TableActor([-9.0, -1.0, -1.0]), aggregation="prompt_mean")
+        loss = Reinforce(TableActor([-9.0, -1.0, -1.0]), aggregation="prompt_mean")
         for normalizer in (loss.normalizer(self.rows()[1:2]), Normalizer(4, 3)):
             with pytest.raises(DataError, match=r"does not count the prompt groups \[7"):
                 loss(self.rows(), normalizer=normalizer)
 
     def test_without_group_ids_the_error_names_torchrls_meaning(self):
         rows = make_rows(make_row([0, 1], 1))
-        loss = ReinforceLoss(TableActor([-1.0] * 2), aggregation="prompt_mean")
+        loss = Reinforce(TableActor([-1.0] * 2), aggregation="prompt_mean")
         for call in (loss, loss.normalizer):
             with pytest.raises(DataError, match=r"no group_id.*sequence_mean"):
                 call(rows)
@@ -244,7 +238,7 @@ class TestDivergences:
     def test_estimators_by_hand(self, name, value, slope):
         model = TableActor([-9.0, -1.0])
         td = make_rows(make_row([0, 1], 1, advantage=0.0, ref=-1.0 - math.log(2)))
-        output = ReinforceLoss(model, kl_to_ref_coeff=0.5, kl_estimator=name)(td)
+        output = Reinforce(model, kl_to_ref_coeff=0.5, kl_estimator=name)(td)
         assert output.kl_to_ref.item() == pytest.approx(value, rel=1e-5)
         assert output.loss_kl_to_ref.item() == pytest.approx(0.5 * value, rel=1e-5)
         output.total_loss().backward()
@@ -260,7 +254,7 @@ class TestDivergences:
             )
         )
         model = TableActor([-9.0, -1.0])
-        loss = ReinforceLoss(
+        loss = Reinforce(
             model,
             kl_to_ref_coeff=1.0,
             kl_estimator="weighted_k3",
@@ -290,9 +284,9 @@ class TestDivergences:
     def test_k1_as_a_loss_is_warned_of(self, monkeypatch):
         said = []
         monkeypatch.setattr("torchrl_llm.objectives.policy_loss.logger.warning", said.append)
-        ReinforceLoss(TableActor([0.0]), kl_to_ref_coeff=0.1, kl_estimator="k2")
+        Reinforce(TableActor([0.0]), kl_to_ref_coeff=0.1, kl_estimator="k2")
         assert said == []
-        ReinforceLoss(TableActor([0.0]), kl_to_ref_coeff=0.1, kl_estimator="k1")
+        Reinforce(TableActor([0.0]), kl_to_ref_coeff=0.1, kl_estimator="k1")
         assert "mean zero" in said[0]
 
 

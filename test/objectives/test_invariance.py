@@ -12,18 +12,17 @@ from objectives.every_loss import (
     make_actor,
     make_loss,
 )
-from objectives.rows_helper import TableActor, make_row, make_rows, pad
+from objectives.rows_helper import Reinforce, TableActor, make_row, make_rows, pad
 from tensordict import TensorDict
 
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.scoring import TokenScores
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.functional import reinforce
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.objectives import Correction, GRPOLoss, SFTLoss, check_invariance
-from torchrl_llm.objectives.policy_loss import PolicyGradientLoss, Surrogate
+from torchrl_llm.objectives.policy_loss import Surrogate
 
 LAWS = {"layouts", "naive", "micro-batches", "order", "junk"}
 
@@ -100,12 +99,6 @@ def test_what_cannot_be_tried_is_said():
     assert set(report.deviations) == {"micro-batches", "order"}
     assert set(report.skipped) == {"layouts", "naive", "junk"}
     assert "naive           not tried: the actor has no naive_scorer" in str(report)
-
-
-class Reinforce(PolicyGradientLoss):
-    def surrogate(self, tokens):
-        loss = reinforce(tokens.log_probs, tokens.advantage)
-        return Surrogate(loss, torch.zeros_like(loss, dtype=torch.bool))
 
 
 class MeanOverTheMicroBatch(Reinforce):
