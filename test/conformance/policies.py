@@ -251,6 +251,7 @@ class WrapperConformance:
             for part, half in zip(("prompt", "response"), wanted, strict=True):
                 if key == ("tokens", "full"):
                     assert torch.equal(b["tokens", part], half), part
+        assert torch.equal(b["log_probs", "response"], b["log_probs", "full"][:, max(prompts) :])
 
     def test_text_and_history_are_views_of_the_ids(self, tokenizer):
         policy = self.make(tokenizer)

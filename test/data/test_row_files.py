@@ -120,12 +120,6 @@ def test_an_empty_or_binary_file_is_refused(tmp_path):
         read_jsonl(path)
 
 
-def test_a_byte_order_mark_is_skipped(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n')
-    assert read_jsonl(path) == [{"a": 1}]
-
-
 @pytest.mark.parametrize("indent", [None, 2])
 def test_an_array_of_objects_is_read_too(tmp_path, indent):
     path = tmp_path / "rows.json"

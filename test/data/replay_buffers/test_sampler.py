@@ -15,7 +15,6 @@ from torchrl.data import (
     SamplerWithoutReplacement,
 )
 
-from torchrl_llm import data
 from torchrl_llm.data.nodes import cell
 from torchrl_llm.data.replay_buffers import PromptGroupSampler, ReplayBuffer
 from torchrl_llm.errors import ConfigError, DataError
@@ -54,10 +53,6 @@ def _buffer(rows, batch_size=4, max_size=100, seed=0, **options):
 
 def _numbers(buffer):
     return [r["number"].item() for r in buffer.sample().unbind(0)]
-
-
-def test_it_is_found_where_torchrls_users_look():
-    assert data.PromptGroupSampler is PromptGroupSampler
 
 
 @pytest.mark.parametrize("options", [{"num_groups": 2}, {"samples_per_group": 3}])

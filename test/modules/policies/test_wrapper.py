@@ -178,21 +178,6 @@ def test_defect_13_text_of_padded_ragged_prompts_is_that_of_their_ids(tokenizer)
     assert not any("<|endoftext|>" in text for text in out["text"].get("full"))
 
 
-@pytest.mark.parametrize("answers", [["a", "a longer answer"], ["a longer answer", "a"]])
-def test_a_padded_full_is_the_padded_prompt_and_the_padded_response(tokenizer, answers):
-    policy = FakeWrapper(answers, tokenizer=tokenizer, pad_output=True)
-    out = policy(history_td([{**USER, "content": "Hi " * 9}], [USER]))
-    tokens, mask = out["tokens"], out["masks", "all_attention_mask"]
-    start = tokens.prompt.shape[1]
-    assert torch.equal(tokens.full, torch.cat((tokens.prompt, tokens.response), dim=1))
-    assert torch.equal(out["log_probs", "full"][:, start:], out["log_probs", "response"])
-    for row, chat in enumerate(out["history"].full.chats):
-        assert torch.equal(tokens.full[row][mask[row]], chat.record.token_ids)
-        assert bool(mask[row, start - 1 : start + 1].all())
-        sampled = out["trace"].source[row] == Source.SAMPLED
-        assert torch.equal(sampled.nonzero(), (sampled & mask[row]).nonzero())
-
-
 def test_defect_14_the_pad_id_is_the_tokenizers_even_if_it_adds_a_first_token(make_tokenizer):
     from tokenizers.processors import TemplateProcessing
 
