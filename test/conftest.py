@@ -106,6 +106,17 @@ def tiny_model(make_tiny_model):
     return make_tiny_model()
 
 
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray with two CPUs, for the tests of one file."""
+    ray = pytest.importorskip("ray")
+    from collectors.ray_helper import start_ray
+
+    start_ray(ray, num_cpus=2)
+    yield
+    ray.shutdown()
+
+
 @pytest.fixture(autouse=True)
 def _seeded():
     import torch
