@@ -133,6 +133,15 @@ def test_views_pickle_their_own_part_only():
     assert len(pickle.dumps(pack_rows(rows))) < 4_000  # the storage alone is 40,000 bytes
 
 
+def test_rows_that_were_read_are_pickled_as_they_were_before():
+    packed = pack_rows(_rows())
+    before = pickle.dumps(packed)
+    for _ in range(3):
+        packed.unpack()
+    assert pickle.dumps(packed) == before
+    assert pickle.loads(before)[1]["tokens", "full"].tolist() == list(range(7))
+
+
 def test_own_rows_copies_views_of_large_storages_and_leaves_the_rest():
     whole, small, single = torch.arange(10_000), torch.arange(100), torch.arange(3)
     node = TensorDict({"b": whole[5:9], "c": small[:2]})
