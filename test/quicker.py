@@ -12,4 +12,5 @@ import os
 import yaml
 
 yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+wait_for_the_disk = os.fsync
 os.fsync = lambda handle: None

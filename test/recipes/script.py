@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import csv
+import re
 import runpy
 import sys
+from functools import cache
 from pathlib import Path
 
+from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from recipes.glossary import unknown
 
 from torchrl_llm.recipes import launch
@@ -18,7 +23,25 @@ def load_recipe(path, overrides):
     page, file = launch.load_page(path), launch.PAGES / path
     folder, name = file.parent / "config", file.stem.removesuffix("-sync")
     checked = launch.check_arguments([*overrides], folder, name)
-    return page, page.load_config(launch.compose_files(folder, name, checked))
+    return page, page.load_config(compose(folder, name, checked))
+
+
+def compose(folder, name, overrides):
+    """What Hydra composes, in less time than a step takes: the files once, then the values."""
+    values = [each for each in overrides if re.match(r"(?!hydra\.)\w+\.[\w.]+=", each)]
+    groups = tuple(each for each in overrides if each not in values)
+    config = copy.deepcopy(_composed(folder, name, groups))
+    try:
+        parsed = OverridesParser.create().parse_overrides(values)
+        ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+    except Exception:  # whole, it says what is wrong as a user is told
+        return launch.compose_files(folder, name, overrides)
+    return config
+
+
+@cache
+def _composed(folder, name, groups):
+    return launch.compose_files(folder, name, groups)
 
 
 def run_main(monkeypatch, script, folder, *overrides):

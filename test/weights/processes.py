@@ -16,6 +16,7 @@ import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
 
+import quicker
 import torch
 import torch.distributed as dist
 from fork_server import fork_server
@@ -217,7 +218,8 @@ class FolderWriter:
         return self.writer.write(weights, version=version).path.name
 
     def write_for(self, seconds, at_least):
-        """Write as fast as it goes, weights that take a while to copy."""
+        """Write as fast as a disk goes, weights that take a while to copy."""
+        os.fsync = quicker.wait_for_the_disk
         deadline, count = time.monotonic() + seconds, 0
         while time.monotonic() < deadline or count < at_least:
             count += 1

@@ -8,6 +8,7 @@ tool call, at the end of the text), how does it write reasoning and calls, and w
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -36,6 +37,10 @@ TOOL = {
         },
     },
 }
+
+
+# Of each tokenizer: a probe renders thirty times, and each environment makes a formatter.
+_FOUND: weakref.WeakKeyDictionary[Any, dict[Any, Probe]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -93,12 +98,18 @@ class Probe:
 
 
 def probe_template(renderer: Renderer, codec: Codec) -> Probe:
-    """Probe a template.
+    """Probe a template, once for each tokenizer, its tokens and the template's variables.
 
     Raises:
         TemplateError: the template does not even render a user message.
     """
-    return _Prober(renderer, codec).run()
+    variables = repr(sorted(renderer.variables.items()))
+    tokens = (*codec.added.items(), codec.special_ids, codec.eos_ids, codec.bytewise)
+    known = _FOUND.setdefault(codec.tokenizer, {})
+    key = (renderer.template, renderer.form, variables, tokens)
+    if key not in known:
+        known[key] = _Prober(renderer, codec).run()
+    return known[key]
 
 
 def _user(text: str) -> dict:

@@ -314,7 +314,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
         return f"{name} gives packed rows other states than padded ones"
     if _distance(packed[:, 4:], changed[:, 4:]) > rounding / 10:
         return f"tokens of one packed row reach the next one in {name}"
-    if problem := _stream_limit(model):
+    if problem := heads.tried_once(_stream_limit, model):
         return f"{name} does not take a stream that is longer than its context: {problem}"
     return None
 
