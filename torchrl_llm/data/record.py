@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,8 @@ from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, TokenFact, added_facts, find_fact
 from torchrl_llm.errors import DataError
+
+_built_in = attrgetter(*RECORD_COLUMNS)
 
 
 class Completion(NamedTuple):
@@ -168,7 +171,7 @@ class TokenRecord:
 
     def columns(self) -> dict[str, Tensor]:
         """All columns by the names of their facts."""
-        return {name: getattr(self, name) for name in RECORD_COLUMNS} | dict(self.facts)
+        return dict(zip(RECORD_COLUMNS, _built_in(self), strict=True)) | dict(self.facts)
 
     @property
     def num_turns(self) -> int:

@@ -285,7 +285,8 @@ class ValueReader:
 def naturals(values: Any, limit: int) -> list[int]:
     """The values, which must be a list of numbers from 0 to before ``limit``."""
     check(type(values) is list, "expected a list of numbers")
-    check(all(type(v) is int and 0 <= v < limit for v in values), "a number out of range")
+    check(set(map(type, values)) <= {int}, "no whole number")
+    check(not values or (min(values) >= 0 and max(values) < limit), "a number out of range")
     return values
 
 
@@ -326,6 +327,7 @@ def checked_record(record: TokenRecord) -> TokenRecord:
 
 
 def _hashable(values: list[Any]) -> list[Any]:
-    most = max(Counter(map(hash, values)).values(), default=0)
-    check(most <= _MAX_EQUAL_HASHES, "values with the same hash")
+    if len(values) > _MAX_EQUAL_HASHES:
+        most = max(Counter(map(hash, values)).values())
+        check(most <= _MAX_EQUAL_HASHES, "values with the same hash")
     return values

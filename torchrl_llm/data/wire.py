@@ -84,9 +84,9 @@ class PackedColumn(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """A chat in a table: the places of its messages, and that of its record, -1 for none."""
+    """A chat in a table: its messages, and the place of its record, -1 for none."""
 
-    messages: list[int]
+    messages: tuple[dict[str, Any], ...]
     record: int
 
 
@@ -111,8 +111,7 @@ class _Table:
             return found
         value = self.objects[place]
         if type(value) is _Chat:
-            messages = tuple([self.objects[place] for place in value.messages])
-            return cell(Chat._of(messages, self._record(value.record)))
+            return cell(Chat._of(value.messages, self._record(value.record)))
         found = self._cells[place] = cell(value)
         return found
 
@@ -349,15 +348,12 @@ class _Packer:
         return PackedRows(self.num_rows, self.columns, self.table)
 
     def place(self, value: Any) -> int:
-        """That of an object; a chat's messages stand before it."""
-        place = self._places.get(id(value))
-        if place is None:
-            kept = value
-            if isinstance(value, Chat):
-                messages = list(map(self.place, value.messages))
-                kept = _Chat(messages, -1 if value.record is None else self._record(value.record))
-            place = self._places[id(value)] = len(self.table.objects)
-            self.table.objects.append(kept)
+        """That of an object that was not met before."""
+        place = self._places[id(value)] = len(self.table.objects)
+        if isinstance(value, Chat):
+            record = -1 if value.record is None else self._record(value.record)
+            value = _Chat(value.messages, record)
+        self.table.objects.append(value)
         return place
 
     def _record(self, record: TokenRecord) -> int:
@@ -397,7 +393,9 @@ class _Packer:
         if is_cell and not any(value._tensordict._batch_size for value in values):
             # Through the tensorclass it takes thirty times as long.
             data = [value._non_tensordict["data"] for value in values]
-            self.leaf(rows, list(map(self.place, data)), path, "object")
+            known = self._places
+            places = [known[id(v)] if id(v) in known else self.place(v) for v in data]
+            self.leaf(rows, places, path, "object")
             return
         if is_tensorclass(first) and not any(value._non_tensordict for value in values):
             cls, inner = type(first), [value._tensordict for value in values]
@@ -455,7 +453,7 @@ class _Encoder(ValueWriter):
         self._objects = table.objects
         self._names: dict[Any, str] = {}
         self._texts: dict[bytes, int] = {}
-        # By the place of an object in the table, too: many rows have the same.
+        # By the identity of an object or message, too: many rows have the same.
         self._known: dict[int, int] = {}
 
     def tensor(self, tensor: Tensor, name: str = "") -> str:
@@ -471,20 +469,24 @@ class _Encoder(ValueWriter):
     def numbers(self, values: Sequence[int], name: str) -> str:
         return self.tensor(torch.tensor(values, dtype=torch.int64), name)
 
-    def text(self, place: int) -> int:
-        """Where an object of the table stands among the texts."""
-        found = self._known.get(place)
+    def text(self, value: Any) -> int:
+        """Where an object of the table stands among the texts; a chat's messages do before it."""
+        found = self._known.get(id(value))
         if found is None:
-            value = self._objects[place]
             if type(value) is _Chat:
-                written = ["row_chat", list(map(self.text, value.messages)), value.record]
+                places = ",".join(map(str, self.texts(value.messages)))
+                text = f'["row_chat",[{places}],{value.record}]'.encode()
             else:
                 written = self.value(value)
-            text = _to_json(written).encode()
-            if text.count(b"[") > safe_bytes.MAX_DEPTH:
-                safe_bytes.check_depth(written)
-            found = self._known[place] = self._texts.setdefault(text, len(self._texts))
+                text = _to_json(written).encode()
+                if text.count(b"[") > safe_bytes.MAX_DEPTH:
+                    safe_bytes.check_depth(written)
+            found = self._known[id(value)] = self._texts.setdefault(text, len(self._texts))
         return found
+
+    def texts(self, values: Iterable[Any]) -> list[int]:
+        known = self._known
+        return [known[id(v)] if id(v) in known else self.text(v) for v in values]
 
     def header(self, packed: PackedRows, about: Mapping[str, Any]) -> dict[str, Any]:
         records = self.columns(packed.table.records)
@@ -514,7 +516,7 @@ class _Encoder(ValueWriter):
                 lengths = self.numbers(lengths, f"{name}/lengths")
             return [self.tensor(content.values, name), lengths]
         if isinstance(content, list):
-            return self.numbers(list(map(self.text, content)), name)
+            return self.numbers(self.texts([self._objects[place] for place in content]), name)
         if isinstance(content, _Whole):
             return list(map(self.node, content.nodes))
         return class_name(content)
@@ -542,9 +544,12 @@ class _Texts:
             if type(value) is list and value[:1] == ["row_chat"]:
                 _, messages, record = value
                 # Each stands before it, so that no chat holds itself.
-                is_chat = all(type(self[p]) is dict for p in naturals(messages, place))
-                safe_bytes.check(is_chat and type(record) is int, "no chat")
-                self._known[place] = _Chat(messages, record)
+                known = self._known
+                held = [known[p] if p in known else self[p] for p in naturals(messages, place)]
+                safe_bytes.check(
+                    all(type(m) is dict for m in held) and type(record) is int, "no chat"
+                )
+                known[place] = _Chat(tuple(held), record)
             else:
                 self._known[place] = self._read(value)
         return self._known[place]

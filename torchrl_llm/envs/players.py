@@ -39,6 +39,16 @@ from torchrl_llm.tools.tool_transform import ToolTransform
 
 TOLD_KEY = "untold"
 Rewards = Literal["own", "team"]
+_NOTHING = Reaction(observation="")
+
+
+def joined(*texts: str) -> str:
+    """What a player is told of several things, a line each; empty texts tell nothing.
+
+    Args:
+        texts: of each.
+    """
+    return "\n".join(filter(None, texts))
 
 
 class Episode(NamedTuple):
@@ -233,17 +243,14 @@ class PlayersTransform(WorldTransform):
                 row = episode.rows[name]
                 by_row[row] = each
                 active[row] = name in reaction.active and not _ends(each)
-                untold[row] = "\n".join(text for text in (untold[row], each.observation) if text)
+                untold[row] = joined(untold[row], each.observation)
         self._tell(td, next_td, untold, active, acted)
         self._carry(td, next_td, untold, active)
         return by_row
 
     def _each(self, episode: Episode, reaction: EpisodeReaction) -> dict[str, Reaction]:
         """A checked reaction for each player; an end is that of all."""
-        given = {
-            name: reaction.players.get(name, Reaction(observation="")).checked()
-            for name in self.players
-        }
+        given = {name: reaction.players.get(name, _NOTHING).checked() for name in self.players}
         if self.rewards == "team":
             total = math.fsum(each.reward for each in given.values())
             given = {name: replace(each, reward=total) for name, each in given.items()}
@@ -274,7 +281,7 @@ class PlayersTransform(WorldTransform):
             if not text or not (goes or not self.shared):
                 continue
             if counts[row]:
-                turn = acted.get(row, ModelTurn(row, None, False, False))
+                turn = acted.get(row) or ModelTurn(row, None, False, False)
                 added[row] = [self.reply(turn, text)]
             else:
                 first[row] = chat_env_of(self).start(text)

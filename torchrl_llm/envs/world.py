@@ -24,7 +24,7 @@ from torchrl.data import Composite
 from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm.data.enums import TruncationReason
-from torchrl_llm.data.failures import WORLD, Failure, tell_failures
+from torchrl_llm.data.failures import NO_FAILURE, WORLD, Failure, tell_failures
 from torchrl_llm.data.row_files import GeneratedRows, load_rows
 from torchrl_llm.envs.actions import (
     CUT_OFF,
@@ -71,6 +71,9 @@ class Reaction:
         error = self.error
         if error is None:
             names = ("terminated", "truncated", "success")
+            score = (self.reward, self.terminated, self.truncated, self.success)
+            if not self.for_form and reward_scorer.is_usual(score):
+                return self
             try:
                 reward = reward_scorer.checked_score(self.reward).reward + self.for_form
                 flags = {
@@ -164,7 +167,7 @@ class WorldTransform(Transform):
         """
         calls = () if turn.message is None else turn.message.get("tool_calls") or ()
         if self.parser.form != "call" or not calls or turn.answered:
-            return {"role": self.parent.user_role, "content": text}
+            return {"role": self.parent.base_env.user_role, "content": text}
         reply = {"role": self.tool_role, "content": text, "name": self.parser.name}
         identity = calls[-1].get("id")
         return reply if identity is None else {**reply, "tool_call_id": identity}
@@ -232,16 +235,19 @@ def _write_reward(
 
 def _told(reaction: Reaction | None) -> Failure:
     error = None if reaction is None else reaction.error
-    return Failure() if error is None else Failure.of(error, WORLD)
+    return NO_FAILURE if error is None else Failure.of(error, WORLD)
 
 
 def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> None:
     def flag(ends: Sequence[bool]) -> Tensor:
         return torch.tensor(ends, dtype=torch.bool, device=td.device).unsqueeze(-1)
 
-    terminated = flag([reaction is not None and reaction.terminated for reaction in reactions])
-    truncated = flag([reaction is not None and reaction.truncated for reaction in reactions])
-    truncated &= ~terminated
+    rules = [reaction is not None and reaction.terminated for reaction in reactions]
+    cuts = [reaction is not None and reaction.truncated for reaction in reactions]
+    if not any(rules) and not any(cuts):
+        return
+    terminated = flag(rules)
+    truncated = flag(cuts) & ~terminated
     reward_parser.raise_flags(
         td, terminated=terminated, truncated=truncated, done=terminated | truncated
     )

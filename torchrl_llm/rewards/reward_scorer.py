@@ -243,6 +243,15 @@ def checked_flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def is_usual(score: tuple[Any, ...]) -> bool:
+    """Whether there is nothing to check in a score.
+
+    Args:
+        score: a reward and three flags.
+    """
+    return tuple(map(type, score)) == _USUAL and abs(score[0]) <= _FLOAT32_MAX
+
+
 def checked_score(score: Any) -> RewardScore:
     """A score whose reward is one number that is finite in float32, and whose flags are bools.
 
@@ -259,8 +268,8 @@ def checked_score(score: Any) -> RewardScore:
     if not isinstance(score, RewardScore):
         value = _number(score)
         return RewardScore(value, success=value > 0, has_answer=True)
-    if tuple(map(type, score)) == _USUAL and abs(score.reward) <= _FLOAT32_MAX:
-        return score  # as nearly always
+    if is_usual(score):  # as nearly always
+        return score
     flags = {name: checked_flag(name, getattr(score, name)) for name in RewardScore._fields[1:]}
     return score._replace(reward=_number(score.reward), **flags)
 

@@ -32,6 +32,7 @@ from torchrl_llm.envs.players import (
     Opening,
     PlayersTransform,
     Rewards,
+    joined,
 )
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn
 from torchrl_llm.envs.world import Reaction
@@ -161,9 +162,7 @@ class TableSteps(PlayersTransform):
             outcome, waiting = _checked(self.game.play_step(state, actions)), {}
             state, success = outcome.state, success | frozenset(outcome.success)
             for player in everyone:
-                told[player] = "\n".join(
-                    text for text in (told[player], outcome.observations.get(player, "")) if text
-                )
+                told[player] = joined(told[player], outcome.observations.get(player, ""))
                 rewards[player] += outcome.rewards.get(player, 0.0)
             if outcome.terminated or outcome.truncated:
                 cut = not outcome.terminated
@@ -219,7 +218,7 @@ class TableSteps(PlayersTransform):
         players = {}
         for player in episode.rows:
             done = {**nothing, **acted.get(player, {})}
-            done["observation"] = "\n".join(filter(None, (done["observation"], after.told[player])))
+            done["observation"] = joined(done["observation"], after.told[player])
             done["reward"] += after.rewards[player]
             players[player] = Played(
                 **done,
@@ -288,10 +287,13 @@ class TableSteps(PlayersTransform):
 
 def _checked(outcome: TableOutcome) -> TableOutcome:
     """The outcome with rewards that are numbers; raises what is told of others, and of no flags."""
-    return outcome._replace(
-        rewards={player: checked_score(each).reward for player, each in outcome.rewards.items()},
-        terminated=checked_flag("terminated", outcome.terminated),
-        truncated=checked_flag("truncated", outcome.truncated),
+    return TableOutcome(
+        outcome.state,
+        outcome.observations,
+        {player: checked_score(each).reward for player, each in outcome.rewards.items()},
+        checked_flag("terminated", outcome.terminated),
+        outcome.success,
+        checked_flag("truncated", outcome.truncated),
     )
 
 
