@@ -3,8 +3,6 @@
 Hydra and OmegaConf, which name the slow one, take most of the time of a short run to read files.
 """
 
-from __future__ import annotations
-
 import yaml
 
 yaml.SafeLoader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -1,7 +1,5 @@
 """The page `design.rst` says truly where a change goes, and ten changes need no file of ours."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """The files of sota-implementations/grpo/config: what they hold and how they compose."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

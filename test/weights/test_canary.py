@@ -1,7 +1,5 @@
 """The canary: loads that return without an error and are wrong."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from weights.learner import (
