@@ -247,7 +247,7 @@ def test_a_reward_of_a_user_is_a_function_of_a_sample(mine):
 
 
 def test_a_figure_of_a_user_is_the_mean_over_prompts_of_what_it_gives(mine, evaluation):
-    figures, load = evaluation.figures, evaluation.load_config
+    load = importlib.import_module("evaluate_config").load_config
 
     def answer(prompt, text, right):
         told = {"prompt": prompt, "valid": True, "cut": False, "length": 1, "reward": 1.0}
@@ -257,7 +257,7 @@ def test_a_figure_of_a_user_is_the_mean_over_prompts_of_what_it_gives(mine, eval
     answers += [answer(1, *each) for each in (("7", False), ("7", False), ("8", True))]
     name = f"{mine}:majority"
     assert load({"eval": {"figures": [name]}}).eval.figures == [name]
-    assert figures(answers, [name])["majority"] == 0.5
+    assert evaluation.figures(answers, [name])["majority"] == 0.5
 
 
 def test_an_agent_and_an_environment_of_a_user_are_found_by_their_path(mine):
