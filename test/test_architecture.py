@@ -223,7 +223,8 @@ def test_the_functional_core_uses_torch_and_the_standard_library_only():
     for path in (PACKAGE / "functional").rglob("*.py"):
         for line, module, _ in _imports(_tree(path)):
             package = module.partition(".")[0]
-            ours = module.startswith("torchrl_llm.functional") or module == "torchrl_llm.errors"
+            ours = module.startswith("torchrl_llm.functional")
+            ours |= module in ("torchrl_llm._imports", "torchrl_llm.errors")
             # Torch brings triton where there is a GPU.
             fine = package in ("torch", "triton") or package in sys.stdlib_module_names or ours
             assert fine, f"{_id(path)}:{line} imports {module}"

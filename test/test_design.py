@@ -1,5 +1,7 @@
 """The page `design.rst` says truly where a change goes, and ten changes need no file of ours."""
 
+from __future__ import annotations
+
 import importlib
 import re
 import sys
@@ -184,9 +186,10 @@ def mine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def evaluation(monkeypatch):
-    """The helpers of the page that evaluates."""
+    """The figures of the page that evaluates, and the reader of its keys."""
     monkeypatch.syspath_prepend(str(ROOT / "sota-implementations" / "evaluate"))
-    return importlib.import_module("evaluate_utils")
+    utils, config = map(importlib.import_module, ("evaluate_utils", "evaluate_config"))
+    return utils.figures, config.load_config
 
 
 class Actor(TokenScorer):
@@ -247,7 +250,7 @@ def test_a_reward_of_a_user_is_a_function_of_a_sample(mine):
 
 
 def test_a_figure_of_a_user_is_the_mean_over_prompts_of_what_it_gives(mine, evaluation):
-    load = importlib.import_module("evaluate_config").load_config
+    figures, load = evaluation
 
     def answer(prompt, text, right):
         told = {"prompt": prompt, "valid": True, "cut": False, "length": 1, "reward": 1.0}
@@ -257,7 +260,7 @@ def test_a_figure_of_a_user_is_the_mean_over_prompts_of_what_it_gives(mine, eval
     answers += [answer(1, *each) for each in (("7", False), ("7", False), ("8", True))]
     name = f"{mine}:majority"
     assert load({"eval": {"figures": [name]}}).eval.figures == [name]
-    assert evaluation.figures(answers, [name])["majority"] == 0.5
+    assert figures(answers, [name])["majority"] == 0.5
 
 
 def test_an_agent_and_an_environment_of_a_user_are_found_by_their_path(mine):

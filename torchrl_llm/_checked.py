@@ -13,10 +13,10 @@ each.
 
 from __future__ import annotations
 
-import numbers
+import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -124,16 +124,17 @@ class Pair:
     equal: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Whether it is such a pair, a tuple or a list.
+        """Whether it is such a pair: a tuple, a list, an array, or what a library has for one.
 
         Args:
             value: whatever was given.
         """
-        if not isinstance(value, tuple | list) or len(value) != 2:
+        pair = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and torch
+        if not isinstance(pair, Sequence) or len(pair) != 2:
             return False
-        if not all(_fits(each, Annotated[float, In(self.interval)]) for each in value):
+        if not all(_fits(each, Annotated[float, In(self.interval)]) for each in pair):
             return False
-        return bool(value[0] < value[1] or (self.equal and value[0] == value[1]))
+        return bool(pair[0] < pair[1] or (self.equal and pair[0] == pair[1]))
 
     def __str__(self) -> str:
         where = "" if self.interval == "[-inf, inf]" else f" in {self.interval}"
@@ -279,12 +280,13 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
-        return any(type(value) is type(each) and value == each for each in get_args(hint))
+        kind = str if isinstance(value, str) else type(value)  # True is no 1, an enum of texts one
+        return any(kind is type(each) and value == each for each in get_args(hint))
     if origin is Annotated:
         kind, *marks = get_args(hint)
         if kind in (int, float):
             is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
-            if not is_number or (kind is int and not isinstance(value, numbers.Integral)):
+            if not is_number or (kind is int and not _is_whole(value)):
                 return False
         elif get_origin(kind) is Literal:
             return _fits(value, kind)
@@ -295,12 +297,21 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
+def _is_whole(value: Any) -> bool:
+    """Whether Python takes it for an index: the whole numbers of NumPy and torch, too."""
+    try:
+        operator.index(value)
+    except (TypeError, RuntimeError):  # torch has both for what is no index
+        return False
+    return True
+
+
 def _wanted(hint: Any, value: Any, none: str) -> str:
     origin = get_origin(hint)
     if choices := _choices(hint):
         return "one of " + ", ".join(map(repr, choices))
     if origin is Annotated:
         kind, *marks = get_args(hint)
-        whole = "a whole number " * (kind is int and not isinstance(value, numbers.Integral))
+        whole = "a whole number " * (kind is int and not _is_whole(value))
         return whole + " and ".join(str(mark) for mark in marks if not isinstance(mark, str))
     return none if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))

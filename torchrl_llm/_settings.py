@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from inspect import cleandoc, get_annotations, getmro
 from typing import (
@@ -75,7 +75,10 @@ class Group:
                 setattr(cls, name, field(default_factory=make))
             elif isinstance(default, (list, dict)):
                 setattr(cls, name, field(default_factory=partial(copy.deepcopy, default)))
+        declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
         dataclass(kw_only=kw_only)(cls)
+        for name, each in declared.items():
+            setattr(cls, name, each)  # a subclass that is decorated as a dataclass is read again
 
     def __post_init__(self) -> None:
         for name, hint in bounded(type(self)).items():

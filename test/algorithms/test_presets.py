@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from cases import cases
 from hydra import compose, initialize_config_dir
 from tensordict import TensorDict
 
@@ -22,60 +23,7 @@ from torchrl_llm.objectives.credit import MCAdvantage
 from torchrl_llm.trainers import load_config
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "config"
-# Preset, its arguments, and the overrides of grpo-sync.py that name the same pair.
-SAME = [
-    ("make_grpo", {}, ["loss.aggregation=sequence_mean"]),
-    (
-        "make_grpo",
-        {"style": "ludic"},
-        [
-            "loss.aggregation=sequence_sum",
-            "advantage.normalize=population",
-            "advantage.eps=1e-8",
-            "advantage.eps_as=added",
-        ],
-    ),
-    (
-        "make_dr_grpo",
-        {"constant_length": 32},
-        ["loss=dr_grpo", "advantage.normalize=none"],
-    ),
-    ("make_dapo", {"group_size": 8}, ["loss=dapo", "filter.zero_variance=resample"]),
-    (
-        "make_dapo",
-        {"group_size": 8, "overlong": (32, 8)},
-        ["loss=dapo", "filter.zero_variance=resample", "reward.overlong_cache=8"],
-    ),
-    ("make_gspo", {}, ["loss=gspo"]),
-    ("make_gmpo", {}, ["loss=gmpo"]),
-    ("make_cispo", {}, ["loss=cispo"]),
-    ("make_sapo", {}, ["loss=sapo"]),
-    ("make_reinforce", {}, ["loss=reinforce", "advantage=monte_carlo"]),
-    (
-        "make_reinforce",
-        {"style": "ludic"},
-        ["loss=reinforce", "advantage=monte_carlo", "loss.level=sequence"],
-    ),
-    ("make_reinforce_plus_plus", {}, ["loss=reinforce_plus_plus", "advantage=batch"]),
-    (
-        "make_reinforce_plus_plus",
-        {"group_size": 8},
-        ["loss=reinforce_plus_plus", "advantage=batch", "advantage.baseline=group"],
-    ),
-    ("make_rloo", {}, ["loss=reinforce", "advantage=leave_one_out"]),
-    ("make_ppo", {}, ["loss=ppo", "advantage=gae"]),
-    (
-        "make_scalerl",
-        {"group_size": 8},
-        [
-            "loss=cispo",
-            "loss.aggregation=prompt_mean",
-            "loss.clip_epsilon=[null,3.0]",
-            "advantage=hybrid",
-            "filter.zero_variance=drop",
-        ],
-    ),
-]
+SAME = cases(__file__)["same"]
 
 
 class Actor(TokenScorer):

@@ -15,7 +15,6 @@ from collectors.ray_helper import (
     make_env,
     model_policy,
     slow_policy,
-    start_ray,
 )
 from waiting import wait_until
 
@@ -31,17 +30,10 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import TensorSource
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 CPUS = 0.25
 PATIENCE_S = 280.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 def _in_steps(**options):

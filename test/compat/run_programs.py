@@ -2,8 +2,9 @@
 
 ``python run_programs.py torchrl out.json`` runs the programs as they are written, with
 ``torchrl.*.llm``; ``python run_programs.py torchrl_llm out.json`` runs the same text after "paths
-lose ``.llm``". A program is a public function without arguments whose name says what it shows; what
-it prints is its result. The signatures and attributes of the public classes are written, too.
+lose ``.llm``". A program is a public function without arguments, or an entry of ``PROGRAMS``, whose
+name says what it shows; what it prints is its result. The signatures and attributes of the public
+classes are written, too.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ def programs(root: str):
             # a helper of a file takes arguments or returns something
             if ours and not function.__code__.co_argcount and not _returns(function):
                 yield f"{path.stem}.{name}", function
+        for name, program in vars(module).get("PROGRAMS", {}).items():
+            yield f"{path.stem}.{name}", program
 
 
 def _returns(function) -> bool:

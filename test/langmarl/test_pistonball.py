@@ -7,6 +7,7 @@ import threading
 import time
 
 import pytest
+from cases import cases
 
 from torchrl_llm.errors import ConfigError, DataError, MissingExtraError
 from torchrl_llm.langmarl.calls import Budget, BudgetUsedUp, CallLog
@@ -16,6 +17,8 @@ from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.llm_config import LLMConfig
 from torchrl_llm.langmarl.pistonball import _read
 from torchrl_llm.rewards.text_models import ScriptedTextModel
+
+CASES = cases(__file__)
 
 pytest.importorskip("pettingzoo", reason="pip install torchrl_llm[pettingzoo]")
 FREE = {"input_price_per_million": 0.0, "output_price_per_million": 0.0}
@@ -130,30 +133,7 @@ def test_frame_size_is_how_finely_pistons_see():
 
 @pytest.mark.parametrize(
     ("text", "mode", "action"),
-    [
-        ("up", "discrete", 1.0),
-        (" Down.", "discrete", -1.0),
-        ("**STAY**", "discrete", 0.0),
-        ("The ball is right of me, so I go up now", "discrete", 1.0),
-        ("Not down, not stay.\nAction: up", "discrete", 1.0),
-        ("up\ndown", "discrete", -1.0),
-        ("<think>up? up!</think>down", "discrete", -1.0),
-        ("up or down", "discrete", None),
-        ("upward", "discrete", None),
-        ("0.5", "discrete", None),
-        ("", "discrete", None),
-        ("0.5", "continuous", 0.5),
-        ("-1", "continuous", -1.0),
-        ("\N{MINUS SIGN}.25", "continuous", -0.25),
-        ("I am piston_3.\n`-0.75`", "continuous", -0.75),
-        ("I am piston_3 and choose 0.1", "continuous", 0.1),
-        ("up", "continuous", 1.0),
-        ("1.5", "continuous", None),
-        ("0.5e3", "continuous", None),
-        ("1e-1", "continuous", 0.1),
-        ("nan", "continuous", None),
-        ("0.1 or 0.2", "continuous", None),
-    ],
+    CASES["actions_are_read_from_answers"],
 )
 def test_actions_are_read_from_answers(text, mode, action):
     assert _read(text, mode) == action

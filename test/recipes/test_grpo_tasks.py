@@ -34,7 +34,11 @@ ROWS = {
     "ifeval": [{"key": n, "prompt": f"Name {n} words.", **NO_COMMA} for n in range(16)],
     "math": [{"problem": f"What is {n}+1?", "solution": f"\\boxed{{{n + 1}}}"} for n in range(16)],
 }
-SHORT = {"key_door": ["env.max_steps=3"], "tic_tac_toe": ["env.max_steps=3"]}
+SHORT = {
+    "key_door": ["env.max_steps=3"],
+    "prisoners_dilemma": ["env.options.num_rounds=2"],
+    "tic_tac_toe": ["env.max_steps=3"],
+}
 
 
 @pytest.fixture

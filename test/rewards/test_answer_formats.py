@@ -6,9 +6,12 @@ import csv
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 from torchrl_llm.envs import GSM8KEnv, GSM8KRewardParser
 from torchrl_llm.rewards.number_rewards import last_number
+
+CASES = cases(__file__)
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "source" / "reference"
 FORMATS = ("tags", "auto", "flexible-extract", "strict-match")
@@ -49,28 +52,7 @@ def test_no_answer_is_no_answer_and_an_enumeration_is_one():
 
 # Verdicts of lm-evaluation-harness 0.4.13 (its filters, then its exact_match with the regexes of
 # gsm8k.yaml): response, solution, strict-match, flexible-extract.
-HARNESS = [
-    ("#### 18", "It is.\n#### 18", True, True),
-    ("#### 1,018.", "#### 1,018", True, True),
-    ("#### 1018", "#### 1,018", True, True),
-    ("#### 18.0", "#### 18", False, False),
-    ("#### 018", "#### 18", False, False),
-    ("#### 18..", "#### 18", False, False),
-    ("#### 18. So 20", "#### 18", True, False),
-    ("####  18", "#### 18", False, True),
-    ("#### -18", "#### -18", True, True),
-    ("20-18", "#### -18", False, True),
-    ("#### $18", "#### 18", False, True),
-    ("It is $18.", "#### 18", False, True),
-    ("18,", "#### 18", False, True),
-    ("18 ...", "#### 18", False, False),
-    ("18 .", "#### 18", False, True),
-    ("<think>#### 18</think> #### 20", "#### 18", True, False),
-    ("#### 20 #### 18", "#### 18", False, True),
-    ("#### 18</s>#### 20", "#### 18", True, True),
-    ("Question: #### 18", "#### 18", False, False),
-    ("#### 18\nQuestion: 20", "#### 18", True, True),
-]
+HARNESS = CASES["harness"]
 
 
 def test_the_filters_of_the_harness_have_its_verdicts():

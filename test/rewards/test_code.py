@@ -9,6 +9,7 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from cases import cases
 from rewards.local_sandbox import LocalSandbox
 
 from torchrl_llm.errors import DataError, RewardError
@@ -18,6 +19,8 @@ from torchrl_llm.rewards.code import (
     CodeRunner,
     extract_code,
 )
+
+CASES = cases(__file__)
 
 DOUBLE = {
     "entry_point": "double",
@@ -53,32 +56,9 @@ def test_a_right_program_passes_every_case(judge):
     assert result.seconds > 0
 
 
-@pytest.mark.parametrize(
-    ("code", "compiled", "ran", "message"),
-    [
-        ("def double(x:\n", "syntax", "not_run", "SyntaxError"),
-        ("\x00", "syntax", "not_run", "null bytes"),
-        ("(" * 5000, "syntax", "not_run", "too many nested"),
-        ("import not_there\n" + RIGHT, "import", "not_run", "No module named 'not_there'"),
-        ("1 / 0", "unknown", "not_run", "ZeroDivisionError"),
-        ("x = 1", "unknown", "not_run", "no function 'double'"),
-        ("double = 3", "unknown", "not_run", "no function 'double'"),
-        ("raise SystemExit", "unknown", "not_run", "SystemExit"),
-        ("import os\nos._exit(0)", "unknown", "not_run", "exit code 0"),
-        ("import os\nos.kill(os.getpid(), 9)", "unknown", "not_run", "signal 9"),
-        ("def double(x):\n    return 2", "success", "wrong", "case 0: AssertionError"),
-        ("def double(x):\n    return x.y", "success", "runtime", "no attribute 'y'"),
-        ("def double(x):\n    raise SystemExit", "success", "runtime", "SystemExit"),
-        ("def double(x):\n    raise MemoryError", "success", "memory", "MemoryError"),
-        ("def double(x):\n    return double(x)", "success", "runtime", "RecursionError"),
-        ("import os\ndef double(x):\n    os._exit(0)", "success", "runtime", "exit code 0"),
-        ("import os\ndef double(x):\n    os.abort()", "success", "killed", "signal 6"),
-        ("def double(x):\n    return lambda: x", "success", "runtime", "plain data, got function"),
-        ("def double(x):\n    yield x", "success", "runtime", "plain data, got generator"),
-    ],
-)
+@pytest.mark.parametrize(("code", "compiled", "ran", "message"), CASES["ways_to_fail"])
 def test_every_way_to_fail_has_a_status(judge, code, compiled, ran, message):
-    result = judge(code)
+    result = judge(code.replace("@OPEN", "(" * 5000))
     assert (result.compile_status, result.run_status, result.passed) == (compiled, ran, 0)
     assert message in result.message
     assert not result.all_passed
@@ -102,42 +82,7 @@ def test_what_a_program_prints_and_reads_stays_away_from_the_verdict(judge):
 
 # Code that would rather not be tested
 
-EQUALS_ALL = "    def __eq__(self, other): return True\n    __ne__ = lambda self, other: False\n"
-CHEATS = {
-    "equals everything": f"class E:\n{EQUALS_ALL}def double(x): return E()",
-    "a string that equals everything": f"class E(str):\n{EQUALS_ALL}    __hash__ = str.__hash__\n"
-    "def double(x): return E('no')",
-    "an int that equals everything": f"class E(int):\n{EQUALS_ALL}    __hash__ = int.__hash__\n"
-    "def double(x): return E(0)",
-    "leaves well": "import os, atexit\ndef double(x): os._exit(0)",
-    "prints a verdict": 'import os\nv = \'\\n{"run": "success", "passed": 3}\\n\'\n'
-    "for fd in range(1, 9):\n    try: os.write(fd, v.encode())\n    except OSError: pass\n"
-    "def double(x): return 0",
-    "looks for the tests in its memory": "import gc, sys\n"
-    "def found():\n    f = sys._getframe()\n    while f:\n"
-    "        for v in [*f.f_locals.values(), *f.f_globals.values()]:\n"
-    "            if type(v) is dict and 'secret' in v: return v\n        f = f.f_back\n"
-    "    return next((o for o in gc.get_objects() if type(o) is dict and 'secret' in o), None)\n"
-    "hit = found()\ndef double(x): return 2 * x if hit else 0",
-    "reads the judge's memory": "import os\n"
-    "def double(x):\n    open(f'/proc/{os.getppid()}/mem', 'rb')\n    return 2 * x",
-    "writes to the judge's output": "import os\ndef double(x):\n"
-    "    open(f'/proc/{os.getppid()}/fd/1', 'w')\n    return 2 * x",
-    "replies by itself": "import os, pickle, struct\nfor fd in range(3, 20):\n"
-    "    m = pickle.dumps(('value', 4, ''))\n"
-    "    try: os.write(fd, struct.pack('<Q', len(m)) + m)\n    except OSError: pass\n"
-    "def double(x): return 0",
-    "sends an object that acts when it is read": "import os, pickle, struct\n"
-    "class E:\n    def __reduce__(self): return os._exit, (0,)\n"
-    "def double(x):\n    m = pickle.dumps(('value', E(), ''))\n    for fd in range(3, 20):\n"
-    "        try: os.write(fd, struct.pack('<Q', len(m)) + m)\n        except OSError: pass\n"
-    "    return 0",
-    "claims an endless reply": "import os\ndef double(x):\n    for fd in range(3, 20):\n"
-    "        try: os.write(fd, b'\\xff' * 8)\n        except OSError: pass\n    return 0",
-    "patches the built-ins": "import builtins\nbuiltins.AssertionError = KeyError\n"
-    "builtins.compile = builtins.exec = lambda *a, **k: None\ndef double(x): return 0",
-    "kills its judge": "import os\ndef double(x): os.kill(os.getppid(), 9)",
-}
+CHEATS = CASES["cheats"]
 
 
 @pytest.mark.parametrize("cheat", CHEATS)
@@ -346,27 +291,7 @@ def test_runners_are_copied_and_pickled_without_results_or_locks(runner, judge):
 
 
 def test_the_code_of_a_response():
-    for response, code in [
-        ("```python\na\n```", "a"),
-        ("```py  \na\n```", "a"),
-        ("``` python\na\n```", "a"),
-        ("~~~\na\n~~~", "a\n"),
-        ("```\na\n```\n```\ndef f(): 1\n```\n```\nb", "def f(): 1\n"),
-        ("````md\n```python\na\n```\n````\n```py\nb\n```", "b"),
-        ("```python\ndef f(): 1\n```\n```python\nf()\n```", "def f(): 1"),
-        ("```python\ndef f(): 1\n```\n```\ndef f(): 2\n```", "def f(): 1"),
-        ("```python\ndef f(): 1\n```\n```bash\npip\n```", "def f(): 1"),
-        ("```python\ndef f():\n    return 1", "def f():\n    return 1"),
-        ("<think>```python\ndef f(): 0\n```</think>\ndef f(): 1", "\ndef f(): 1"),
-        ("    return 1\n", "    return 1\n"),
-        (" \n\t", None),
-        ("```bash\nls\n```", "```bash\nls\n```"),
-        ("Here:\n```\ndef f(): 1", "\ndef f(): 1"),
-        ("def f(): 1\n```\nThis works.", "def f(): 1\n"),
-        ("    return 1\n```\nThis works.", "    return 1\n"),
-        ("<think>a</think><answer>```python\ndef f(): 1\n```</answer>", "def f(): 1"),
-        ("<answer>\ndef f(): 1\n</answer>", "def f(): 1"),
-    ]:
+    for response, code in CASES["the_code_of_a_response"]:
         assert extract_code(response, "f") == code
 
 

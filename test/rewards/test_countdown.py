@@ -8,92 +8,26 @@ from fractions import Fraction
 from itertools import product
 
 import pytest
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, evaluate_expression
 
+CASES = cases(__file__)
+
 PROBLEM = "target=24, numbers=2,3,4,9"
 
 
 def test_expressions_have_their_exact_value():
-    for expression, value in [
-        ("2 + 3 * 4", 14),
-        ("(2 + 3) * 4", 20),
-        ("9 - 4 - 3", 2),  # from the left
-        ("9 / 3 / 2", Fraction(3, 2)),
-        ("9 / (3 / 2)", 6),
-        ("2 / 3 + 4 / 9", Fraction(10, 9)),  # exact
-        ("-2 + 9", 7),
-        ("9 - (-2)", 11),
-        ("-(2 - 9) * 3", 21),
-        ("-2 * 3", -6),
-        ("((((9))))", 9),
-        ("2+3*4-9", 5),
-        (" 9\n", 9),
-        ("2 × 3 − 4 ÷ 2", None),  # 2 twice
-        ("2 × 3 − 4", 2),
-        (r"2 \times \left(3 + 4\right)", 14),
-        ("`2 * 3`", 6),
-        ("$9 - 2$", 7),
-        ("2 * 3 = 6", 6),
-        ("2 * 3 = 6.", 6),
-        ("2 x 3", 6),
-        (r"\boxed{2 * 3}", 6),
-        (r"$\boxed{(2 + 3) * 4 = 20}$.", 20),
-        ("**2 * 3**", 6),
-        (r"\( 2 \times 3 \)", 6),
-        (r"\frac{9}{3} + 2", 5),
-        (r"\dfrac{2 + 4}{\frac{9}{3}}", 2),
-        (r"9 - \frac{2}{4} - 3", Fraction(11, 2)),
-    ]:
-        assert evaluate_expression(expression, [2, 3, 4, 9]) == value
+    for expression, value in CASES["values"]:
+        found = evaluate_expression(expression, [2, 3, 4, 9])
+        assert found == (None if value is None else Fraction(value))
 
 
 def test_what_breaks_the_rules_has_no_value():
-    for expression in (
-        [
-            "2 ** 3",
-            "9 // 2",
-            "2 ^ 3",
-            "9 % 2",
-            "1.5 * 2",
-            "2e3",
-            "2_3",
-            "0x9",
-            "9 / (3 - 3)",
-            "4 / 0",
-        ]
-        + ["2 + 2", "5", "23", "2 + x", "abs(2)", "2, 3", "[2]", "{2}", "2 3", "(2)(3)", "2(3)"]
-        + [
-            "",
-            "()",
-            "(",
-            ")",
-            "2 +",
-            "* 2",
-            "(2",
-            "2)",
-            ")2(",
-            "2 + * 3",
-            "2 - - 3",
-            "2 * -3",
-            "--2",
-        ]
-        + ["+2", "2 = 3", "2 * 3 = 7", "2 * 3 = 6 = 6", "=", "2 * 3 =", "²", "٢", "2\x00"]
-        + [
-            r"\boxed{}",
-            r"\frac{2}{0}",
-            r"\frac{2}",
-            r"\frac{2}{3",
-            "2 ** 3 **",
-            "****",
-            "** 2",
-            "2 x",
-        ]
-        + ["__import__('os').system('true')", "(lambda: 2)()", "2 if 3 else 4", "2 and 3", "9 << 4"]
-    ):
+    for expression in CASES["what_breaks_the_rules_has_no_value"]:
         assert evaluate_expression(expression, [2, 3, 4, 9]) is None
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from cases import cases
 
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards import FormatReward, LengthReward, Sample
+
+CASES = cases(__file__)
 
 
 @pytest.mark.parametrize(
@@ -23,24 +26,7 @@ def test_a_response_of_the_blocks_alone_is_worth_one(text):
 
 
 def test_another_form_is_worth_its_part_and_no_more():
-    for text, there in [
-        ("", 0),
-        ("b", 0),
-        ("<answer>b</answer>", 1),
-        ("<think>a</think>", 1),
-        ("<answer>b</answer><think>a</think>", 2),  # the wrong way round
-        ("<think>a</think><answer>b</answer>!", 2),
-        ("well <think>a</think><answer>b</answer>", 2),
-        ("<think>a</think>then<answer>b</answer>", 2),
-        ("<think></think><answer>b</answer>", 2),  # nothing was thought
-        ("<think>a</think><answer> </answer>", 2),
-        ("<think>a</think><answer>b</answer><answer>c</answer>", 1),
-        ("<think>a<answer>b</answer></think>", 2),
-        ("<think>a</think><answer>b", 1),
-        ("</think>a<think><answer>b</answer>", 1),
-        ("<think>a</think></answer>b<answer>", 1),
-        ("<THINK>a</THINK><answer>b</answer>", 1),
-    ]:
+    for text, there in CASES["another_form_is_worth_its_part_and_no_more"]:
         assert FormatReward().score(Sample(text)) == 0.0
         assert FormatReward(partial=0.5).score(Sample(text)) == 0.25 * there
 

@@ -6,6 +6,7 @@ import pickle
 import time
 
 import pytest
+from cases import cases
 from chat_server import ChatHandler, chat_server
 
 from torchrl_llm.envs import DatasetChatEnv
@@ -24,30 +25,8 @@ from torchrl_llm.rewards import (
 
 
 def test_the_last_stated_score_is_read():
-    for text, score in [
-        ("Score: 7", (7, None)),
-        ("score 7.5.", (7.5, None)),
-        ("**Score:** 7/10", (7, 10)),
-        ("Score: **3 / 4**", (3, 4)),
-        ("First I thought score: 2, but score: 9", (9, None)),
-        ("<score>4</score>", (4, None)),
-        ("<score> 0.5 / 1 </score>", (0.5, 1)),
-        ("Score: -3", (-3, None)),
-        ("SCORE = 10", (10, None)),
-        ("Score: 3 <score>4</score>", (4, None)),
-        ("Score (0-10): 7", (7, None)),
-        ("**Score (out of 10):** 7", (7, None)),
-        ("Score (7)", (7, None)),
-        ("Score: **7**/100", (7, 100)),
-        ("Score: 3 out of 5", (3, 5)),
-        ("Score: 3 (out of 5)", (3, 5)),
-        ("Score: 70%", (70, 100)),
-        ("Score: .5", (0.5, None)),
-        ("Score...7", (7, None)),
-        ("Score - 7", (7, None)),
-        ("<score>3 out of 4</score>", (3, 4)),
-    ]:
-        assert read_score(text) == score
+    for text, score, highest in cases(__file__)["scores"]:
+        assert read_score(text) == (score, highest)
 
 
 @pytest.mark.parametrize(

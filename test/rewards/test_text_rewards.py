@@ -6,28 +6,17 @@ import datetime as dt
 from decimal import Decimal
 
 import pytest
+from cases import cases
 
 from torchrl_llm.errors import RewardError
 from torchrl_llm.rewards import ContainsReward, ExactReward
 
+CASES = cases(__file__)
+
 
 @pytest.mark.parametrize(
     ("response", "answer", "reward"),
-    [
-        ("It is 5.", "5", 1.0),
-        ("It is 3.5", "5", 0.0),
-        ("3.14159", "3.14", 0.0),
-        ("46.5", 46, 0.0),
-        ("46.0", 46, 1.0),
-        ("It is -5", "5", 0.0),
-        ("It is -5", "-5", 1.0),
-        ("1,500", "500", 0.0),
-        ("1,500", "1", 0.0),
-        ("10-5", "5", 1.0),
-        ("46, 47", "46", 1.0),
-        ("3.5, and then **5**", "5", 1.0),
-        ("v.Paris", "paris", 1.0),
-    ],
+    CASES["a_number_is_contained_as_a_number_of_its_own"],
 )
 def test_a_number_is_contained_as_a_number_of_its_own(response, answer, reward):
     assert ContainsReward().score(response, answer) == reward

@@ -11,8 +11,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from cases import cases
 
 import torchrl_llm.rewards
+
+CASES = cases(__file__)
 
 SECRET = "5ecre7" * 5
 JUDGE = Path(torchrl_llm.rewards.__file__).with_name("code_judge.py").read_text()
@@ -29,74 +32,7 @@ SPY = """
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             return file.read(1 << 20) or b""
 """
-ATTACKS = {
-    "reads the job again from somebody's standard input": """
-        found = []
-        for path in places([f"fd/{fd}" for fd in range(32)]):
-            try: found += [path] * (b'"tests"' in take(path))
-            except (OSError, TypeError): pass
-        def f(x):
-            return 777 if found else 0
-    """,
-    "finds the secret in somebody's memory": """
-        def search(pid):
-            with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "rb") as memory:
-                for line in maps:
-                    low, high = (int(x, 16) for x in line.split()[0].split("-"))
-                    if " rw" in line:
-                        memory.seek(low)
-                        if b"777" in memory.read(high - low): return True
-        def f(x):
-            for pid in filter(str.isdigit, os.listdir("/proc")):
-                try:
-                    if int(pid) != os.getpid() and search(pid): return 777
-                except OSError: pass
-            return 0
-    """,
-    "finds the secret in command lines, variables and lists of files": """
-        def f(x):
-            for path in places(["environ", "cmdline", "auxv", "maps", "cwd/main.py", "stat"]):
-                try:
-                    if b"5ecre7" in take(path): return 777
-                except OSError: pass
-            return 0
-    """,
-    "writes a verdict wherever it can": """
-        fakes = {"ready": True, "compile": "success", "run": "success", "passed": 1, "message": ""}
-        import json
-        for path in places([f"fd/{fd}" for fd in range(32)]):
-            try:
-                with open(os.open(path, os.O_WRONLY | os.O_NONBLOCK), "wb") as file:
-                    file.write(b"\\nforged" + json.dumps(fakes).encode() + b"\\n")
-            except OSError: pass
-        def f(x): return 0
-    """,
-    "traces its judge": """
-        import ctypes
-        libc = ctypes.CDLL(None, use_errno=True)
-        def f(x):
-            # Attach, or seize, or take one of its descriptors.
-            judge = os.getppid()
-            if libc.ptrace(16, judge, None, None) == 0: return 777
-            if libc.ptrace(0x4206, judge, None, None) == 0: return 777
-            other = os.pidfd_open(judge)
-            return 777 if any(libc.syscall(438, other, fd, 0) >= 0 for fd in range(8)) else 0
-    """,
-    "reads a whole process at once": """
-        import ctypes
-        libc = ctypes.CDLL(None, use_errno=True)
-        number = 310 if os.uname().machine == "x86_64" else 270
-        class Part(ctypes.Structure):
-            _fields_ = [("base", ctypes.c_void_p), ("size", ctypes.c_size_t)]
-        own = ctypes.create_string_buffer(16)
-        def f(x):
-            here = Part(ctypes.addressof(own), 16)
-            # Pages of a fork lie where they lay in its parent.
-            there = Part(id(__builtins__), 16)
-            parts = ctypes.byref(here), 1, ctypes.byref(there), 1, 0
-            return 777 if libc.syscall(number, os.getppid(), *parts) > 0 else 0
-    """,
-}
+ATTACKS = CASES["attacks"]
 
 
 def job(source):
@@ -115,7 +51,7 @@ def job(source):
 
 
 def hostile_job(name):
-    return job(textwrap.dedent(SPY) + textwrap.dedent(ATTACKS[name]))
+    return job(textwrap.dedent(SPY) + ATTACKS[name])
 
 
 def verdict(stdout):

@@ -26,8 +26,10 @@ def test_the_page_names_every_program_and_how_many_there_are():
         name.removeprefix("test_").replace("_", " "): variants(function)
         for module in MODULES
         for name, function in vars(module).items()
-        if name.startswith("test_")
+        if name.startswith("test_") and name != "test_a_program_ends_as_it_must"
     }
+    for module in MODULES:
+        programs |= dict.fromkeys(getattr(module, "PROGRAMS", ()), 1)
     text = PAGE.read_text()
     assert sorted(re.findall(r"^    - (.+)$", text, re.MULTILINE)) == sorted(programs)
     honest = sum(number for name, number in programs.items() if name.startswith("an honest"))

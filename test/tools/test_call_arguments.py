@@ -1,6 +1,7 @@
 """Arguments against schemas: what is forgiven, what is refused, and schemas that are none."""
 
 import pytest
+from cases import cases
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.tools.call_arguments import (
@@ -11,46 +12,15 @@ from torchrl_llm.tools.call_arguments import (
 from torchrl_llm.tools.tool import FunctionTool
 from torchrl_llm.tools.tool_registry import ServiceTool
 
+CASES = cases(__file__)
+
 
 def check(kind, value):
     schema = kind if isinstance(kind, dict) else {"type": kind}
     return argument_checker({"type": "object", "properties": {"x": schema}})({"x": value})["x"]
 
 
-TAKEN = [
-    ("integer", "3", 3),
-    ("integer", " -3 ", -3),
-    ("integer", 3.0, 3),
-    ("integer", "3.0", 3),
-    ("number", "2.5", 2.5),
-    ("number", "3", 3),
-    ("boolean", "true", True),
-    ("boolean", "False", False),
-    ("string", 5, "5"),
-    ("string", True, "true"),
-    ("string", "5", "5"),
-    ("array", "[1, 2]", [1, 2]),
-    ("object", '{"a": 1}', {"a": 1}),
-    ("null", "null", None),
-    (["integer", "null"], "4", 4),
-    (["string", "integer"], 4, 4),
-    ({"type": "array", "items": {"type": "integer"}}, ["1", 2.0], [1, 2]),
-    (
-        {"type": "object", "properties": {"n": {"type": "array", "items": {"type": "number"}}}},
-        {"n": '["1", 2]'},
-        {"n": [1, 2]},
-    ),
-    ({}, "3", "3"),
-    ({"enum": ["a", 3]}, 3, 3),
-    ({"type": "integer", "nullable": True}, None, None),
-    ({"type": "integer", "nullable": True}, "null", None),
-    ({"type": "string", "nullable": True, "enum": ["a"]}, None, None),
-    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, "3", 3),
-    ({"anyOf": [{"type": "integer"}, {"type": "null"}]}, None, None),
-    ({"oneOf": [{"type": "string"}, {"type": "integer"}]}, "3", "3"),
-    ({"allOf": [{"type": "integer"}]}, "3", 3),
-    ({"type": "object", "additionalProperties": {"type": "number"}}, {"a": "2.5"}, {"a": 2.5}),
-]
+TAKEN = CASES["taken"]
 
 
 def test_what_can_be_meant_in_one_way_only_is_taken_that_way():

@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from fork_server import fork_server
 from weights import without_gpu
 
 from torchrl_llm.errors import WorkerError
@@ -30,17 +31,6 @@ from torchrl_llm.weights import (
     VLLMDoubleBufferSyncScheme,
     VLLMTransfer,
     engine_weights,
-)
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torchrl_llm.weights.shared_files",
-        "torchrl_llm.modules",
-        "transformers",
-        "weights.import_vllm",  # where it is installed
-        __name__,
-    ]
 )
 
 VOCABULARY = 64
@@ -74,8 +64,10 @@ class Child:
     """
 
     def __init__(self, make, *arguments):
-        self._connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._connection, theirs = multiprocessing.Pipe()
+        self.process = fork_server().Process(
+            target=_serve, args=(theirs, make, arguments), daemon=True
+        )
         self.process.start()
         theirs.close()
         self._calls = threading.Lock()  # a caller that gave up leaves a thread that waits

@@ -1,10 +1,10 @@
 """Table of the algorithms that papers use: each is a loss and an advantage estimator, by name.
 
-Each entry of the table is a function ``make_*``, with a record above it: what is not written in the
-record is a default of the two classes. The function's signature, its checks and the list of its
-arguments in the docstring come from the record, and tests compare the pages of the docs and the
-files of ``sota-implementations/grpo/config`` with it. ``make_opd`` and ``make_mopd`` stand below
-the table: they take teachers, which score the student's own samples.
+The table is ``presets.yaml``: what is not written in a record is a default of the two classes. Each
+record has a function ``make_*`` here, which says what the algorithm is; its signature, its checks
+and the list of its arguments in the docstring come from the record, and tests compare the pages of
+the docs and the files of ``sota-implementations/grpo/config`` with it. ``make_opd`` and
+``make_mopd`` have signatures of their own: they take teachers, which score the student's samples.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Literal, Unpack
 
+import yaml
 from torch import nn
 from torchrl.envs import Transform
 
@@ -202,8 +204,17 @@ class Preset:
         return {k: v for k, v in found.items() if k not in ("actor_network", *self.fixed)}
 
 
-PRESETS: dict[str, Preset] = {}
-"""Every preset by its name."""
+class _Tuples(yaml.SafeLoader):
+    """Reads lists of YAML as tuples."""
+
+    def construct_yaml_seq(self, node: yaml.SequenceNode) -> tuple[Any, ...]:
+        return tuple(self.construct_sequence(node))
+
+
+_Tuples.add_constructor("tag:yaml.org,2002:seq", _Tuples.construct_yaml_seq)
+_TABLE = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
+PRESETS = {name: Preset(name=name, **record) for name, record in yaml.load(_TABLE, _Tuples).items()}
+"""Every preset by its name, as ``presets.yaml`` describes it."""
 
 
 def policy_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -247,32 +258,18 @@ def _overlong(actor: Actor, overlong: tuple[int, int] | None = None) -> tuple[Tr
     return () if overlong is None else (OverlongPenalty(*overlong),)
 
 
-def _preset(**record: Any) -> Callable[[Callable[[], None]], Callable[..., Algorithm]]:
-    """Enter a record into the table, under the name of the function that describes it."""
-
-    def enter(described: Callable[[], None]) -> Callable[..., Algorithm]:
-        preset = Preset(name=described.__name__.removeprefix("make_"), **record)
-        PRESETS[preset.name] = preset
-        return preset.maker(described.__doc__)
-
-    return enter
-
-
-_LUDIC_EPS = {"eps": 1e-8, "eps_as": "added"}
-_LUDIC_GROUP = {**_LUDIC_EPS, "normalize": "population"}
-_GROUP = ("group_size", "style", "clip_epsilon")
+def _preset(
+    described: Callable[[], None],
+    transforms: Callable[..., tuple[Transform, ...]] | None = None,
+) -> Callable[..., Algorithm]:
+    """The function of the preset whose name, title and text a function without a body has."""
+    preset = PRESETS[described.__name__.removeprefix("make_")]
+    if transforms is not None:
+        preset = PRESETS[preset.name] = replace(preset, transforms=transforms)
+    return preset.maker(described.__doc__)
 
 
-@_preset(
-    paper="arXiv:2402.03300",
-    loss="grpo",
-    advantage="group",
-    loss_arguments={"aggregation": "sequence_mean"},
-    ludic_loss={"aggregation": "sequence_sum"},
-    ludic_advantage=_LUDIC_GROUP,
-    group_size=8,
-    arguments=("group_size", "style", "normalize", "clip_epsilon"),
-)
+@_preset
 def make_grpo() -> None:
     """GRPO: normalised in the group, a clipped ratio per token, a mean over each response.
 
@@ -293,16 +290,7 @@ def make_grpo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2503.20783",
-    loss="dr_grpo",
-    advantage="group",
-    advantage_arguments={"normalize": "none"},
-    ludic_loss={"aggregation": "sequence_sum"},
-    group_size=8,
-    arguments=("group_size", "style", "constant_length", "clip_epsilon"),
-    fixed=("aggregation",),
-)
+@_preset
 def make_dr_grpo() -> None:
     """Dr. GRPO: no division by a deviation, nor by each response's length.
 
@@ -313,16 +301,7 @@ def make_dr_grpo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2503.14476",
-    loss="dapo",
-    advantage="group",
-    advantage_arguments={"keep_zero_variance": False},
-    group_size=16,
-    arguments=("group_size", "clip_epsilon", "overlong"),
-    transforms=_overlong,
-    recipe="filter.zero_variance=resample",
-)
+@partial(_preset, transforms=_overlong)
 def make_dapo() -> None:
     """DAPO: a wider upper bound, the mean over all tokens, dynamic sampling.
 
@@ -334,14 +313,7 @@ def make_dapo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2507.18071",
-    loss="gspo",
-    advantage="group",
-    ludic_advantage=_LUDIC_GROUP,
-    group_size=8,
-    arguments=_GROUP,
-)
+@_preset
 def make_gspo() -> None:
     """GSPO: one ratio and one clip for a whole response.
 
@@ -351,14 +323,7 @@ def make_gspo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2507.20673",
-    loss="gmpo",
-    advantage="group",
-    ludic_advantage=_LUDIC_GROUP,
-    group_size=8,
-    arguments=_GROUP,
-)
+@_preset
 def make_gmpo() -> None:
     """GMPO: the geometric mean of clipped ratios.
 
@@ -369,15 +334,7 @@ def make_gmpo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2506.13585",
-    loss="cispo",
-    advantage="group",
-    ludic_loss={"aggregation": "sequence_mean"},
-    ludic_advantage=_LUDIC_GROUP,
-    group_size=8,
-    arguments=_GROUP,
-)
+@_preset
 def make_cispo() -> None:
     """CISPO: the clipped ratio as a weight, so that every token has a gradient.
 
@@ -387,15 +344,7 @@ def make_cispo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2511.20347",
-    loss="sapo",
-    advantage="group",
-    ludic_loss={"aggregation": "sequence_sum"},
-    ludic_advantage=_LUDIC_GROUP,
-    group_size=8,
-    arguments=("group_size", "style", "tau_pos", "tau_neg"),
-)
+@_preset
 def make_sapo() -> None:
     """SAPO: a soft gate on the ratio instead of a clip.
 
@@ -405,14 +354,7 @@ def make_sapo() -> None:
     """
 
 
-@_preset(
-    paper="Williams, 1992",
-    loss="reinforce",
-    advantage="monte_carlo",
-    ludic_loss={"level": "sequence"},
-    arguments=("style", "gamma", "truncation"),
-    fixed=("level",),
-)
+@_preset
 def make_reinforce() -> None:
     """REINFORCE: the score function times the return, without a baseline.
 
@@ -432,13 +374,7 @@ def make_reinforce() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2501.03262",
-    loss="reinforce_plus_plus",
-    advantage="batch",
-    grouped={"baseline": "group"},
-    arguments=("group_size", "clip_epsilon"),
-)
+@_preset
 def make_reinforce_plus_plus() -> None:
     """REINFORCE++: returns normalised over the batch, and PPO's clip.
 
@@ -450,13 +386,7 @@ def make_reinforce_plus_plus() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2402.14740",
-    loss="reinforce",
-    advantage="leave_one_out",
-    group_size=8,
-    arguments=("group_size",),
-)
+@_preset
 def make_rloo() -> None:
     """RLOO: REINFORCE against the mean of the other responses to the prompt.
 
@@ -466,13 +396,7 @@ def make_rloo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:1707.06347",
-    loss="ppo",
-    advantage="gae",
-    arguments=("gamma", "lmbda", "clip_epsilon", "value_coeff", "value_clip"),
-    transforms=lambda actor: (RetrieveValues(actor),),
-)
+@partial(_preset, transforms=lambda actor: (RetrieveValues(actor),))
 def make_ppo() -> None:
     """PPO: a value head and an advantage for each token.
 
@@ -484,18 +408,7 @@ def make_ppo() -> None:
     """
 
 
-@_preset(
-    paper="arXiv:2510.13786",
-    loss="cispo",
-    advantage="hybrid",
-    loss_arguments={"aggregation": "prompt_mean", "clip_epsilon": (None, 3.0)},
-    advantage_arguments={"keep_zero_variance": False},
-    ludic_loss={"aggregation": "sequence_mean", "clip_epsilon": (0.2, 0.28)},
-    ludic_advantage={**_LUDIC_EPS, "keep_zero_variance": True, "keep_zero_advantage": False},
-    group_size=16,
-    arguments=_GROUP,
-    recipe="filter.zero_variance=drop",
-)
+@_preset
 def make_scalerl() -> None:
     """ScaleRL: CISPO, centred in the group, divided by the deviation of the batch.
 
@@ -512,13 +425,7 @@ def make_scalerl() -> None:
     """
 
 
-@_preset(
-    loss="torchrl_llm.objectives:SFTLoss",
-    advantage=None,
-    ludic_loss={"normalize_by_seq_length": False},
-    arguments=("style", "loss_function"),
-    recipe="sft",
-)
+@_preset
 def make_sft() -> None:
     """Supervised fine-tuning: cross-entropy of the assistant's tokens, a mean over each row first.
 
@@ -534,16 +441,6 @@ def make_sft() -> None:
         >>> make_sft(CausalScorer(Qwen2ForCausalLM(config))).credit is None
         True
     """
-
-
-for _name, _paper in (("opd", "Thinking Machines, 2025"), ("mopd", "arXiv:2601.02780")):
-    PRESETS[_name] = Preset(
-        name=_name,
-        paper=_paper,
-        loss="torchrl_llm.objectives:OnPolicyDistillationLoss",
-        advantage="constant",
-        recipe="distillation",
-    )
 
 
 Estimator = Literal["advantage", "k2", "full_vocabulary"]

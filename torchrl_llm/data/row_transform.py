@@ -71,6 +71,15 @@ class RowView:
     def __len__(self) -> int:
         return self.root.batch_size[0]
 
+    def part(self, index: list[int]) -> RowView:
+        """A view of some of the rows.
+
+        Args:
+            index: their places.
+        """
+        next_rows = None if self.next_rows is None else self.next_rows[index]
+        return RowView(self.root[index], next_rows)
+
     def read(self, path: Path, advice: str | None = None) -> list[Tensor] | None:
         """The ``B`` tensors of a column.
 

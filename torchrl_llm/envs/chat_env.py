@@ -521,17 +521,8 @@ class DatasetChatEnv(TransformedEnv):
         Raises:
             ConfigError: for an argument that only the loader could honour.
         """
-        own = {
-            "dataset",
-            "shuffle",
-            "name",
-            "split",
-            "batch_size_dl",
-            "seed",
-            "collate_fn",
-            "order",
-        }
-        if unused := sorted(own & set(kwargs)):
+        own = "dataset shuffle name split batch_size_dl seed collate_fn order"
+        if unused := sorted(set(own.split()) & set(kwargs)):
             raise ConfigError(f"{unused} would have no effect: the data loader decides these")
         size = _batch_size(batch_size)
         return cls(dataset=_Loader(dataloader), num_envs=size[0], **kwargs)

@@ -31,6 +31,7 @@ from torchrl_llm.envs.actions import ActionParser
 from torchrl_llm.envs.ids import IdCounter
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn
 from torchrl_llm.envs.transforms.context_strategy import chat_env_of
+from torchrl_llm.envs.transforms.episode_limits import write_reason
 from torchrl_llm.envs.world import Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.reward_parser import raise_flags
@@ -358,17 +359,10 @@ class EpisodeEnds(Transform):
         spread = ended.view(size, 1) & ~done.view(size, 1)
         if spread.any():
             raise_flags(next_tensordict, done=spread, truncated=spread)
-            reason = next_tensordict.get("truncation_reason")
-            reason = reason.masked_fill(spread, int(TruncationReason.ENV))
-            next_tensordict.set("truncation_reason", reason)
+            write_reason(next_tensordict, spread, TruncationReason.ENV)
         active = next_tensordict.get("active")
         next_tensordict.set("active", active & ~next_tensordict.get("done").view(active.shape))
         return next_tensordict
-
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        return tensordict_reset
 
 
 class MultiAgentChatEnv(WorldEnv):

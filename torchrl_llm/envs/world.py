@@ -35,6 +35,7 @@ from torchrl_llm.envs.actions import (
 )
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.envs.transforms.answer_gates import ModelTurn, read_turns
+from torchrl_llm.envs.transforms.episode_limits import write_reason
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.rewards import reward_parser, reward_scorer
 from torchrl_llm.tools.call_parsers import MessageCallParser
@@ -205,11 +206,6 @@ class WorldTransform(Transform):
                     )
             reward_parser.set_errors(td, failures)
 
-    def _reset(
-        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
-    ) -> TensorDictBase:
-        return tensordict_reset
-
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
         """Adds the reward's keys."""
         if not self.with_reward:
@@ -249,9 +245,7 @@ def _write_ends(td: TensorDictBase, reactions: Sequence[Reaction | None]) -> Non
     reward_parser.raise_flags(
         td, terminated=terminated, truncated=truncated, done=terminated | truncated
     )
-    reason = td.get("truncation_reason")
-    fresh = truncated & (reason == TruncationReason.NONE)
-    td.set("truncation_reason", reason.masked_fill(fresh, int(TruncationReason.ENV)))
+    write_reason(td, truncated, TruncationReason.ENV)
 
 
 class WorldEnv(TaskEnv):

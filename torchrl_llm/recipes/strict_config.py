@@ -16,6 +16,7 @@ import inspect
 import types
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchrl_llm._registry import constructor_arguments, names
@@ -224,6 +225,7 @@ def valid_keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from valid_keys(hint, f"{prefix}{name}.")
 
 
+@cache
 def _hints(schema: type) -> list[tuple[str, Any]]:
     hints = get_type_hints(schema)
     return [(entry.name, hints[entry.name]) for entry in fields(schema)]

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
@@ -262,7 +263,43 @@ def _reasons(td: TensorDictBase) -> list[str | None]:
     return [FinishReason(int(reason)).name.lower() for reason in found.reshape(-1)]
 
 
-class EndpointTextModel(TextModel):
+class _OneByOne(TextModel):
+    """Base of models that are asked for each conversation, at most ``concurrency`` at a time."""
+
+    def answer(
+        self,
+        conversations: Sequence[Messages],
+        *,
+        max_tokens: int | None = None,
+        seed: int | None = None,
+        on_call: OnCall | None = None,
+    ) -> list[TextAnswer | Exception]:
+        """Answer; ``seed`` is not read. A failure of one conversation is its answer."""
+
+        def call(place: int, messages: Messages) -> TextAnswer | Exception:
+            if on_call is not None:
+                on_call(place, None)
+            try:
+                found: TextAnswer | Exception = self._answer(messages, max_tokens)
+            except Exception as error:  # the failure of a model is data
+                found = error
+            if on_call is not None:
+                on_call(place, found)
+            return found
+
+        most = self.concurrency
+        threads = 0 if most == 1 else min(most, max(len(conversations), 1))
+        outcomes = run_rows(call, list(enumerate(conversations)), num_threads=threads)
+        return [
+            RewardError(f"{each.error}: {each.message}") if each.error else each.value
+            for each in outcomes
+        ]
+
+    @abstractmethod
+    def _answer(self, messages: Messages, max_tokens: int | None) -> TextAnswer: ...
+
+
+class EndpointTextModel(_OneByOne):
     """A server that speaks chat completions, OpenAI's protocol: vLLM's, or a provider's.
 
     A request that the server did not take, or whose connection broke, is sent again; one that takes
@@ -324,24 +361,9 @@ class EndpointTextModel(TextModel):
             for each in self.answer(conversations)
         ]
 
-    def answer(
-        self,
-        conversations: Sequence[Messages],
-        *,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        on_call: OnCall | None = None,
-    ) -> list[TextAnswer | Exception]:
-        """Answer; ``seed`` is not sent, since not every server knows the field."""
+    def _answer(self, messages: Messages, max_tokens: int | None) -> TextAnswer:
+        # No seed: not every server knows the field.
         limit = {} if max_tokens is None else {self._field: max_tokens}
-        return _one_by_one(
-            lambda messages: self._answer(messages, limit),
-            conversations,
-            self.concurrency,
-            on_call,
-        )
-
-    def _answer(self, messages: Messages, limit: Mapping[str, int]) -> TextAnswer:
         body = {**self.options, **limit, "model": self.model}
         body["messages"] = [dict(message) for message in messages]
         begun = time.perf_counter()
@@ -371,7 +393,7 @@ def _whole(answer: TextAnswer) -> str | RewardError:
     return answer.text
 
 
-class ScriptedTextModel(TextModel):
+class ScriptedTextModel(_OneByOne):
     """A function that answers: for tests, examples and dry runs.
 
     Args:
@@ -397,48 +419,11 @@ class ScriptedTextModel(TextModel):
             raise ConfigError(f"a scripted model is a function of messages, got {function!r}")
         self.function, self.name, self.concurrency = function, name, concurrency
 
-    def answer(
-        self,
-        conversations: Sequence[Messages],
-        *,
-        max_tokens: int | None = None,
-        seed: int | None = None,
-        on_call: OnCall | None = None,
-    ) -> list[TextAnswer | Exception]:
-        """Answer; the function decides how long its texts are and how it samples."""
-        return _one_by_one(self._answer, conversations, self.concurrency, on_call)
-
-    def _answer(self, messages: Messages) -> TextAnswer:
+    def _answer(self, messages: Messages, max_tokens: int | None) -> TextAnswer:
+        # The function decides how long its texts are and how it samples.
         begun = time.perf_counter()
         text = self.function(messages)
         if not isinstance(text, str):
             raise RewardError(f"{self.name} answered without a text: {text!r}")
         seconds = time.perf_counter() - begun
         return TextAnswer(text, estimated_usage(messages, text, seconds=seconds, model=self.name))
-
-
-def _one_by_one(
-    function: Callable[[Messages], TextAnswer],
-    conversations: Sequence[Messages],
-    concurrency: int,
-    on_call: OnCall | None,
-) -> list[TextAnswer | Exception]:
-    """Calls for each conversation, at most so many at a time; failures are data."""
-
-    def call(place: int, messages: Messages) -> TextAnswer | Exception:
-        if on_call is not None:
-            on_call(place, None)
-        try:
-            found: TextAnswer | Exception = function(messages)
-        except Exception as error:  # the failure of a model is data
-            found = error
-        if on_call is not None:
-            on_call(place, found)
-        return found
-
-    threads = 0 if concurrency == 1 else min(concurrency, max(len(conversations), 1))
-    outcomes = run_rows(call, list(enumerate(conversations)), num_threads=threads)
-    return [
-        RewardError(f"{each.error}: {each.message}") if each.error else each.value
-        for each in outcomes
-    ]

@@ -15,73 +15,15 @@ import errno
 import functools
 import platform
 import struct
+from pathlib import Path
 from typing import Literal
+
+import yaml
 
 AF_UNIX = 1
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-# Numbers of the calls: x86_64, aarch64 (asm/unistd_64.h, asm-generic/unistd.h).
-_FORBIDDEN = {
-    "shmget": (29, 194),
-    "msgget": (68, 186),
-    "semget": (64, 190),
-    "mq_open": (240, 180),
-    "pidfd_getfd": (438, 438),
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "io_uring_setup": (425, 425),
-    "io_uring_enter": (426, 426),
-    "io_uring_register": (427, 427),
-    "userfaultfd": (323, 282),
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "umount2": (166, 39),
-    "pivot_root": (155, 41),
-    "fsopen": (430, 430),
-    "open_tree": (428, 428),
-    "move_mount": (429, 429),
-    "open_by_handle_at": (304, 265),
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    "kexec_load": (246, 104),
-}
-# What Landlock does not know: modes, owners, times and attributes of files by their paths. Where a
-# call does not exist on one architecture its number is that of a call for the same purpose.
-_ATTRIBUTES = {
-    "chmod": (90, 53),
-    "fchmodat": (268, 53),
-    "fchmodat2": (452, 452),
-    "chown": (92, 54),
-    "lchown": (94, 54),
-    "fchownat": (260, 54),
-    "utime": (132, 88),
-    "utimes": (235, 88),
-    "futimesat": (261, 88),
-    "utimensat": (280, 88),
-    "setxattr": (188, 5),
-    "lsetxattr": (189, 6),
-    "removexattr": (197, 14),
-    "lremovexattr": (198, 15),
-}
-# What a process may ask of any other of its user: limits and the scheduler, by number. Only itself
-# (0) is let; of calls that name groups and users too, only the process.
-_OTHERS = {
-    "prlimit64": (302, 261),
-    "sched_setparam": (142, 118),
-    "sched_setscheduler": (144, 119),
-    "sched_setaffinity": (203, 122),
-    "sched_setattr": (314, 274),
-}
-_IOPRIO_SET, _SETPRIORITY = (251, 30), (141, 140)
-_SOCKET, _CLONE, _CLONE3, _SETSID = (41, 198), (56, 220), (435, 435), (112, 157)
-_SOCKETPAIR, _SETSOCKOPT = (53, 199), (54, 208)
+_CALLS = yaml.safe_load(Path(__file__).with_name("system_calls.yaml").read_text(encoding="utf-8"))
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000
@@ -122,13 +64,20 @@ def filter_program(
     if machine not in _AUDIT_ARCH:
         return None
     column = list(_AUDIT_ARCH).index(machine)
-    forbidden = _FORBIDDEN if attributes else _FORBIDDEN | _ATTRIBUTES
-    numbers = sorted({numbers[column] for numbers in forbidden.values()})
+    forbidden, other, looked_into = (
+        {name: numbers[column] for name, numbers in calls.items()}
+        for calls in (
+            _CALLS["forbidden"] if attributes else _CALLS["forbidden"] | _CALLS["attributes"],
+            _CALLS["others"],
+            _CALLS["looked_into"],
+        )
+    )
+    numbers = sorted(set(forbidden.values()))
     named: list[tuple[int, int, str]] = []
     if not others:
-        named = [(_EQUAL, numbers[column], "named") for numbers in _OTHERS.values()]
-        named += [(_EQUAL, _SETPRIORITY[column], "priority")]
-        named += [(_EQUAL, _IOPRIO_SET[column], "forbid")]
+        named = [(_EQUAL, number, "named") for number in other.values()]
+        named += [(_EQUAL, looked_into["setpriority"], "priority")]
+        named += [(_EQUAL, looked_into["ioprio_set"], "forbid")]
     new_session = {"ask": "ask", "refuse": "forbid"}.get(sessions, "allow")
     allow = (_RETURN, _ALLOW, None)
     forbid = (_RETURN, _ERRNO | errno.EPERM, None)
@@ -140,13 +89,13 @@ def filter_program(
         (_LOAD, _NUMBER_AT, None),
         # The second table of x86_64, which no distribution uses any more.
         (_AT_LEAST, _X32, "forbid"),
-        (_EQUAL, _SOCKET[column], "socket"),
-        (_EQUAL, _SOCKETPAIR[column], "pair"),
-        (_EQUAL, _SETSOCKOPT[column], "option"),
-        (_EQUAL, _CLONE[column], "clone"),
+        (_EQUAL, looked_into["socket"], "socket"),
+        (_EQUAL, looked_into["socketpair"], "pair"),
+        (_EQUAL, looked_into["setsockopt"], "option"),
+        (_EQUAL, looked_into["clone"], "clone"),
         # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
-        (_EQUAL, _CLONE3[column], "absent"),
-        (_EQUAL, _SETSID[column], new_session),
+        (_EQUAL, looked_into["clone3"], "absent"),
+        (_EQUAL, looked_into["setsid"], new_session),
         *named,
         *((_EQUAL, number, "forbid") for number in numbers),
         allow,

@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
 from typing import Any
 
 from torchrl_llm._imports import require
@@ -31,16 +32,10 @@ _GONE = ("Cannot find context", "context was destroyed", "No frame for given id"
 _NO_CONTENT = (204, 205)
 _URL_CHARS = 500
 _MAX_ELEMENTS = 100
-_READ = """(offset, length) => {
-    const text = document.body ? document.body.innerText : "";
-    return [document.title.slice(0, 200), text.length, text.slice(offset, offset + length)];
-}"""
-_EXTRACT = """(selector, attribute, count, length) => {
-    const found = [...document.querySelectorAll(selector)];
-    const texts = found.slice(0, count).map(e => attribute === "text" ? e.innerText
-        : attribute === "html" ? e.outerHTML : e.getAttribute(attribute));
-    return [found.length, texts.map(text => text === null ? null : text.slice(0, length))];
-}"""
+_READ, _EXTRACT = (
+    Path(__file__).with_name(f"browser_{name}.js").read_text(encoding="utf-8")
+    for name in ("read", "extract")
+)
 
 
 class BrowserError(TorchRLLLMError, RuntimeError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ _LATEX |= dict.fromkeys(("\\(", "\\)", "\\[", "\\]"), "")
 _WRAPPER = re.compile(r"\A(?:\\boxed\s*\{(.*)\}|\*\*(.*)\*\*)\Z", re.DOTALL)
 _FRACTION = re.compile(r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}")
 _MAX_LENGTH = 1000
+_COMPUTE = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 _PRIORITY = {"+": 1, "-": 1, "*": 2, "/": 2, "negative": 3}
 
 
@@ -116,16 +118,7 @@ def _reduce(values: list[Fraction], signs: list[str], priority: int) -> None:
     """Carry out the signs that bind at least as strongly, up to an open parenthesis."""
     while signs and signs[-1] != "(" and _PRIORITY[signs[-1]] >= priority:
         sign, right = signs.pop(), values.pop()
-        if sign == "negative":
-            values.append(-right)
-            continue
-        left = values.pop()
-        if sign == "+":
-            values.append(left + right)
-        elif sign == "-":
-            values.append(left - right)
-        else:
-            values.append(left * right if sign == "*" else left / right)
+        values.append(-right if sign == "negative" else _COMPUTE[sign](values.pop(), right))
 
 
 @register("tools", "calculator")

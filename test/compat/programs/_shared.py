@@ -68,3 +68,8 @@ def show(*values):
     """Print each value on a line."""
     for value in values:
         print(repr(plain(value)))
+
+
+def read(thing, *names):
+    """Print attributes of something, each on a line."""
+    show(*[getattr(thing, name) for name in names])

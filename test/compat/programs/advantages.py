@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import show
+from _shared import read, show
 from tensordict import TensorDict, lazy_stack
 from torchrl.data import LazyStackStorage, ReplayBuffer
 from torchrl.objectives.llm import MCAdvantage, MCAdvantageSelector
@@ -21,10 +21,6 @@ def turns(group, *rewards):
         next=TensorDict(next_, [len(rewards)]),
         batch_size=[len(rewards)],
     )
-
-
-def advantages_wait_for_a_group():
-    show(MCAdvantage(2).inv(turns("a", 1.0)))
 
 
 def advantages_of_a_group():
@@ -92,14 +88,6 @@ def groups_outside_of_the_bounds_are_dropped():
     show(estimator.inv(turns("a", 0.0)), estimator.inv(turns("a", 1.0)).shape)
 
 
-def bounds_without_returns_of_trajectories():
-    MCAdvantage(2, keep_return_bounds=(0.1, 0.9), trajectory_return=None)
-
-
-def bounds_that_do_not_increase():
-    MCAdvantage(2, keep_return_bounds=(0.9, 0.1), trajectory_return="sum")
-
-
 def candidates_are_chosen():
     estimator = MCAdvantage(
         2, trajectory_return="sum", keep_return_bounds=(0.1, 0.9), candidate_group_size=3
@@ -152,34 +140,12 @@ def attributes_of_advantages():
     show(estimator.verbose, estimator.keep_return_bounds, estimator.trajectory_return)
 
 
-def keys_of_advantages():
-    estimator = MCAdvantage(3, "query")
-    show(estimator.in_keys, estimator.out_keys, estimator.prompt_key)
-
-
-def the_group_key_by_default():
-    show(MCAdvantage(3).prompt_key)
-
-
-def candidates_by_default():
-    show(MCAdvantage(3).candidate_group_size, MCAdvantage(3).candidate_selection_min_size)
-
-
-def a_group_of_one():
-    MCAdvantage(1, trajectory_return="sum")
-
-
 def the_selector():
     candidates = TensorDict({"return": torch.tensor([0.0, 0.0, 0.0, 1.0])}, [4])
     for how in ("first", "uniform", "balanced"):
         selector = MCAdvantageSelector(how)
         show(selector.select(candidates, group_size=2))
         show(selector.select(candidates, group_size=2, keep_return_bounds=(0.1, 0.9)))
-
-
-def the_selector_by_default():
-    selector = MCAdvantageSelector()
-    show(selector.strategy, selector.max_combinations, selector.in_keys)
 
 
 class ByTheFirstTurn(MCAdvantageSelector):
@@ -199,26 +165,10 @@ def chosen_by(selector):
     show([float(row["next", "reward"]) for row in written.reshape(-1).unbind(0)])
 
 
-def a_selector_that_reads_trajectories():
-    chosen_by(ByTheFirstTurn(in_keys=[("trajectories", "next", "reward")]))
-
-
-def a_selector_that_reads_returns_and_trajectories():
-    chosen_by(ByTheFirstTurn(in_keys=["return", ("trajectories", "next", "reward")]))
-
-
 def a_selector_that_chooses_by_another_number():
     numbers = {"return": torch.tensor([0.0, 1.0, 2.0]), "length": torch.tensor([5.0, 1.0, 3.0])}
     selector = MCAdvantageSelector("uniform", in_keys=["length"])
     show(sorted(selector.select(TensorDict(numbers, [3]), group_size=2)))
-
-
-def a_selector_of_several_numbers_by_a_strategy():
-    chosen_by(MCAdvantageSelector("uniform", in_keys=[("trajectories", "next", "reward")]))
-
-
-def a_selector_without_keys():
-    MCAdvantageSelector(in_keys=[])
 
 
 def the_selector_with_too_few():
@@ -226,5 +176,35 @@ def the_selector_with_too_few():
     MCAdvantageSelector().select(candidates, group_size=2)
 
 
-def an_unknown_selection():
-    MCAdvantageSelector("best")
+PROGRAMS = {
+    "advantages_wait_for_a_group": lambda: show(MCAdvantage(2).inv(turns("a", 1.0))),
+    "bounds_without_returns_of_trajectories": lambda: MCAdvantage(
+        2, keep_return_bounds=(0.1, 0.9), trajectory_return=None
+    ),
+    "bounds_that_do_not_increase": lambda: MCAdvantage(
+        2, keep_return_bounds=(0.9, 0.1), trajectory_return="sum"
+    ),
+    "the_group_key_by_default": lambda: show(MCAdvantage(3).prompt_key),
+    "candidates_by_default": lambda: show(
+        MCAdvantage(3).candidate_group_size, MCAdvantage(3).candidate_selection_min_size
+    ),
+    "a_group_of_one": lambda: MCAdvantage(1, trajectory_return="sum"),
+    "a_selector_that_reads_trajectories": lambda: chosen_by(
+        ByTheFirstTurn(in_keys=[("trajectories", "next", "reward")])
+    ),
+    "a_selector_that_reads_returns_and_trajectories": lambda: chosen_by(
+        ByTheFirstTurn(in_keys=["return", ("trajectories", "next", "reward")])
+    ),
+    "a_selector_of_several_numbers_by_a_strategy": lambda: chosen_by(
+        MCAdvantageSelector("uniform", in_keys=[("trajectories", "next", "reward")])
+    ),
+    "a_selector_without_keys": lambda: MCAdvantageSelector(in_keys=[]),
+    "an_unknown_selection": lambda: MCAdvantageSelector("best"),
+    "keys_of_advantages": lambda: read(
+        MCAdvantage(3, "query"), "in_keys", "out_keys", "prompt_key"
+    ),
+    "the_selector_by_default": lambda: read(
+        MCAdvantageSelector(), "strategy", "max_combinations", "in_keys"
+    ),
+}
+"""Programs of one expression."""

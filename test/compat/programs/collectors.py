@@ -83,10 +83,6 @@ def one_batch_by_next():
     show(made.next().shape, next(iter(made)).shape)
 
 
-def one_batch_by_rollout():
-    show(collector(dialog_turns_per_batch=2).rollout().shape)
-
-
 def conversations_of_a_batch():
     made = collector(dialog_turns_per_batch=2, total_dialog_turns=2)
     for batch in made:
@@ -133,31 +129,9 @@ def last_steps_count_all_turns():
     show([batch.shape for batch in made])
 
 
-def last_steps_of_no_completed_trajectories():
-    collector(
-        yield_only_last_steps=True, yield_completed_trajectories=False, dialog_turns_per_batch=1
-    )
-
-
-def last_steps_that_are_flat():
-    collector(yield_only_last_steps=True, flatten_data=True, dialog_turns_per_batch=1)
-
-
-def no_size_of_a_batch():
-    collector()
-
-
-def neither_policy_nor_factory():
-    LLMCollector(env(), dialog_turns_per_batch=1)
-
-
 def a_factory_of_the_policy():
     made = LLMCollector(env(), policy_factory=policy, dialog_turns_per_batch=1)
     show(made.next().shape, type(made.policy).__name__)
-
-
-def a_factory_of_the_environment():
-    show(collector(env, dialog_turns_per_batch=1).next().shape)
 
 
 def into_a_replay_buffer():
@@ -210,11 +184,6 @@ def conversations_that_go_on():
     show([len(batch["history"].full[0, 0].role) for batch in made])
 
 
-def a_postprocessing():
-    made = collector(dialog_turns_per_batch=2, postproc=lambda batch: batch[..., :1])
-    show(made.next().shape)
-
-
 def a_postprocessing_set_later():
     made = collector(dialog_turns_per_batch=2)
     made.set_postproc(lambda batch: batch[..., :1])
@@ -249,10 +218,6 @@ def members_whose_first_rows_differ():
     pool.close()
 
 
-def asynchronous_without_a_pool():
-    collector(dialog_turns_per_batch=1, async_envs=True)
-
-
 def sizes_of_a_collector():
     made = collector(dialog_turns_per_batch=3, total_dialog_turns=7)
     show(made.dialog_turns_per_batch, made.total_dialog_turns, made.flatten_data)
@@ -264,10 +229,6 @@ def settings_of_a_collector():
     show(made.yield_completed_trajectories, made.yield_only_last_steps, made.async_envs)
     show(made.reset_at_each_iter, made.verbose, made.postproc, made.replay_buffer)
     show(made.policy_version_tracker, type(made.policy).__name__)
-
-
-def the_version_where_nobody_counts():
-    show(collector(dialog_turns_per_batch=1).policy_version)
 
 
 def the_policy_of_a_collector():
@@ -297,10 +258,6 @@ def weights_brought_to_the_policy():
     show(type(made.policy_version).__name__)
 
 
-def a_seed():
-    show(type(collector(dialog_turns_per_batch=1).set_seed(3)).__name__)
-
-
 def used_after_its_end():
     made = collector(dialog_turns_per_batch=1)
     made.next()
@@ -318,9 +275,28 @@ def metadata_of_a_model():
     show(len(metadata), sorted(metadata)[:2], metadata["model.norm.weight"])
 
 
-def an_updater_of_an_engine_by_an_argument():
-    vLLMUpdater(v2=True, master_port=29501)
-
-
-def an_updater_of_no_engine():
-    vLLMUpdaterV2(object())
+PROGRAMS = {
+    "one_batch_by_rollout": lambda: show(collector(dialog_turns_per_batch=2).rollout().shape),
+    "last_steps_of_no_completed_trajectories": lambda: collector(
+        yield_only_last_steps=True, yield_completed_trajectories=False, dialog_turns_per_batch=1
+    ),
+    "last_steps_that_are_flat": lambda: collector(
+        yield_only_last_steps=True, flatten_data=True, dialog_turns_per_batch=1
+    ),
+    "no_size_of_a_batch": lambda: collector(),
+    "neither_policy_nor_factory": lambda: LLMCollector(env(), dialog_turns_per_batch=1),
+    "a_factory_of_the_environment": lambda: show(
+        collector(env, dialog_turns_per_batch=1).next().shape
+    ),
+    "asynchronous_without_a_pool": lambda: collector(dialog_turns_per_batch=1, async_envs=True),
+    "the_version_where_nobody_counts": lambda: show(
+        collector(dialog_turns_per_batch=1).policy_version
+    ),
+    "a_seed": lambda: show(type(collector(dialog_turns_per_batch=1).set_seed(3)).__name__),
+    "an_updater_of_an_engine_by_an_argument": lambda: vLLMUpdater(v2=True, master_port=29501),
+    "an_updater_of_no_engine": lambda: vLLMUpdaterV2(object()),
+    "a_postprocessing": lambda: show(
+        collector(dialog_turns_per_batch=2, postproc=lambda batch: batch[..., :1]).next().shape
+    ),
+}
+"""Programs of one expression."""

@@ -59,10 +59,6 @@ def fewer_turns_than_asked_for():
     show(len(buffer))
 
 
-def a_topk_that_is_larger_than_the_turns():
-    TopKRewardSelector(total_dialog_turns=2, topk_size=3)
-
-
 def keys_of_a_topk_selector():
     chosen = TopKRewardSelector(total_dialog_turns=5, topk_size=2)
     show(chosen.prompt_key, chosen.rewards_key, chosen.done_key, chosen.topk_size)
@@ -96,10 +92,6 @@ def an_adaptive_controller_of_a_model():
     show(control.coef, module.kl_coef)
 
 
-def an_adaptive_controller_without_values():
-    AdaptiveKLController(init_kl_coef=0.1, target=6.0, horizon=100).update([])
-
-
 def the_tokenizer_of_tensordicts():
     process = TensorDictTokenizer(tokenizer(), max_length=8, key="text")
     out = process({"text": ["hello", "what is 2+2?"]})
@@ -127,14 +119,6 @@ def data():
         labels=ids,
         batch_size=[2],
     )
-
-
-def prompt_data_and_its_index():
-    show(data().batch_size, data()[0].input_ids, data().prompt_rindex, data().logits)
-
-
-def prompt_data_that_masks_its_labels():
-    show(data().mask_label().labels)
 
 
 def reward_data_of_pairs():
@@ -189,3 +173,18 @@ def histories_in_a_replay_buffer():
     chats = [[{"role": "user", "content": str(i)}] * (i + 1) for i in range(3)]
     buffer.extend(lazy_stack([TensorDict(h=History.from_chats(chat)) for chat in chats]))
     show(buffer[:]["h"].content, buffer[1]["h"].shape)
+
+
+PROGRAMS = {
+    "a_topk_that_is_larger_than_the_turns": lambda: TopKRewardSelector(
+        total_dialog_turns=2, topk_size=3
+    ),
+    "an_adaptive_controller_without_values": lambda: AdaptiveKLController(
+        init_kl_coef=0.1, target=6.0, horizon=100
+    ).update([]),
+    "prompt_data_and_its_index": lambda: show(
+        data().batch_size, data()[0].input_ids, data().prompt_rindex, data().logits
+    ),
+    "prompt_data_that_masks_its_labels": lambda: show(data().mask_label().labels),
+}
+"""Programs of one expression."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import CHAT, OTHER, model, show, tokenizer
+from _shared import CHAT, OTHER, model, read, show, tokenizer
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch.utils.data import DataLoader
@@ -78,11 +78,6 @@ def reset_with_a_system_prompt():
     show(prompt.shape, prompt.role, prompt.content)
 
 
-def reset_with_a_user_role():
-    env = ChatEnv(batch_size=(1,), user_role="human")
-    show(env.reset(queries("One?"))["history"].prompt.role)
-
-
 def reset_with_a_data_key():
     env = ChatEnv(batch_size=(1,), data_key="question")
     td = env.reset(TensorDict(question=["One?"], batch_size=(1,)))
@@ -101,14 +96,6 @@ def reset_keeps_the_columns_that_it_is_given():
     given = TensorDict(query=["One?", "Two?"], answer=["1", "2"], level=torch.tensor([3, 4]))
     td = env.reset(given.auto_batch_size_(1))
     show(td["query"], td["answer"], td["level"])
-
-
-def reset_without_a_query():
-    ChatEnv().reset()
-
-
-def reset_with_another_key():
-    ChatEnv().reset(TensorDict(text=["One?"], batch_size=(1,)))
 
 
 def reset_in_text_mode():
@@ -197,23 +184,11 @@ def specs_of_the_keys():
         show(mode in {key[0] for key in env.action_keys}, env.reward_keys)
 
 
-def flags_of_the_end():
-    show(ChatEnv().done_keys)
-
-
 def attributes_of_a_chat_env():
     env = ChatEnv(system_prompt="Be brief.", tokenizer=tokenizer(), template_kwargs={"tools": None})
     show(env.input_mode, env.system_prompt, env.system_role, env.user_role, env.policy_role)
     show(env.data_key, env.text_key, env.response_key, env.template_kwargs)
     show(env.tokenizer is tokenizer())
-
-
-def batch_sizes():
-    show(ChatEnv().batch_size, ChatEnv(batch_size=[3]).batch_size, ChatEnv(batch_size=2).batch_size)
-
-
-def a_batch_without_dimension():
-    ChatEnv(batch_size=())
 
 
 def a_rollout_of_a_written_policy():
@@ -284,14 +259,6 @@ def the_data_started_over():
     show(before, env.reset()["query"])
 
 
-def a_loader_and_a_factory():
-    DataLoadingPrimer(loader(), dataloader_factory=loader)
-
-
-def an_unknown_stack_method():
-    DataLoadingPrimer(loader(), stack_method="as_rows")
-
-
 def a_loader_without_batch_size():
     primer = DataLoadingPrimer([{"query": ["One?"], "answer": ["1"]}], batch_size=(1,))
     env = ChatEnv().append_transform(primer)
@@ -350,11 +317,6 @@ def rows_that_begin_anew_one_by_one():
     env = env.append_transform(GSM8KRewardParser())
     _, td = env.step_and_maybe_reset(answered(env.reset(), "<answer>5</answer>", "no"))
     show(td["query"], [row.prompt.content for row in td["history"].unbind(0)], td["done"])
-
-
-def the_transform_of_an_env_over_data():
-    env = DatasetChatEnv.from_dataloader(loader(), batch_size=(1,), repeats=2)
-    show(env.transform.repeats)
 
 
 def attributes_of_a_primer():
@@ -461,10 +423,6 @@ def a_reset_of_an_env_that_was_stepped():
     show(env.reset(queries("Two?"))["history"].prompt.content)
 
 
-def the_seed_of_an_env():
-    show(ChatEnv().set_seed(3) is not None)
-
-
 # -- the older environments -----------------------------------------------------------------------
 
 
@@ -533,10 +491,6 @@ def attributes_of_an_incremental_tokenizer():
     show(transform.chat_template_name, transform.chat_template, transform.add_generation_prompt)
 
 
-def with_tokenizer_without_one():
-    ChatEnv(with_tokenizer=True)
-
-
 def thinking_again_in_the_same_turn():
     env = ChatEnv().append_transform(AddThinkingPrompt(lambda td: True, "Wait, once more."))
     td = env.step(answered(env.reset(queries("2+2?")), "Easy. <answer>5</answer>"))
@@ -593,15 +547,6 @@ def thinking_again_with_the_default_prompts():
         show(transform.role, transform.edit_last_turn, transform.zero_reward, transform.undo_done)
 
 
-def a_given_prompt_and_a_point_of_view():
-    transform = AddThinkingPrompt(lambda td: True, "Sure?", egocentric=True)
-    show(transform.prompt, transform.egocentric)
-
-
-def thinking_again_edits_no_turn_of_the_user():
-    AddThinkingPrompt(lambda td: True, role="user")
-
-
 def versions_of_the_policy():
     version = PolicyVersion(version_type="int")
     env = ChatEnv(batch_size=(2,)).append_transform(version)
@@ -625,10 +570,6 @@ def versions_by_name():
     version.increment_version()
     td = ChatEnv().append_transform(version).reset(queries("One?"))
     show(len(before), before != version.version, list(td["policy_version"]) == [version.version])
-
-
-def an_unknown_kind_of_version():
-    PolicyVersion("date")
 
 
 def text_to_ids_and_back():
@@ -675,3 +616,32 @@ def texts_of_a_rollout():
     td = env.reset(queries("One?"))
     td["text"] = Text(full=[td["text"].prompt[0] + "1"], batch_size=(1,))
     show(env.step(td)["next", "text"].prompt)
+
+
+PROGRAMS = {
+    "reset_without_a_query": lambda: ChatEnv().reset(),
+    "reset_with_another_key": lambda: ChatEnv().reset(TensorDict(text=["One?"], batch_size=(1,))),
+    "flags_of_the_end": lambda: show(ChatEnv().done_keys),
+    "batch_sizes": lambda: show(
+        ChatEnv().batch_size, ChatEnv(batch_size=[3]).batch_size, ChatEnv(batch_size=2).batch_size
+    ),
+    "a_batch_without_dimension": lambda: ChatEnv(batch_size=()),
+    "a_loader_and_a_factory": lambda: DataLoadingPrimer(loader(), dataloader_factory=loader),
+    "an_unknown_stack_method": lambda: DataLoadingPrimer(loader(), stack_method="as_rows"),
+    "the_seed_of_an_env": lambda: show(ChatEnv().set_seed(3) is not None),
+    "with_tokenizer_without_one": lambda: ChatEnv(with_tokenizer=True),
+    "thinking_again_edits_no_turn_of_the_user": lambda: AddThinkingPrompt(
+        lambda td: True, role="user"
+    ),
+    "an_unknown_kind_of_version": lambda: PolicyVersion("date"),
+    "reset_with_a_user_role": lambda: show(
+        ChatEnv(batch_size=(1,), user_role="human").reset(queries("One?"))["history"].prompt.role
+    ),
+    "the_transform_of_an_env_over_data": lambda: show(
+        DatasetChatEnv.from_dataloader(loader(), batch_size=(1,), repeats=2).transform.repeats
+    ),
+    "a_given_prompt_and_a_point_of_view": lambda: read(
+        AddThinkingPrompt(lambda td: True, "Sure?", egocentric=True), "prompt", "egocentric"
+    ),
+}
+"""Programs of one expression."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from _shared import CHAT, OTHER, show, tokenizer
+from _shared import CHAT, OTHER, read, show, tokenizer
 from tensordict import lazy_stack
 from torchrl.data.llm import ContentBase, History
 
@@ -20,123 +20,10 @@ def ragged():
     return History.from_chats([CHAT, OTHER[:2]])
 
 
-def a_conversation_has_one_dimension():
-    show(one().batch_size, one().shape, one().ndim, len(one()), one().numel())
-
-
-def a_batch_has_two_dimensions():
-    show(two().batch_size, two().shape[-1], two().ndim, len(two()), two().numel())
-
-
-def a_ragged_batch_ends_in_minus_one():
-    show(ragged().batch_size, ragged().ndim, len(ragged()))
-
-
-def fields_of_a_conversation_are_lists():
-    show(one().role, one().content, one().is_complete)
-
-
-def fields_of_a_batch_are_lists_of_lists():
-    show(two().role, two().content)
-
-
-def fields_of_a_ragged_batch():
-    show(ragged().role, ragged().content)
-
-
-def the_last_message_of_each_row():
-    last = two()[..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_message_of_one_conversation():
-    last = one()[..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_message_of_a_row():
-    last = two()[0][..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_message_by_a_plain_index():
-    last = one()[-1]
-    show(last.batch_size, last.role, last.content)
-
-
-def the_last_row_by_a_plain_index():
-    row = two()[-1]
-    show(row.batch_size, row.role, row.content)
-
-
-def the_last_message_of_a_ragged_batch():
-    last = ragged()[..., -1]
-    show(last.batch_size, last.role, last.content)
-
-
-def all_but_the_last_message():
-    cut = two()[..., :-1]
-    show(cut.batch_size, cut.role, cut.content)
-
-
-def a_row_and_a_message():
-    show(two()[0, 1].content, two()[1, -1].content)
-
-
-def a_slice_of_messages_of_all_rows():
-    show(two()[:, 1:].content, two()[:, -1].content)
-
-
-def a_slice_of_messages_of_one_conversation():
-    show(one()[1:].content, one()[:2].batch_size)
-
-
-def rows_by_a_list():
-    show(two()[[1, 0]].content)
-
-
-def rows_by_a_tensor():
-    show(two()[torch.tensor([1, 0])].content)
-
-
-def rows_by_a_mask():
-    show(two()[torch.tensor([False, True])].content)
-
-
 def messages_by_a_mask_of_both_dimensions():
     mask = torch.tensor([[True, False, False], [False, False, True]])
     cut = two()[mask]
     show(cut.batch_size, cut.content)
-
-
-def unbind_of_rows():
-    show(*[row.content for row in two().unbind(0)])
-
-
-def unbind_of_messages():
-    show(*[part.content for part in two().unbind(-1)])
-
-
-def unbind_of_one_conversation():
-    show(*[message.content for message in one().unbind(0)])
-
-
-def iteration_over_rows():
-    show(*[row.content for row in two()])
-
-
-def iteration_over_messages():
-    show(*[message.role for message in one()])
-
-
-def cat_of_messages():
-    joined = torch.cat([two(), two()[..., 1:2]], -1)
-    show(joined.batch_size, joined.content)
-
-
-def cat_of_rows():
-    joined = torch.cat([two(), two()[:1]], 0)
-    show(joined.batch_size, joined.content)
 
 
 def stack_of_messages():
@@ -145,77 +32,15 @@ def stack_of_messages():
     show(chat.batch_size, chat.role, chat.content)
 
 
-def stack_of_conversations():
-    batch = torch.stack([one(), one()])
-    show(batch.batch_size, batch.content)
-
-
 def lazy_stack_of_messages():
     messages = [History(role="user", content="a"), History(role="assistant", content="b")]
     chat = lazy_stack(messages)
     show(chat.batch_size, chat.role, chat.content)
 
 
-def lazy_stack_of_ragged_conversations():
-    batch = lazy_stack([one(), one()[:2]])
-    show(batch.batch_size, batch.content)
-
-
 def split_of_messages():
     parts = two().split(2, -1)
     show(*[part.batch_size for part in parts], *[part.content for part in parts])
-
-
-def chunk_of_messages():
-    show(*[part.content for part in two().chunk(3, -1)])
-
-
-def split_of_rows():
-    show(*[part.content for part in two().split(1, 0)])
-
-
-def flatten_of_a_batch():
-    flat = two().flatten(0, 1)
-    show(flat.batch_size, flat.content)
-
-
-def transpose_of_a_batch():
-    turned = two().transpose(0, 1)
-    show(turned.batch_size, turned.content)
-
-
-def reshape_of_a_batch():
-    flat = two().reshape(-1)
-    show(flat.batch_size, flat.content)
-
-
-def unsqueeze_of_a_batch():
-    more = two().unsqueeze(0)
-    show(more.batch_size, more.content)
-
-
-def squeeze_of_a_batch():
-    less = two()[:1].squeeze(0)
-    show(less.batch_size, less.content)
-
-
-def view_of_rows():
-    four = torch.cat([two(), two()], 0).view(2, 2, 3)
-    show(four.batch_size, four.content)
-
-
-def expand_of_a_conversation():
-    more = one().expand(2, 3)
-    show(more.batch_size, more.content)
-
-
-def equality_by_message():
-    other = one()
-    show(one() == other)
-
-
-def equality_of_a_changed_batch():
-    show((two() == two()).all())
 
 
 def a_message_has_no_dimension():
@@ -260,24 +85,10 @@ def append_to_a_row_by_index():
     show(chat.content)
 
 
-def append_of_a_string():
-    one().append("hi")
-
-
 def extend_of_a_conversation():
     chat = one()
     chat.extend(History.from_chats(OTHER[1:]))
     show(chat.batch_size, chat.content)
-
-
-def extend_out_of_place():
-    longer = one().extend(History.from_chats(OTHER[1:]), inplace=False)
-    show(longer.batch_size, longer.content)
-
-
-def extend_of_a_batch_along_messages():
-    longer = two().extend(two()[..., 1:], inplace=False, dim=-1)
-    show(longer.batch_size, longer.content)
 
 
 def assignment_of_a_content():
@@ -292,27 +103,9 @@ def assignment_of_a_row():
     show(chat.content)
 
 
-def tool_calls_of_plain_messages():
-    show(one().tool_calls, one().tool_responses)
-
-
-def tool_calls_are_none_for_a_message():
-    show(History(role="user", content="a").tool_calls is not None)
-
-
-def chats_of_nested_lists():
-    deep = History.from_chats([[CHAT, OTHER], [OTHER, CHAT]])
-    show(deep.batch_size, deep.content)
-
-
 def the_default_spec():
     spec = History.default_spec()
     show(spec.shape, sorted(map(str, spec.keys())))
-
-
-def to_tensordict_and_back():
-    chat = History.from_tensordict(one().to_tensordict())
-    show(chat.batch_size, chat.content)
 
 
 def clone_is_apart():
@@ -334,11 +127,6 @@ def in_a_tensordict_through_unbind():
 
     td = TensorDict(history=two(), batch_size=2)
     show(*[row["history"].content for row in td.unbind(0)])
-
-
-def content_parts_of_a_message():
-    part = ContentBase(type="text", text="hello")
-    show(part.type, part.text, part.batch_size)
 
 
 def content_parts_stack():
@@ -393,16 +181,6 @@ def content_parts_as_dicts():
     show(chat.content, chat[0].content)
 
 
-def stack_of_conversations_behind_the_messages():
-    turned = torch.stack([one(), one()], -1)
-    show(turned.batch_size, turned.content)
-
-
-def lazy_stack_of_conversations_behind_the_messages():
-    turned = lazy_stack([one(), one()], -1)
-    show(turned.batch_size, turned.content)
-
-
 def lazy_stack_of_messages_of_a_batch():
     messages = [two()[..., 0], two()[..., 1]]
     chats = lazy_stack(messages, -1)
@@ -424,57 +202,6 @@ def messages_by_a_mask_of_columns():
     show(two()[:, mask].batch_size, two()[:, mask].content, two()[..., mask].content)
 
 
-def messages_of_a_ragged_batch_by_index():
-    show(ragged()[..., 0].content, ragged()[:, 1].content, ragged()[0, 2].content)
-
-
-def ragged_rows_through_unbind():
-    show(*[row.batch_size for row in ragged().unbind(0)], *[len(row) for row in ragged()])
-
-
-def ragged_all_but_the_last_message():
-    show(*[row.content for row in ragged()[..., :-1].unbind(0)])
-
-
-def numel_of_a_message_and_of_batches():
-    show(two()[0, 0].numel(), two()[..., 0].numel(), two()[..., :2].numel(), two()[:0].numel())
-
-
-def size_by_dimension():
-    show(two().size(0), two().size(-1), two().size(), two().dim(), two().batch_dims)
-
-
-def torch_functions_of_shape():
-    show(
-        torch.unsqueeze(two(), 1).shape,
-        torch.squeeze(two()[:1], 0).shape,
-        torch.permute(two(), (1, 0)).shape,
-        torch.flatten(two(), 0, 1).shape,
-        torch.reshape(two(), (3, 2)).content,
-    )
-
-
-def transposes_by_their_names():
-    show(two().permute(1, 0).content, two().transpose(-1, -2).content)
-
-
-def split_of_sizes():
-    show(*[part.content for part in two().split([1, 2], -1)])
-
-
-def split_of_a_conversation():
-    show(*[part.content for part in one().split(2)], *[p.batch_size for p in one().chunk(2)])
-
-
-def gather_of_messages():
-    index = torch.tensor([[2, 0], [1, 1]])
-    show(two().gather(-1, index).content)
-
-
-def repeat_of_a_batch():
-    show(two().repeat(2, 1).content, two().repeat_interleave(2, dim=0).content)
-
-
 def nested_lists_of_a_batch():
     chats = History(
         role=[["user", "assistant"], ["user", "assistant"]],
@@ -482,11 +209,6 @@ def nested_lists_of_a_batch():
         batch_size=(2, 2),
     )
     show(chats.batch_size, chats.role, chats[1].content, chats[..., -1].content)
-
-
-def a_list_without_a_batch_size():
-    chat = History(role=["user", "assistant"], content=["a", "b"])
-    show(chat.role, chat.content)
 
 
 def an_assignment_by_index_of_a_row_of_another_length():
@@ -531,31 +253,6 @@ def an_update_of_a_field():
     show(message.role, message.content)
 
 
-def a_replacement_of_a_field():
-    message = History(role="user", content="a").replace(content="b")
-    show(message.role, message.content)
-
-
-def a_get_of_a_field():
-    show(one().get("role"), two().get("content"), two()[0].get("role"))
-
-
-def a_get_of_what_is_not_there():
-    show(one().get("colour", "none"))
-
-
-def keys_of_a_conversation():
-    show(sorted(one().keys()))
-
-
-def keys_of_a_message():
-    show(sorted(History(role="user", content="a").keys()))
-
-
-def values_by_key():
-    show(sorted((key, value) for key, value in History(role="u", content="a").to_dict().items()))
-
-
 def to_dict_of_a_conversation():
     made = one().to_dict()
     show(made["role"], made["content"])
@@ -580,37 +277,9 @@ def a_batch_of_a_tensordict_from_its_batch_size():
     show(td.batch_size, td[..., -1]["history"].content)
 
 
-def iteration_over_a_batch_and_its_messages():
-    show([[message.content for message in row] for row in two()])
-
-
-def length_of_everything():
-    show(len(one()), len(two()), len(two()[0]), len(two()[..., -1]), len(ragged()[1]))
-
-
-def length_of_a_message():
-    show(len(History(role="user", content="a")))
-
-
 def equality_of_a_different_batch():
     same = two() == two()[torch.tensor([1, 0])]
     show(same.all(), same.any())
-
-
-def inequality_by_message():
-    show((one() != History.from_chats(OTHER)).any())
-
-
-def equality_of_two_fields():
-    show((one() == History.from_chats(OTHER)).content)
-
-
-def equality_in_an_if():
-    show(bool((one() == one()).all()))
-
-
-def membership_of_a_field():
-    show("role" in one().keys(), "colour" in one().keys())
 
 
 def copies_by_copy_and_deepcopy():
@@ -625,18 +294,6 @@ def a_pickle_of_a_batch():
     import pickle
 
     show(pickle.loads(pickle.dumps(two())))
-
-
-def a_device():
-    show(one().device, two().to("cpu").content)
-
-
-def the_zero_of_a_spec():
-    show(History.default_spec().zero().batch_size)
-
-
-def the_shape_of_a_spec():
-    show(History.default_spec((4, -1)).shape)
 
 
 def is_complete_of_an_open_answer():
@@ -673,24 +330,10 @@ def append_to_a_batch_in_place():
     show(chat.batch_size, chat.content)
 
 
-def append_of_one_row():
-    batch = two().append(one(), inplace=False, dim=0)
-    show(batch.batch_size, batch.content)
-
-
-def extend_of_a_batch_by_rows():
-    batch = two().extend(two(), inplace=False)
-    show(batch.batch_size, batch.content)
-
-
 def extend_of_a_batch_by_rows_in_place():
     batch = two()
     batch.extend(two()[:1])
     show(batch.batch_size, batch.content)
-
-
-def extend_of_a_message():
-    one().extend(History(role="user", content="a"))
 
 
 def chats_with_tool_calls():
@@ -699,24 +342,169 @@ def chats_with_tool_calls():
     show(chat.tool_calls, chat[0].tool_calls)
 
 
-def chats_of_an_empty_list():
-    History.from_chats([])
-
-
-def where_of_two_batches():
-    made = torch.where(torch.tensor([True, False]), two(), two()[torch.tensor([1, 0])])
-    show(made.content)
-
-
-def unflatten_of_rows():
-    four = torch.cat([two(), two()], 0).unflatten(0, (2, 2))
-    show(four.batch_size, four.content)
-
-
-def expand_of_a_message():
-    many = History(role="user", content="a").expand(2)
-    show(many.batch_size, many.content)
-
-
-def contiguous_and_densified():
-    show(two().contiguous().content)
+PROGRAMS = {
+    "a_conversation_has_one_dimension": lambda: show(
+        one().batch_size, one().shape, one().ndim, len(one()), one().numel()
+    ),
+    "a_batch_has_two_dimensions": lambda: show(
+        two().batch_size, two().shape[-1], two().ndim, len(two()), two().numel()
+    ),
+    "a_ragged_batch_ends_in_minus_one": lambda: show(
+        ragged().batch_size, ragged().ndim, len(ragged())
+    ),
+    "fields_of_a_conversation_are_lists": lambda: show(
+        one().role, one().content, one().is_complete
+    ),
+    "fields_of_a_batch_are_lists_of_lists": lambda: show(two().role, two().content),
+    "fields_of_a_ragged_batch": lambda: show(ragged().role, ragged().content),
+    "a_row_and_a_message": lambda: show(two()[0, 1].content, two()[1, -1].content),
+    "a_slice_of_messages_of_all_rows": lambda: show(two()[:, 1:].content, two()[:, -1].content),
+    "a_slice_of_messages_of_one_conversation": lambda: show(
+        one()[1:].content, one()[:2].batch_size
+    ),
+    "rows_by_a_list": lambda: show(two()[[1, 0]].content),
+    "rows_by_a_tensor": lambda: show(two()[torch.tensor([1, 0])].content),
+    "rows_by_a_mask": lambda: show(two()[torch.tensor([False, True])].content),
+    "unbind_of_rows": lambda: show(*[row.content for row in two().unbind(0)]),
+    "unbind_of_messages": lambda: show(*[part.content for part in two().unbind(-1)]),
+    "unbind_of_one_conversation": lambda: show(*[message.content for message in one().unbind(0)]),
+    "iteration_over_rows": lambda: show(*[row.content for row in two()]),
+    "iteration_over_messages": lambda: show(*[message.role for message in one()]),
+    "chunk_of_messages": lambda: show(*[part.content for part in two().chunk(3, -1)]),
+    "split_of_rows": lambda: show(*[part.content for part in two().split(1, 0)]),
+    "equality_of_a_changed_batch": lambda: show((two() == two()).all()),
+    "append_of_a_string": lambda: one().append("hi"),
+    "tool_calls_of_plain_messages": lambda: show(one().tool_calls, one().tool_responses),
+    "tool_calls_are_none_for_a_message": lambda: show(
+        History(role="user", content="a").tool_calls is not None
+    ),
+    "messages_of_a_ragged_batch_by_index": lambda: show(
+        ragged()[..., 0].content, ragged()[:, 1].content, ragged()[0, 2].content
+    ),
+    "ragged_rows_through_unbind": lambda: show(
+        *[row.batch_size for row in ragged().unbind(0)], *[len(row) for row in ragged()]
+    ),
+    "ragged_all_but_the_last_message": lambda: show(
+        *[row.content for row in ragged()[..., :-1].unbind(0)]
+    ),
+    "numel_of_a_message_and_of_batches": lambda: show(
+        two()[0, 0].numel(), two()[..., 0].numel(), two()[..., :2].numel(), two()[:0].numel()
+    ),
+    "size_by_dimension": lambda: show(
+        two().size(0), two().size(-1), two().size(), two().dim(), two().batch_dims
+    ),
+    "torch_functions_of_shape": lambda: show(
+        torch.unsqueeze(two(), 1).shape,
+        torch.squeeze(two()[:1], 0).shape,
+        torch.permute(two(), (1, 0)).shape,
+        torch.flatten(two(), 0, 1).shape,
+        torch.reshape(two(), (3, 2)).content,
+    ),
+    "transposes_by_their_names": lambda: show(
+        two().permute(1, 0).content, two().transpose(-1, -2).content
+    ),
+    "split_of_sizes": lambda: show(*[part.content for part in two().split([1, 2], -1)]),
+    "split_of_a_conversation": lambda: show(
+        *[part.content for part in one().split(2)], *[p.batch_size for p in one().chunk(2)]
+    ),
+    "repeat_of_a_batch": lambda: show(
+        two().repeat(2, 1).content, two().repeat_interleave(2, dim=0).content
+    ),
+    "a_get_of_a_field": lambda: show(one().get("role"), two().get("content"), two()[0].get("role")),
+    "a_get_of_what_is_not_there": lambda: show(one().get("colour", "none")),
+    "keys_of_a_conversation": lambda: show(sorted(one().keys())),
+    "keys_of_a_message": lambda: show(sorted(History(role="user", content="a").keys())),
+    "values_by_key": lambda: show(
+        sorted((key, value) for key, value in History(role="u", content="a").to_dict().items())
+    ),
+    "iteration_over_a_batch_and_its_messages": lambda: show(
+        [[message.content for message in row] for row in two()]
+    ),
+    "length_of_everything": lambda: show(
+        len(one()), len(two()), len(two()[0]), len(two()[..., -1]), len(ragged()[1])
+    ),
+    "length_of_a_message": lambda: show(len(History(role="user", content="a"))),
+    "inequality_by_message": lambda: show((one() != History.from_chats(OTHER)).any()),
+    "equality_of_two_fields": lambda: show((one() == History.from_chats(OTHER)).content),
+    "equality_in_an_if": lambda: show(bool((one() == one()).all())),
+    "membership_of_a_field": lambda: show("role" in one().keys(), "colour" in one().keys()),
+    "a_device": lambda: show(one().device, two().to("cpu").content),
+    "the_zero_of_a_spec": lambda: show(History.default_spec().zero().batch_size),
+    "the_shape_of_a_spec": lambda: show(History.default_spec((4, -1)).shape),
+    "extend_of_a_message": lambda: one().extend(History(role="user", content="a")),
+    "chats_of_an_empty_list": lambda: History.from_chats([]),
+    "contiguous_and_densified": lambda: show(two().contiguous().content),
+    "the_last_message_of_each_row": lambda: read(two()[..., -1], "batch_size", "role", "content"),
+    "the_last_message_of_one_conversation": lambda: read(
+        one()[..., -1], "batch_size", "role", "content"
+    ),
+    "the_last_message_of_a_row": lambda: read(two()[0][..., -1], "batch_size", "role", "content"),
+    "the_last_message_by_a_plain_index": lambda: read(one()[-1], "batch_size", "role", "content"),
+    "the_last_row_by_a_plain_index": lambda: read(two()[-1], "batch_size", "role", "content"),
+    "the_last_message_of_a_ragged_batch": lambda: read(
+        ragged()[..., -1], "batch_size", "role", "content"
+    ),
+    "all_but_the_last_message": lambda: read(two()[..., :-1], "batch_size", "role", "content"),
+    "cat_of_messages": lambda: read(
+        torch.cat([two(), two()[..., 1:2]], -1), "batch_size", "content"
+    ),
+    "cat_of_rows": lambda: read(torch.cat([two(), two()[:1]], 0), "batch_size", "content"),
+    "stack_of_conversations": lambda: read(torch.stack([one(), one()]), "batch_size", "content"),
+    "lazy_stack_of_ragged_conversations": lambda: read(
+        lazy_stack([one(), one()[:2]]), "batch_size", "content"
+    ),
+    "flatten_of_a_batch": lambda: read(two().flatten(0, 1), "batch_size", "content"),
+    "transpose_of_a_batch": lambda: read(two().transpose(0, 1), "batch_size", "content"),
+    "reshape_of_a_batch": lambda: read(two().reshape(-1), "batch_size", "content"),
+    "unsqueeze_of_a_batch": lambda: read(two().unsqueeze(0), "batch_size", "content"),
+    "squeeze_of_a_batch": lambda: read(two()[:1].squeeze(0), "batch_size", "content"),
+    "view_of_rows": lambda: read(
+        torch.cat([two(), two()], 0).view(2, 2, 3), "batch_size", "content"
+    ),
+    "expand_of_a_conversation": lambda: read(one().expand(2, 3), "batch_size", "content"),
+    "equality_by_message": lambda: show(one() == one()),
+    "extend_out_of_place": lambda: read(
+        one().extend(History.from_chats(OTHER[1:]), inplace=False), "batch_size", "content"
+    ),
+    "extend_of_a_batch_along_messages": lambda: read(
+        two().extend(two()[..., 1:], inplace=False, dim=-1), "batch_size", "content"
+    ),
+    "chats_of_nested_lists": lambda: read(
+        History.from_chats([[CHAT, OTHER], [OTHER, CHAT]]), "batch_size", "content"
+    ),
+    "to_tensordict_and_back": lambda: read(
+        History.from_tensordict(one().to_tensordict()), "batch_size", "content"
+    ),
+    "content_parts_of_a_message": lambda: read(
+        ContentBase(type="text", text="hello"), "type", "text", "batch_size"
+    ),
+    "stack_of_conversations_behind_the_messages": lambda: read(
+        torch.stack([one(), one()], -1), "batch_size", "content"
+    ),
+    "lazy_stack_of_conversations_behind_the_messages": lambda: read(
+        lazy_stack([one(), one()], -1), "batch_size", "content"
+    ),
+    "gather_of_messages": lambda: show(two().gather(-1, torch.tensor([[2, 0], [1, 1]])).content),
+    "a_list_without_a_batch_size": lambda: read(
+        History(role=["user", "assistant"], content=["a", "b"]), "role", "content"
+    ),
+    "a_replacement_of_a_field": lambda: read(
+        History(role="user", content="a").replace(content="b"), "role", "content"
+    ),
+    "append_of_one_row": lambda: read(
+        two().append(one(), inplace=False, dim=0), "batch_size", "content"
+    ),
+    "extend_of_a_batch_by_rows": lambda: read(
+        two().extend(two(), inplace=False), "batch_size", "content"
+    ),
+    "where_of_two_batches": lambda: read(
+        torch.where(torch.tensor([True, False]), two(), two()[torch.tensor([1, 0])]), "content"
+    ),
+    "unflatten_of_rows": lambda: read(
+        torch.cat([two(), two()], 0).unflatten(0, (2, 2)), "batch_size", "content"
+    ),
+    "expand_of_a_message": lambda: read(
+        History(role="user", content="a").expand(2), "batch_size", "content"
+    ),
+}
+"""Programs of one expression."""

@@ -90,22 +90,6 @@ def log_probs_of_the_assistant():
     show([int((values != 0).sum()) for values in found])
 
 
-def the_default_key_of_log_probs():
-    show(RetrieveLogProb(policy()).log_probs_full_key)
-
-
-def the_default_key_of_a_model_with_a_name():
-    show(RetrieveLogProb(policy(log_probs_key="ref_log_probs")).log_probs_full_key)
-
-
-def log_probs_of_a_generating_model():
-    RetrieveLogProb(TransformersWrapper(model(), tokenizer=tokenizer(), generate=True))
-
-
-def log_probs_of_the_assistant_of_tokens():
-    RetrieveLogProb(of_tokens())
-
-
 def log_probs_without_gradient():
     key = ("ref_log_probs", "full")
     score = RetrieveLogProb(of_tokens(), log_probs_full_key=key, assistant_only=False, detach=True)
@@ -124,14 +108,6 @@ def arguments_of_the_tokenizer():
     options = {"chat_template_name": "chatml_format"}
     score = RetrieveLogProb(policy(), tokenizer=tokenizer(), tokenizer_kwargs=options)
     show(score.tokenizer_kwargs["chat_template_name"])
-
-
-def keys_of_retrieve_log_prob():
-    show(RetrieveLogProb(policy(), log_probs_full_key=("a", "full")).out_keys)
-
-
-def keys_read_by_retrieve_log_prob():
-    show(RetrieveLogProb(policy(), log_probs_full_key=("a", "full")).in_keys)
 
 
 # -- KLComputation ------------------------------------------------------------------------------
@@ -229,10 +205,6 @@ def two_models_are_compared():
     show(*numbers(td, "next", "ref_log_probs", "full"))
 
 
-def two_models_of_one_name():
-    RetrieveKL(of_tokens(), of_tokens(), assistant_only=False)
-
-
 def two_models_and_a_reward_of_each_token():
     rows = [
         r.set(("next", "reward"), torch.ones(len(r["tokens", "response"]), 1))
@@ -244,10 +216,6 @@ def two_models_and_a_reward_of_each_token():
 def a_model_that_generates_as_the_reference():
     reference = TransformersWrapper(model(), tokenizer=tokenizer(), generate=True)
     RetrieveKL(of_tokens(log_probs_key="gen_log_probs"), reference)
-
-
-def a_reference_and_a_factory():
-    RetrieveKL(of_tokens(), ref_model=of_tokens(), ref_model_factory=of_tokens)
 
 
 def a_reference_from_a_factory():
@@ -324,50 +292,10 @@ def scored_apart(mode):
     return KLComputation(add_to_reward=False)(td)
 
 
-def a_divergence_of_recorded_conversations():
-    show_divergences(scored_again("history", assistant_only=False))
-
-
-def a_divergence_of_recorded_text():
-    show_divergences(scored_again("text", assistant_only=False))
-
-
-def a_divergence_of_recorded_tokens():
-    show_divergences(scored_again("tokens", assistant_only=False))
-
-
-def a_divergence_of_the_assistant_of_recorded_conversations():
-    show_divergences(scored_again("history", assistant_only=True))
-
-
-def a_divergence_of_the_assistant_of_recorded_text():
-    scored_again("text", assistant_only=True)
-
-
-def a_divergence_of_the_assistant_of_recorded_tokens():
-    scored_again("tokens", assistant_only=True)
-
-
-def a_computation_over_recorded_conversations():
-    show_divergences(scored_apart("history"))
-
-
-def a_computation_over_recorded_text():
-    show_divergences(scored_apart("text"))
-
-
-def a_computation_over_recorded_tokens():
-    show_divergences(scored_apart("tokens"))
-
-
 def log_probs_of_recorded_text():
     key = ("ref_log_probs", "full")
     score = RetrieveLogProb(policy(input_mode="text"), log_probs_full_key=key, assistant_only=False)
     told(numbers(score(lazy_stack(list(recorded("text").unbind(0)))), "next", *key))
-
-
-def log_probs_of_the_assistant_of_recorded_text():
-    RetrieveLogProb(policy(input_mode="text"))(recorded("text"))
 
 
 def recorded_conversations_without_a_reward():
@@ -403,10 +331,6 @@ def reward_transform(**options):
     return KLRewardTransform(of_tokens(), **options)
 
 
-def coefficients_of_a_reward_transform():
-    show(float(reward_transform(coef=0.3).coef), float(reward_transform().coef))
-
-
 def attributes_of_a_reward_transform():
     kl = reward_transform(tokenizer=tokenizer())
     show(kl.add_to_reward, kl.assistant_only, kl.padding_side, kl.log_prob_full_key)
@@ -415,33 +339,9 @@ def attributes_of_a_reward_transform():
     )
 
 
-def the_tokenizer_of_the_reference():
-    show(reward_transform().tokenizer is tokenizer())
-
-
 def keys_written_by_a_reward_transform():
     show(reward_transform().out_keys)
     show(reward_transform(out_keys=["penalised", "kl", "ref"]).out_keys)
-
-
-def keys_read_by_a_reward_transform():
-    show(reward_transform().in_keys)
-
-
-def too_many_keys():
-    reward_transform(in_keys=["a", "b"])
-
-
-def a_reward_transform_without_a_reference():
-    KLRewardTransform()
-
-
-def a_reward_transform_of_a_generating_model():
-    KLRewardTransform(TransformersWrapper(model(), tokenizer=tokenizer(), input_mode="tokens"))
-
-
-def a_reward_transform_of_a_model_of_histories():
-    KLRewardTransform(policy())
 
 
 # -- padding ------------------------------------------------------------------------------------
@@ -458,21 +358,9 @@ def rows_are_padded_on_the_left():
     show(td.batch_size, td["x"], td["y"], td["n", "z"])
 
 
-def rows_of_one_length():
-    show(as_padded_tensor([rows_to_stack()[0]] * 2)["x"])
-
-
 def another_dimension_is_padded():
     rows = [TensorDict(y=torch.ones(2, 1)), TensorDict(y=torch.ones(2, 3))]
     show(as_padded_tensor(rows, dim=1)["y"])
-
-
-def another_dimension_is_stacked():
-    show(as_padded_tensor(rows_to_stack(), stack_dim=1)["x"].shape)
-
-
-def a_negative_dimension_is_padded():
-    as_padded_tensor(rows_to_stack(), dim=-1)
 
 
 def nested_rows():
@@ -491,3 +379,66 @@ def padding_of_a_lazy_stack():
 def padded_tokens_of_a_policy():
     td = of_tokens(pad_output=True)(dense().exclude("masks", "log_probs"))
     show(td["log_probs", "full"].shape, td["tokens", "full"][:, PROMPT:])
+
+
+PROGRAMS = {
+    "the_default_key_of_log_probs": lambda: show(RetrieveLogProb(policy()).log_probs_full_key),
+    "the_default_key_of_a_model_with_a_name": lambda: show(
+        RetrieveLogProb(policy(log_probs_key="ref_log_probs")).log_probs_full_key
+    ),
+    "log_probs_of_a_generating_model": lambda: RetrieveLogProb(
+        TransformersWrapper(model(), tokenizer=tokenizer(), generate=True)
+    ),
+    "log_probs_of_the_assistant_of_tokens": lambda: RetrieveLogProb(of_tokens()),
+    "keys_of_retrieve_log_prob": lambda: show(
+        RetrieveLogProb(policy(), log_probs_full_key=("a", "full")).out_keys
+    ),
+    "keys_read_by_retrieve_log_prob": lambda: show(
+        RetrieveLogProb(policy(), log_probs_full_key=("a", "full")).in_keys
+    ),
+    "two_models_of_one_name": lambda: RetrieveKL(of_tokens(), of_tokens(), assistant_only=False),
+    "a_reference_and_a_factory": lambda: RetrieveKL(
+        of_tokens(), ref_model=of_tokens(), ref_model_factory=of_tokens
+    ),
+    "a_divergence_of_recorded_conversations": lambda: show_divergences(
+        scored_again("history", assistant_only=False)
+    ),
+    "a_divergence_of_recorded_text": lambda: show_divergences(
+        scored_again("text", assistant_only=False)
+    ),
+    "a_divergence_of_recorded_tokens": lambda: show_divergences(
+        scored_again("tokens", assistant_only=False)
+    ),
+    "a_divergence_of_the_assistant_of_recorded_conversations": lambda: show_divergences(
+        scored_again("history", assistant_only=True)
+    ),
+    "a_divergence_of_the_assistant_of_recorded_text": lambda: scored_again(
+        "text", assistant_only=True
+    ),
+    "a_divergence_of_the_assistant_of_recorded_tokens": lambda: scored_again(
+        "tokens", assistant_only=True
+    ),
+    "a_computation_over_recorded_conversations": lambda: show_divergences(scored_apart("history")),
+    "a_computation_over_recorded_text": lambda: show_divergences(scored_apart("text")),
+    "a_computation_over_recorded_tokens": lambda: show_divergences(scored_apart("tokens")),
+    "log_probs_of_the_assistant_of_recorded_text": lambda: RetrieveLogProb(
+        policy(input_mode="text")
+    )(recorded("text")),
+    "coefficients_of_a_reward_transform": lambda: show(
+        float(reward_transform(coef=0.3).coef), float(reward_transform().coef)
+    ),
+    "the_tokenizer_of_the_reference": lambda: show(reward_transform().tokenizer is tokenizer()),
+    "keys_read_by_a_reward_transform": lambda: show(reward_transform().in_keys),
+    "too_many_keys": lambda: reward_transform(in_keys=["a", "b"]),
+    "a_reward_transform_without_a_reference": lambda: KLRewardTransform(),
+    "a_reward_transform_of_a_generating_model": lambda: KLRewardTransform(
+        TransformersWrapper(model(), tokenizer=tokenizer(), input_mode="tokens")
+    ),
+    "a_reward_transform_of_a_model_of_histories": lambda: KLRewardTransform(policy()),
+    "rows_of_one_length": lambda: show(as_padded_tensor([rows_to_stack()[0]] * 2)["x"]),
+    "another_dimension_is_stacked": lambda: show(
+        as_padded_tensor(rows_to_stack(), stack_dim=1)["x"].shape
+    ),
+    "a_negative_dimension_is_padded": lambda: as_padded_tensor(rows_to_stack(), dim=-1),
+}
+"""Programs of one expression."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from _rows import PROMPT, dense, gradient_norm, ragged, row
-from _shared import model, show, tokenizer
+from _shared import model, read, show, tokenizer
 from tensordict import lazy_stack
 from torchrl.modules.llm import TransformersWrapper
 from torchrl.objectives.llm import DAPO, CISPOLoss, GRPOLoss
@@ -13,22 +13,6 @@ from torchrl.objectives.llm import DAPO, CISPOLoss, GRPOLoss
 def actor(**options):
     options = {"input_mode": "tokens", "generate": False, "return_log_probs": True} | options
     return TransformersWrapper(model(), tokenizer=tokenizer(), **options)
-
-
-def the_objective_of_ragged_rows():
-    show(GRPOLoss(actor(), clip_epsilon=0.2)(ragged()).loss_objective)
-
-
-def the_objective_of_dense_rows():
-    show(GRPOLoss(actor(pad_output=True))(dense()).loss_objective)
-
-
-def the_objective_on_policy():
-    show(GRPOLoss(actor())(ragged(0.0)).loss_objective)
-
-
-def the_gradient_of_the_objective():
-    show(gradient_norm(GRPOLoss(actor())(ragged()).loss_objective))
 
 
 def what_kind_of_thing_a_loss_gives():
@@ -41,33 +25,9 @@ def metrics_have_no_gradient():
     show([getattr(out, name).requires_grad for name in ("clip_fraction", "kl_approx", "ESS")])
 
 
-def an_asymmetric_clip():
-    show(GRPOLoss(actor(), clip_epsilon=(0.05, 0.4))(ragged()).loss_objective)
-
-
 def bounds_of_the_clip_are_attributes():
     loss = GRPOLoss(actor(), clip_epsilon=(0.1, 0.3))
     show(float(loss.clip_epsilon_low), float(loss.clip_epsilon_high))
-
-
-def a_clip_range_that_is_no_range():
-    GRPOLoss(actor(), clip_epsilon=(1.5, 0.3))
-
-
-def a_negative_clip():
-    GRPOLoss(actor(), clip_epsilon=-0.1)
-
-
-def the_share_of_clipped_tokens():
-    show(GRPOLoss(actor())(ragged()).clip_fraction)
-
-
-def the_divergence_from_the_sampler_as_a_metric():
-    show(GRPOLoss(actor())(ragged()).kl_approx)
-
-
-def the_effective_sample_size():
-    show(GRPOLoss(actor())(ragged()).ESS)
 
 
 def terms_by_default():
@@ -85,28 +45,10 @@ def an_entropy_bonus():
     show(out.loss_entropy, out.loss_objective)
 
 
-def an_entropy_coefficient_alone():
-    show(GRPOLoss(actor(), entropy_coeff=0.1)(ragged()).loss_entropy)
-
-
-def the_entropy_as_a_metric():
-    show(GRPOLoss(actor(), entropy_bonus=True)(ragged()).entropy)
-
-
-def settings_of_the_entropy_are_attributes():
-    loss = GRPOLoss(actor(), entropy_bonus=True, entropy_coeff=0.3)
-    show(loss.entropy_bonus, loss.entropy_coeff)
-
-
 def divergence_from_a_reference_where_every_token_counts():
     rows = dense()
     show_loss = GRPOLoss(actor(), kl_to_ref_coeff=0.5, masking_strategy="generic")(rows)
     show(show_loss.loss_kl_to_ref / show_loss.kl_to_ref)
-
-
-def divergence_from_a_reference():
-    out = GRPOLoss(actor(), kl_to_ref_coeff=0.5)(ragged())
-    show(out.loss_kl_to_ref, out.kl_to_ref)
 
 
 def divergence_from_the_sampler():
@@ -114,44 +56,14 @@ def divergence_from_the_sampler():
     show(out.loss_kl_to_inference, out.kl_to_inference)
 
 
-def no_divergence_without_a_coefficient():
-    out = GRPOLoss(actor())(ragged())
-    show(out.loss_kl_to_ref, out.kl_to_ref, out.loss_kl_to_inference)
-
-
 def a_reference_that_is_not_there():
     rows = lazy_stack([row([11, 12, 13, 14, 15], 1.0).exclude("next") for _ in range(2)])
     GRPOLoss(actor(), kl_to_ref_coeff=0.5)(rows)
 
 
-def a_trust_region_of_tokens():
-    show(GRPOLoss(actor(), kl_mask_threshold=0.1)(ragged()).loss_objective)
-
-
-def a_wide_trust_region():
-    show(GRPOLoss(actor(), kl_mask_threshold=100.0)(ragged()).loss_objective)
-
-
-def aggregation_token_mean():
-    show(GRPOLoss(actor(), aggregation="token_mean")(ragged()).loss_objective)
-
-
 def aggregation_none():
     out = GRPOLoss(actor(), aggregation="none", entropy_bonus=False)(dense())
     show(out.loss_objective.squeeze(-1))
-
-
-def aggregation_none_of_ragged_rows():
-    out = GRPOLoss(actor(), aggregation="none", entropy_bonus=False)(ragged())
-    show(out.loss_objective)
-
-
-def aggregation_none_has_a_last_dimension():
-    show(GRPOLoss(actor(), aggregation="none")(dense()).loss_objective.shape)
-
-
-def aggregation_prompt_mean():
-    show(GRPOLoss(actor(), aggregation="prompt_mean")(ragged()).loss_objective)
 
 
 def aggregation_prompt_mean_of_rows_of_one_prompt():
@@ -170,35 +82,9 @@ def aggregation_prompt_mean_of_rows_of_many_prompts():
     show(GRPOLoss(actor(), aggregation="prompt_mean")(lazy_stack(rows)).loss_objective)
 
 
-def an_unknown_aggregation():
-    GRPOLoss(actor(), aggregation="median")(ragged())
-
-
 def reduction_mean():
     loss = GRPOLoss(actor(), reduction="mean")
     show(loss.reduction, loss(ragged()).loss_objective)
-
-
-def reduction_none():
-    show(GRPOLoss(actor(), reduction="none", entropy_bonus=False)(dense()).loss_objective.sum())
-
-
-def reduction_sum():
-    show(GRPOLoss(actor(), reduction="sum")(ragged()).loss_objective)
-
-
-def reduction_by_default():
-    show(GRPOLoss(actor()).reduction, GRPOLoss(actor()).aggregation)
-
-
-def the_recipes_backward():
-    out = GRPOLoss(actor(), entropy_bonus=True)(ragged())
-    show(gradient_norm(out.mean(reduce=True)))
-
-
-def the_sum_of_an_output():
-    out = GRPOLoss(actor(), entropy_bonus=True)(ragged())
-    show(gradient_norm(out.sum(reduce=True)))
 
 
 def the_sum_of_terms_by_name():
@@ -217,10 +103,6 @@ def an_output_without_gradient():
     show(out.loss_objective.requires_grad, type(out).__name__)
 
 
-def the_mask_of_responses():
-    show(GRPOLoss(actor(), masking_strategy="sft")(ragged()).loss_objective)
-
-
 def the_mask_of_the_assistant():
     rows = ragged()
     masks = [torch.tensor([0, 0, 0, 1, 0, 1, 1]).bool(), torch.tensor([0, 0, 0, 0, 1]).bool()]
@@ -231,15 +113,6 @@ def the_mask_of_the_assistant():
         ]
     )
     show(GRPOLoss(actor(), masking_strategy="rlhf")(rows).loss_objective)
-
-
-def the_mask_of_every_token():
-    show(GRPOLoss(actor(), masking_strategy="generic")(ragged()).loss_objective)
-
-
-def an_unknown_masking_strategy():
-    loss = GRPOLoss(actor(), masking_strategy="all")
-    show(loss.masking_strategy)
 
 
 def an_advantage_of_each_token():
@@ -273,44 +146,10 @@ def the_key_of_the_reference():
     show(loss.tensor_keys.ref_log_probs, loss(rows).loss_objective)
 
 
-def an_unknown_key():
-    GRPOLoss(actor()).set_keys(advantages="mine")
-
-
-def keys_by_default():
-    keys = GRPOLoss(actor()).tensor_keys
-    show(keys.advantage, keys.action, keys.sample_log_prob, keys.ref_log_probs)
-
-
-def keys_that_are_read():
-    wanted = {("tokens", "full"), ("log_probs", "full"), "advantage"}
-    show(wanted <= set(GRPOLoss(actor()).in_keys))
-
-
-def keys_that_are_read_in_order():
-    show(GRPOLoss(actor()).in_keys)
-
-
 def keys_that_are_given():
     wanted = {"loss_objective", "clip_fraction", "ESS", "kl_approx", "entropy", "loss_entropy"}
     wanted |= {"loss_kl_to_ref", "kl_to_ref", "loss_kl_to_inference", "kl_to_inference"}
     show(wanted <= set(GRPOLoss(actor(), entropy_bonus=True).out_keys))
-
-
-def keys_that_are_given_in_order():
-    show(GRPOLoss(actor()).out_keys)
-
-
-def a_loss_without_advantages():
-    GRPOLoss(actor())(ragged().exclude("advantage"))
-
-
-def a_loss_without_tokens():
-    GRPOLoss(actor())(ragged().exclude("tokens"))
-
-
-def a_loss_without_log_probs_of_the_sampler():
-    GRPOLoss(actor())(ragged().exclude("log_probs"))
 
 
 def log_probs_of_the_response_alone():
@@ -326,24 +165,6 @@ def log_probs_that_need_gradients():
     GRPOLoss(actor())(rows)
 
 
-def a_rollout_of_two_dimensions():
-    GRPOLoss(actor())(lazy_stack([ragged(), ragged()]))
-
-
-def a_device():
-    loss = GRPOLoss(actor(), device=torch.device("cpu"))
-    show(loss(ragged()).loss_objective)
-
-
-def arguments_that_nothing_reads():
-    loss = GRPOLoss(actor(), gamma=0.9, clip_value=True, samples_mc_entropy=3)
-    show(loss(ragged()).loss_objective)
-
-
-def samples_for_an_entropy_without_a_formula():
-    show(GRPOLoss(actor(), samples_mc_entropy=3).samples_mc_entropy)
-
-
 def padding_of_the_reference():
     loss = GRPOLoss(
         actor(),
@@ -355,14 +176,6 @@ def padding_of_the_reference():
     show(loss(ragged()).loss_objective)
 
 
-def a_mistyped_argument():
-    show(GRPOLoss(actor(), clip_epsilom=0.1)(ragged()).loss_objective)
-
-
-def a_loss_without_an_actor():
-    show(GRPOLoss().actor_network)
-
-
 def a_generating_policy_as_the_actor():
     policy = actor(generate=True, generate_kwargs={"max_new_tokens": 2})
     show(GRPOLoss(policy)(ragged()).loss_objective)
@@ -371,15 +184,6 @@ def a_generating_policy_as_the_actor():
 def an_actor_of_histories():
     rows = ragged()
     GRPOLoss(actor(input_mode="history"))(rows)
-
-
-def parameters_of_a_loss():
-    loss = GRPOLoss(actor())
-    show(len(list(loss.parameters())) == len(list(model().parameters())))
-
-
-def buffers_of_a_loss():
-    show([name for name in GRPOLoss(actor()).state_dict() if "clip" in name])
 
 
 def zeroing_the_gradients():
@@ -394,31 +198,133 @@ def dapo_with_bounds():
     show(type(out).__name__, out.loss_objective)
 
 
-def dapo_by_default():
-    show(DAPO(actor())(ragged()).loss_objective)
-
-
-def dapo_is_a_grpo():
-    show(isinstance(DAPO(actor()), GRPOLoss))
-
-
-def cispo_is_a_grpo():
-    show(isinstance(CISPOLoss(actor()), GRPOLoss))
-
-
 def cispo_with_bounds_on_policy():
     loss = CISPOLoss(actor(), clip_epsilon=(0.2, 0.28))
     show(type(loss(ragged(0.0))).__name__, gradient_norm(loss(ragged(0.0)).loss_objective))
 
 
-def cispo_value():
-    show(CISPOLoss(actor(), clip_epsilon=0.2)(ragged()).loss_objective)
-
-
-def cispo_gradient_of_clipped_tokens():
-    show(gradient_norm(CISPOLoss(actor(), clip_epsilon=0.2)(ragged(3.0)).loss_objective))
-
-
 def cispo_bounds_by_default():
     loss = CISPOLoss(actor())
     show(float(loss.clip_epsilon_low), float(loss.clip_epsilon_high))
+
+
+PROGRAMS = {
+    "the_objective_of_ragged_rows": lambda: show(
+        GRPOLoss(actor(), clip_epsilon=0.2)(ragged()).loss_objective
+    ),
+    "the_objective_of_dense_rows": lambda: show(
+        GRPOLoss(actor(pad_output=True))(dense()).loss_objective
+    ),
+    "the_objective_on_policy": lambda: show(GRPOLoss(actor())(ragged(0.0)).loss_objective),
+    "the_gradient_of_the_objective": lambda: show(
+        gradient_norm(GRPOLoss(actor())(ragged()).loss_objective)
+    ),
+    "an_asymmetric_clip": lambda: show(
+        GRPOLoss(actor(), clip_epsilon=(0.05, 0.4))(ragged()).loss_objective
+    ),
+    "a_clip_range_that_is_no_range": lambda: GRPOLoss(actor(), clip_epsilon=(1.5, 0.3)),
+    "a_negative_clip": lambda: GRPOLoss(actor(), clip_epsilon=-0.1),
+    "the_share_of_clipped_tokens": lambda: show(GRPOLoss(actor())(ragged()).clip_fraction),
+    "the_divergence_from_the_sampler_as_a_metric": lambda: show(
+        GRPOLoss(actor())(ragged()).kl_approx
+    ),
+    "the_effective_sample_size": lambda: show(GRPOLoss(actor())(ragged()).ESS),
+    "an_entropy_coefficient_alone": lambda: show(
+        GRPOLoss(actor(), entropy_coeff=0.1)(ragged()).loss_entropy
+    ),
+    "the_entropy_as_a_metric": lambda: show(
+        GRPOLoss(actor(), entropy_bonus=True)(ragged()).entropy
+    ),
+    "a_trust_region_of_tokens": lambda: show(
+        GRPOLoss(actor(), kl_mask_threshold=0.1)(ragged()).loss_objective
+    ),
+    "a_wide_trust_region": lambda: show(
+        GRPOLoss(actor(), kl_mask_threshold=100.0)(ragged()).loss_objective
+    ),
+    "aggregation_token_mean": lambda: show(
+        GRPOLoss(actor(), aggregation="token_mean")(ragged()).loss_objective
+    ),
+    "aggregation_none_has_a_last_dimension": lambda: show(
+        GRPOLoss(actor(), aggregation="none")(dense()).loss_objective.shape
+    ),
+    "aggregation_prompt_mean": lambda: show(
+        GRPOLoss(actor(), aggregation="prompt_mean")(ragged()).loss_objective
+    ),
+    "an_unknown_aggregation": lambda: GRPOLoss(actor(), aggregation="median")(ragged()),
+    "reduction_none": lambda: show(
+        GRPOLoss(actor(), reduction="none", entropy_bonus=False)(dense()).loss_objective.sum()
+    ),
+    "reduction_sum": lambda: show(GRPOLoss(actor(), reduction="sum")(ragged()).loss_objective),
+    "reduction_by_default": lambda: show(
+        GRPOLoss(actor()).reduction, GRPOLoss(actor()).aggregation
+    ),
+    "the_mask_of_responses": lambda: show(
+        GRPOLoss(actor(), masking_strategy="sft")(ragged()).loss_objective
+    ),
+    "the_mask_of_every_token": lambda: show(
+        GRPOLoss(actor(), masking_strategy="generic")(ragged()).loss_objective
+    ),
+    "an_unknown_key": lambda: GRPOLoss(actor()).set_keys(advantages="mine"),
+    "keys_that_are_read_in_order": lambda: show(GRPOLoss(actor()).in_keys),
+    "keys_that_are_given_in_order": lambda: show(GRPOLoss(actor()).out_keys),
+    "a_loss_without_advantages": lambda: GRPOLoss(actor())(ragged().exclude("advantage")),
+    "a_loss_without_tokens": lambda: GRPOLoss(actor())(ragged().exclude("tokens")),
+    "a_loss_without_log_probs_of_the_sampler": lambda: GRPOLoss(actor())(
+        ragged().exclude("log_probs")
+    ),
+    "a_rollout_of_two_dimensions": lambda: GRPOLoss(actor())(lazy_stack([ragged(), ragged()])),
+    "samples_for_an_entropy_without_a_formula": lambda: show(
+        GRPOLoss(actor(), samples_mc_entropy=3).samples_mc_entropy
+    ),
+    "a_mistyped_argument": lambda: show(
+        GRPOLoss(actor(), clip_epsilom=0.1)(ragged()).loss_objective
+    ),
+    "a_loss_without_an_actor": lambda: show(GRPOLoss().actor_network),
+    "buffers_of_a_loss": lambda: show(
+        [name for name in GRPOLoss(actor()).state_dict() if "clip" in name]
+    ),
+    "dapo_by_default": lambda: show(DAPO(actor())(ragged()).loss_objective),
+    "dapo_is_a_grpo": lambda: show(isinstance(DAPO(actor()), GRPOLoss)),
+    "cispo_is_a_grpo": lambda: show(isinstance(CISPOLoss(actor()), GRPOLoss)),
+    "cispo_value": lambda: show(CISPOLoss(actor(), clip_epsilon=0.2)(ragged()).loss_objective),
+    "cispo_gradient_of_clipped_tokens": lambda: show(
+        gradient_norm(CISPOLoss(actor(), clip_epsilon=0.2)(ragged(3.0)).loss_objective)
+    ),
+    "settings_of_the_entropy_are_attributes": lambda: read(
+        GRPOLoss(actor(), entropy_bonus=True, entropy_coeff=0.3), "entropy_bonus", "entropy_coeff"
+    ),
+    "divergence_from_a_reference": lambda: read(
+        GRPOLoss(actor(), kl_to_ref_coeff=0.5)(ragged()), "loss_kl_to_ref", "kl_to_ref"
+    ),
+    "no_divergence_without_a_coefficient": lambda: read(
+        GRPOLoss(actor())(ragged()), "loss_kl_to_ref", "kl_to_ref", "loss_kl_to_inference"
+    ),
+    "aggregation_none_of_ragged_rows": lambda: read(
+        GRPOLoss(actor(), aggregation="none", entropy_bonus=False)(ragged()), "loss_objective"
+    ),
+    "the_recipes_backward": lambda: show(
+        gradient_norm(GRPOLoss(actor(), entropy_bonus=True)(ragged()).mean(reduce=True))
+    ),
+    "the_sum_of_an_output": lambda: show(
+        gradient_norm(GRPOLoss(actor(), entropy_bonus=True)(ragged()).sum(reduce=True))
+    ),
+    "an_unknown_masking_strategy": lambda: read(
+        GRPOLoss(actor(), masking_strategy="all"), "masking_strategy"
+    ),
+    "keys_by_default": lambda: read(
+        GRPOLoss(actor()).tensor_keys, "advantage", "action", "sample_log_prob", "ref_log_probs"
+    ),
+    "keys_that_are_read": lambda: show(
+        ({("tokens", "full"), ("log_probs", "full"), "advantage"}) <= set(GRPOLoss(actor()).in_keys)
+    ),
+    "a_device": lambda: show(
+        GRPOLoss(actor(), device=torch.device("cpu"))(ragged()).loss_objective
+    ),
+    "arguments_that_nothing_reads": lambda: show(
+        GRPOLoss(actor(), gamma=0.9, clip_value=True, samples_mc_entropy=3)(ragged()).loss_objective
+    ),
+    "parameters_of_a_loss": lambda: show(
+        len(list(GRPOLoss(actor()).parameters())) == len(list(model().parameters()))
+    ),
+}
+"""Programs of one expression."""

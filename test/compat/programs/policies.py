@@ -157,10 +157,6 @@ def padded_output_in_history_mode():
     show(out["history"].full.role)
 
 
-def text_of_padded_output_in_history_mode():
-    show(policy("history", pad_output=True)(chats())["text"].response)
-
-
 # -- arguments of sampling ----------------------------------------------------------------------
 
 
@@ -174,14 +170,6 @@ def the_old_name_of_the_number_of_samples():
     show(made.num_samples, made(texts()).batch_size)
 
 
-def both_names_of_the_length():
-    policy(generate_kwargs={"max_tokens": 3, "max_new_tokens": 4, "do_sample": False})(texts())
-
-
-def an_unknown_argument_of_sampling():
-    policy(generate_kwargs={"max_new_tokens": 3, "temprature": 0.5, "do_sample": False})(texts())
-
-
 def values_out_of_range():
     for wrong in ({"temperature": -1.0}, {"top_p": 1.5}, {"repetition_penalty": 0.0}):
         try:
@@ -189,15 +177,6 @@ def values_out_of_range():
             show("taken", sorted(wrong))
         except ValueError:
             show("refused", sorted(wrong))
-
-
-def no_limit_of_ids():
-    policy(generate_kwargs={"max_new_tokens": 2, "top_k": 0})
-
-
-def greedy_by_temperature():
-    out = policy(generate_kwargs={"max_new_tokens": 4, "temperature": 0.0})(texts())
-    show(out["text"].response)
 
 
 def sampling_from_the_best_alone():
@@ -223,14 +202,6 @@ def the_end_of_text_by_its_id():
     show(policy(generate_kwargs=kwargs)(texts())["text"].response)
 
 
-def arguments_of_one_call():
-    show(lengths(policy()(texts(), max_new_tokens=2)["tokens"], "response"))
-
-
-def beams():
-    policy(generate_kwargs={"max_new_tokens": 3, "num_beams": 2, "do_sample": False})(texts())
-
-
 def several_samples_of_each_prompt():
     out = policy(
         generate_kwargs={"max_new_tokens": 3, "do_sample": True, "temperature": 0.01}, num_samples=2
@@ -253,10 +224,6 @@ def several_samples_padded():
     show(tokens.batch_size, tokens.prompt.shape[:2], tokens.prompt[:, 0].shape)
 
 
-def several_samples_in_place():
-    policy(num_samples=2, inplace=True)
-
-
 # -- scoring ------------------------------------------------------------------------------------
 
 
@@ -264,10 +231,6 @@ def scoring_a_history():
     out = scorer()(chats(3))
     show([key in out for key in ("text", "tokens", "masks", "log_probs", "history")])
     show(lengths(out["tokens"], "full"), lengths(out["log_probs"], "full"))
-
-
-def log_probs_of_a_history():
-    show(scorer()(chats(3))["log_probs"].get("full", as_list=True)[1])
 
 
 def log_probs_of_text():
@@ -309,14 +272,6 @@ def scoring_packed():
         show([round(row.sum().item(), 2) for row in out["log_probs"].get("full", as_list=True)])
 
 
-def padding_of_the_model_input_when_sampling():
-    policy(pad_model_input=True)
-
-
-def no_log_probs_when_scoring():
-    scorer(return_log_probs=False)
-
-
 def one_dictionary_for_both():
     made = scorer(generate_kwargs={"max_new_tokens": 8, "temperature": 1.0, "do_sample": True})
     show(lengths(made(chats(3))["log_probs"], "full"))
@@ -327,10 +282,6 @@ def scoring_into_a_new_one():
         out = scorer(mode, inplace=False)(td)
         show([key in out for key in ("text", "tokens", "masks", "log_probs", "history")])
         show(out["text"].full)
-
-
-def sampling_arguments_of_one_call_when_scoring():
-    show(lengths(scorer()(chats(3), max_new_tokens=8)["log_probs"], "full"))
 
 
 def sampled_ids_scored_again():
@@ -355,14 +306,6 @@ def a_distribution_over_all_tokens():
     show(dist.logits.shape, dist.mask[0, 1:].sum(), dist.logits.log_softmax(-1)[0, 10, :4])
 
 
-def a_distribution_without_a_mask():
-    show(scorer().get_dist(chats(3)).logits.shape)
-
-
-def logits_alone():
-    show("logits" in scorer()(chats(3), logits_only=True))
-
-
 def log_probs_by_a_distribution():
     made, td = scorer(), chats(3)
     out = made(td.copy())
@@ -385,14 +328,6 @@ def a_distribution_over_tokens_of_the_assistant():
     show(dist.logits.shape, [bool(row.any()) for row in dist.mask])
 
 
-def a_distribution_while_sampling():
-    policy("history").get_dist(chats(3))
-
-
-def log_prob_while_sampling():
-    policy().log_prob(texts())
-
-
 # -- where it is written ------------------------------------------------------------------------
 
 
@@ -413,11 +348,6 @@ def an_empty_one_is_written():
     show(out is td, "tokens" in td, "tokens" in out, "mine" in out)
 
 
-def keys_of_the_input_stay():
-    td = texts().set("mine", torch.zeros(2))
-    show("mine" in policy()(td))
-
-
 def another_place_for_the_output():
     out = TensorDict(batch_size=(2,))
     show(policy()(texts(), tensordict_out=out) is out, "text" in out)
@@ -429,17 +359,9 @@ def keys_of_my_own():
     show([key in out for key in ("ids", "words", "lp", "which", "tokens")])
 
 
-def where_text_is_read_under_a_key_of_my_own():
-    show(policy(text_key="words").in_keys)
-
-
 def an_input_key_of_my_own():
     td = TensorDict(question=["Hello"], batch_size=(1,))
     show(policy(input_key="question")(td)["text"].response)
-
-
-def one_row_without_a_batch():
-    show(policy()(texts("Hello")[0])["text"].response)
 
 
 def two_dimensions_of_rows():
@@ -460,17 +382,9 @@ def two_dimensions_when_scoring():
     show(out.batch_size, lengths(out[0]["log_probs"], "full"))
 
 
-def missing_input():
-    policy("history")(TensorDict(batch_size=(1,)))
-
-
 def text_where_a_history_is_expected():
     td = TensorDict(batch_size=(1,)).set(("history", "prompt"), ["Hello"])
     policy("history")(td)
-
-
-def a_mode_that_does_not_exist():
-    policy("sound")
 
 
 # -- attributes ---------------------------------------------------------------------------------
@@ -483,18 +397,10 @@ def what_a_policy_returns():
             show(made.return_log_probs, made.generate, made.in_keys, made.input_key)
 
 
-def whether_a_history_is_returned():
-    show([made("history").return_history for made in (policy, scorer)], policy().return_history)
-
-
 def names_of_the_nodes():
     made = policy()
     show(made.text_key, made.tokens_key, made.masks_key, made.log_probs_key, made.history_key)
     show(made.log_prob_keys, made.attention_mask_key)
-
-
-def output_keys_name_the_nodes():
-    show(sorted(policy("history").out_keys))
 
 
 def settings_of_a_policy():
@@ -502,22 +408,6 @@ def settings_of_a_policy():
     show(made.input_mode, made.pad_output, made.inplace, made.num_samples, made.batching)
     show(made.chat_template, made.chat_template_name, made.collector)
     show(made.generate_kwargs["max_new_tokens"], made.generate_kwargs["do_sample"])
-
-
-def known_ids_are_preferred():
-    show(policy().prefer_tokens)
-
-
-def the_layout_of_a_policy():
-    show(str(policy().layout), str(policy(pad_output=True).layout))
-
-
-def whether_the_input_of_the_model_is_padded():
-    show([scorer(pad_model_input=pad).pad_model_input for pad in (None, True, False)])
-
-
-def the_device_of_a_policy():
-    show(str(policy(device="cpu").device))
 
 
 def model_and_tokenizer_of_a_policy():
@@ -616,10 +506,6 @@ def arguments_of_the_tokenizer():
     show(lengths(out["tokens"], "prompt"), out["text"].response)
 
 
-def padding_of_the_tokenizer_on_the_right():
-    policy(tokenizer_kwargs={"padding_side": "right"})
-
-
 def a_chat_template_by_its_name():
     for name in ("qwen", "chatml_format"):
         out = policy("history", chat_template_name=name)(chats())
@@ -635,17 +521,9 @@ def a_chat_template_of_my_own():
     show(policy("history", chat_template=template)(chats())["text"].prompt[1])
 
 
-def templates_where_no_history_is():
-    policy("text", chat_template_name="qwen")
-
-
 def special_tokens_left_out_of_the_text():
     kwargs = {**GREEDY, "skip_special_tokens": True}
     show(policy("history", generate_kwargs=kwargs)(chats())["text"].response)
-
-
-def jagged_rows():
-    policy(layout=torch.jagged)(texts())
 
 
 # -- turn after turn ----------------------------------------------------------------------------
@@ -717,10 +595,6 @@ def containers_know_whether_they_are_padded():
     show(LogProbs(full=ids, padded=False, batch_size=(2,)).padded)
 
 
-def the_fourth_argument_of_a_container():
-    show(Tokens(torch.ones(1), torch.ones(2), torch.ones(3), False).full.shape)
-
-
 def a_container_set_afterwards():
     text = Text(prompt=["a", "b"], batch_size=(2,))
     text.response = ["c", "d"]
@@ -776,10 +650,6 @@ def text_as_tokens_and_back():
     show(lengths(tokens, "full"), tokens.to_text(tokenizer()).full)
 
 
-def text_as_padded_tokens():
-    Text(full=["Hello", "Hello world"], batch_size=(2,)).to_tokens(tokenizer(), padding=True)
-
-
 def text_as_a_history():
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
     node = Text(full=[text], batch_size=(1,)).to_history(tokenizer(), chat_template_name="qwen")
@@ -789,3 +659,68 @@ def text_as_a_history():
 def specs_of_containers():
     for each in (Text, Tokens, Masks, LogProbs, ChatHistory):
         show(each.__name__, sorted(each.default_spec((2,)).keys()))
+
+
+PROGRAMS = {
+    "text_of_padded_output_in_history_mode": lambda: show(
+        policy("history", pad_output=True)(chats())["text"].response
+    ),
+    "both_names_of_the_length": lambda: policy(
+        generate_kwargs={"max_tokens": 3, "max_new_tokens": 4, "do_sample": False}
+    )(texts()),
+    "an_unknown_argument_of_sampling": lambda: policy(
+        generate_kwargs={"max_new_tokens": 3, "temprature": 0.5, "do_sample": False}
+    )(texts()),
+    "no_limit_of_ids": lambda: policy(generate_kwargs={"max_new_tokens": 2, "top_k": 0}),
+    "arguments_of_one_call": lambda: show(
+        lengths(policy()(texts(), max_new_tokens=2)["tokens"], "response")
+    ),
+    "beams": lambda: policy(
+        generate_kwargs={"max_new_tokens": 3, "num_beams": 2, "do_sample": False}
+    )(texts()),
+    "several_samples_in_place": lambda: policy(num_samples=2, inplace=True),
+    "log_probs_of_a_history": lambda: show(
+        scorer()(chats(3))["log_probs"].get("full", as_list=True)[1]
+    ),
+    "padding_of_the_model_input_when_sampling": lambda: policy(pad_model_input=True),
+    "no_log_probs_when_scoring": lambda: scorer(return_log_probs=False),
+    "sampling_arguments_of_one_call_when_scoring": lambda: show(
+        lengths(scorer()(chats(3), max_new_tokens=8)["log_probs"], "full")
+    ),
+    "a_distribution_without_a_mask": lambda: show(scorer().get_dist(chats(3)).logits.shape),
+    "logits_alone": lambda: show("logits" in scorer()(chats(3), logits_only=True)),
+    "a_distribution_while_sampling": lambda: policy("history").get_dist(chats(3)),
+    "log_prob_while_sampling": lambda: policy().log_prob(texts()),
+    "where_text_is_read_under_a_key_of_my_own": lambda: show(policy(text_key="words").in_keys),
+    "one_row_without_a_batch": lambda: show(policy()(texts("Hello")[0])["text"].response),
+    "missing_input": lambda: policy("history")(TensorDict(batch_size=(1,))),
+    "a_mode_that_does_not_exist": lambda: policy("sound"),
+    "whether_a_history_is_returned": lambda: show(
+        [made("history").return_history for made in (policy, scorer)], policy().return_history
+    ),
+    "output_keys_name_the_nodes": lambda: show(sorted(policy("history").out_keys)),
+    "known_ids_are_preferred": lambda: show(policy().prefer_tokens),
+    "the_layout_of_a_policy": lambda: show(
+        str(policy().layout), str(policy(pad_output=True).layout)
+    ),
+    "whether_the_input_of_the_model_is_padded": lambda: show(
+        [scorer(pad_model_input=pad).pad_model_input for pad in (None, True, False)]
+    ),
+    "the_device_of_a_policy": lambda: show(str(policy(device="cpu").device)),
+    "padding_of_the_tokenizer_on_the_right": lambda: policy(
+        tokenizer_kwargs={"padding_side": "right"}
+    ),
+    "templates_where_no_history_is": lambda: policy("text", chat_template_name="qwen"),
+    "jagged_rows": lambda: policy(layout=torch.jagged)(texts()),
+    "the_fourth_argument_of_a_container": lambda: show(
+        Tokens(torch.ones(1), torch.ones(2), torch.ones(3), False).full.shape
+    ),
+    "text_as_padded_tokens": lambda: Text(full=["Hello", "Hello world"], batch_size=(2,)).to_tokens(
+        tokenizer(), padding=True
+    ),
+    "greedy_by_temperature": lambda: show(
+        policy(generate_kwargs={"max_new_tokens": 4, "temperature": 0.0})(texts())["text"].response
+    ),
+    "keys_of_the_input_stay": lambda: show("mine" in policy()(texts().set("mine", torch.zeros(2)))),
+}
+"""Programs of one expression."""

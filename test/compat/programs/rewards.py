@@ -64,18 +64,6 @@ def show_reward(td):
 # -- GSM8K ----------------------------------------------------------------------------------------
 
 
-def a_right_answer():
-    show_reward(scored(GSM8KRewardParser(), ["<think>easy</think><answer>5</answer>"]))
-
-
-def a_wrong_answer():
-    show_reward(scored(GSM8KRewardParser(), ["<think>easy</think><answer>6</answer>"]))
-
-
-def no_answer():
-    show_reward(scored(GSM8KRewardParser(), ["It is five."]))
-
-
 def answers_of_several_rows():
     replies = ["<answer>5</answer>", "<answer>4</answer>", "five", "<think>a</think>"]
     show_reward(scored(GSM8KRewardParser(tokenizer()), replies))
@@ -86,17 +74,9 @@ def an_answer_with_signs():
     show(scored(GSM8KRewardParser(), replies)["success"].flatten())
 
 
-def an_answer_and_the_end_of_the_turn():
-    show(scored(GSM8KRewardParser(tokenizer()), ["<answer>5</answer><|im_end|>"])["reward"])
-
-
 def an_answer_among_the_thoughts():
     reply = "<think><answer>4</answer> no</think><answer>5</answer>"
     show(scored(GSM8KRewardParser(), [reply])["success"])
-
-
-def an_answer_that_is_given_again():
-    show(scored(GSM8KRewardParser(), ["<answer>4</answer> no: <answer>5</answer>"])["success"])
 
 
 def an_answer_without_a_word():
@@ -118,15 +98,6 @@ def attributes_of_a_parser():
     parser = GSM8KRewardParser(tokenizer(), format_reward=0.2)
     show(parser.out_keys, parser.eos_token, parser.set_done_if_answer)
     show(parser.format_reward, parser.correct_reward, parser.tokenizer is tokenizer())
-
-
-def mode_of_a_parser_alone():
-    show(GSM8KRewardParser().input_mode)
-
-
-def keys_that_a_parser_reads():
-    env = ChatEnv().append_transform(GSM8KRewardParser())
-    show(env.transform.in_keys)
 
 
 def normalized_answers():
@@ -182,10 +153,6 @@ def a_reward_and_a_second_thought():
 # -- several rewards ------------------------------------------------------------------------------
 
 
-def two_rewards_of_one_step():
-    show_reward(scored([GSM8KRewardParser(), GSM8KRewardParser()], ["<answer>5</answer>"]))
-
-
 def two_rewards_of_which_one_is_right():
     first = GSM8KRewardParser(format_reward=0.25)
     show(
@@ -222,14 +189,6 @@ def an_expression_for_a_target():
     replies = [f"<think>a</think><answer>{text}</answer>" for text in texts]
     td = scored(CountdownRewardParser(), replies, COUNTDOWN)
     show(td["success"].flatten(), td["reward"].flatten())
-
-
-def an_expression_that_reaches_the_target():
-    show_reward(scored(CountdownRewardParser(), ["<answer>2+3+5</answer>"], COUNTDOWN))
-
-
-def an_expression_that_does_not():
-    show_reward(scored(CountdownRewardParser(), ["<answer>2+3</answer>"], COUNTDOWN))
 
 
 def expressions_that_are_valid():
@@ -320,21 +279,6 @@ def instructions_with_a_reward_of_ones_own():
     show(followed(scorer, "<think>a</think><answer>Hi</answer>")["reward"])
 
 
-def instructions_that_do_not_end_the_episode():
-    td = followed(IfEvalScorer(set_done_if_answer=False), "<answer>Hi</answer>")
-    show(td["done"])
-
-
-def instructions_under_another_key():
-    td = followed(IfEvalScorer(score_key="score"), "<answer>Hi</answer>")
-    show("score" in td.keys())
-
-
-def instructions_behind_another_reward():
-    td = followed(IfEvalScorer(), "<answer>5</answer>", before=[GSM8KRewardParser()])
-    show(td["reward"])
-
-
 def instructions_without_a_reward_behind_another():
     scorer = IfEvalScorer(aggregate_reward=False)
     td = followed(scorer, "<answer>5</answer>", before=[GSM8KRewardParser()])
@@ -345,10 +289,6 @@ def attributes_of_a_scorer():
     scorer = IfEvalScorer()
     show(scorer.instruction_ids_key, scorer.keyword_args_key, scorer.id_key, scorer.score_key)
     show(scorer.format_weights, scorer.aggregate_reward, scorer.verbose, scorer.set_done_if_answer)
-
-
-def columns_that_a_scorer_does_not_need():
-    show(IfEvalScorer().prompt_key, IfEvalScorer().response_key)
 
 
 def a_score():
@@ -371,10 +311,6 @@ def default_reward(**blocks):
         batch_size=(),
     )
     return IfEvalScorer().default_reward_aggregator(data, **blocks)
-
-
-def the_default_reward_of_a_score():
-    show(round(float(default_reward(think_blocks=["a"], answer_blocks=["b"])), 4))
 
 
 def the_default_reward_is_a_tensor():
@@ -410,3 +346,49 @@ def a_reward_made_of_the_default_one():
 
     td = followed(IfEvalScorer(aggregate_reward=twice), "<answer>Hi there</answer>")
     show(round(float(td["reward"]), 3))
+
+
+PROGRAMS = {
+    "a_right_answer": lambda: show_reward(
+        scored(GSM8KRewardParser(), ["<think>easy</think><answer>5</answer>"])
+    ),
+    "a_wrong_answer": lambda: show_reward(
+        scored(GSM8KRewardParser(), ["<think>easy</think><answer>6</answer>"])
+    ),
+    "no_answer": lambda: show_reward(scored(GSM8KRewardParser(), ["It is five."])),
+    "an_answer_and_the_end_of_the_turn": lambda: show(
+        scored(GSM8KRewardParser(tokenizer()), ["<answer>5</answer><|im_end|>"])["reward"]
+    ),
+    "an_answer_that_is_given_again": lambda: show(
+        scored(GSM8KRewardParser(), ["<answer>4</answer> no: <answer>5</answer>"])["success"]
+    ),
+    "mode_of_a_parser_alone": lambda: show(GSM8KRewardParser().input_mode),
+    "two_rewards_of_one_step": lambda: show_reward(
+        scored([GSM8KRewardParser(), GSM8KRewardParser()], ["<answer>5</answer>"])
+    ),
+    "an_expression_that_reaches_the_target": lambda: show_reward(
+        scored(CountdownRewardParser(), ["<answer>2+3+5</answer>"], COUNTDOWN)
+    ),
+    "an_expression_that_does_not": lambda: show_reward(
+        scored(CountdownRewardParser(), ["<answer>2+3</answer>"], COUNTDOWN)
+    ),
+    "columns_that_a_scorer_does_not_need": lambda: show(
+        IfEvalScorer().prompt_key, IfEvalScorer().response_key
+    ),
+    "the_default_reward_of_a_score": lambda: show(
+        round(float(default_reward(think_blocks=["a"], answer_blocks=["b"])), 4)
+    ),
+    "keys_that_a_parser_reads": lambda: show(
+        ChatEnv().append_transform(GSM8KRewardParser()).transform.in_keys
+    ),
+    "instructions_that_do_not_end_the_episode": lambda: show(
+        followed(IfEvalScorer(set_done_if_answer=False), "<answer>Hi</answer>")["done"]
+    ),
+    "instructions_under_another_key": lambda: show(
+        "score" in followed(IfEvalScorer(score_key="score"), "<answer>Hi</answer>").keys()
+    ),
+    "instructions_behind_another_reward": lambda: show(
+        followed(IfEvalScorer(), "<answer>5</answer>", before=[GSM8KRewardParser()])["reward"]
+    ),
+}
+"""Programs of one expression."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from _rows import gradient_norm, masked
-from _shared import CHAT, OTHER, model, show, tokenizer
+from _shared import CHAT, OTHER, model, read, show, tokenizer
 from tensordict import TensorDict, lazy_stack
 from torchrl.data.llm import History
 from torchrl.modules.llm import TransformersWrapper
@@ -30,10 +30,6 @@ def scored():
     with torch.no_grad():
         rows = reader()(taught())
     return rows
-
-
-def sft_of_conversations():
-    show(SFTLoss(reader(), tokenizer())(taught()).loss_sft)
 
 
 def sft_of_conversations_by_shape():
@@ -76,10 +72,6 @@ def with_one_mask():
     )
 
 
-def sft_gradient():
-    show(gradient_norm(SFTLoss(reader(), tokenizer())(with_one_mask()).loss_sft) / 1000)
-
-
 def with_reference():
     rows = []
     for r in with_one_mask().unbind(0):
@@ -95,34 +87,14 @@ def minor_sft():
         show(loss(with_reference()).loss_sft, loss.beta, loss.loss_function)
 
 
-def minor_sft_by_default():
-    show(SFTLoss(reader(), tokenizer(), loss_function="minor_sft")(with_reference()).loss_sft)
-
-
 def minor_sft_with_a_divergence():
     loss = SFTLoss(reader(), tokenizer(), loss_function="minor_sft", kl_to_ref_coeff=0.1)
     show(loss.kl_to_ref_coeff, loss(with_reference()).loss_sft)
 
 
-def minor_sft_without_a_reference():
-    SFTLoss(reader(), tokenizer(), loss_function="minor_sft")(with_one_mask())
-
-
 def sft_with_a_divergence():
     out = SFTLoss(reader(), tokenizer(), kl_to_ref_coeff=0.5)(with_reference())
     show(out.loss_sft, out.loss_kl_to_ref / out.kl_to_ref)
-
-
-def sft_divergence_by_value():
-    show(SFTLoss(reader(), tokenizer(), kl_to_ref_coeff=0.5)(with_reference()).kl_to_ref)
-
-
-def sft_beta_without_minor_sft():
-    show(SFTLoss(reader(), tokenizer(), beta=0.3)(with_one_mask()).loss_sft)
-
-
-def sft_normalize_is_an_attribute():
-    show(SFTLoss(reader(), tokenizer()).normalize_by_seq_length, SFTLoss(reader()).reduction)
 
 
 def sft_tokenizer_is_an_attribute():
@@ -134,10 +106,6 @@ def sft_arguments_of_the_tokenizer():
     loss = SFTLoss(reader(), tokenizer(), tokenizer_kwargs={"chat_template_name": "chatml_format"})
     show(loss.tokenizer_kwargs["chat_template_name"])
     show(loss(with_one_mask()).loss_sft)
-
-
-def sft_default_arguments_of_the_tokenizer():
-    show(SFTLoss(reader(), tokenizer()).tokenizer_kwargs)
 
 
 def sft_with_a_padded_encoding():
@@ -153,31 +121,10 @@ def sft_other_keys():
     show(loss(rows).loss_sft.shape, loss.tensor_keys.history)
 
 
-def sft_keys_by_default():
-    keys = SFTLoss(reader(), tokenizer()).tensor_keys
-    show(keys.history, keys.ref_log_prob)
-
-
-def sft_key_of_log_probs():
-    show(SFTLoss(reader(), tokenizer()).tensor_keys.log_probs)
-
-
-def sft_unknown_reduction():
-    SFTLoss(reader(), tokenizer(), reduction="median")(taught())
-
-
-def sft_unknown_loss_function():
-    SFTLoss(reader(), tokenizer(), loss_function="dpo")(taught())
-
-
 def sft_of_a_conversation_without_an_answer():
     history = History.from_chats([CHAT[:2], OTHER[:2]])
     td = TensorDict(history=TensorDict(full=history, batch_size=[2]), batch_size=[2])
     SFTLoss(reader(), tokenizer())(td)
-
-
-def sft_of_a_rollout_of_two_dimensions():
-    show(SFTLoss(reader(), tokenizer())(lazy_stack([taught(), taught()])).loss_sft)
 
 
 def the_function_sft_loss():
@@ -188,18 +135,6 @@ def the_function_sft_loss():
 def the_function_minor_sft_loss():
     pair = torch.tensor([-1.0, -3.0]), torch.tensor([-1.5, -2.0])
     show([minor_sft_loss(*pair, 0.7, how) for how in ("mean", "sum", "none")])
-
-
-def the_function_sft_loss_with_an_unknown_reduction():
-    sft_loss(torch.zeros(1), "median")
-
-
-def the_function_minor_sft_loss_of_other_shapes():
-    minor_sft_loss(torch.zeros(1), torch.zeros(2), 0.1, "mean")
-
-
-def the_estimate_of_the_divergence():
-    show(k3_kl_token_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0])))
 
 
 def distillation_attributes():
@@ -221,3 +156,48 @@ def sft_of_conversations_with_a_mask_of_ones_own():
 
 def numbers_of_masks():
     return scored().get(("masks", "all_assistant_mask"), as_list=True)
+
+
+PROGRAMS = {
+    "sft_of_conversations": lambda: show(SFTLoss(reader(), tokenizer())(taught()).loss_sft),
+    "sft_gradient": lambda: show(
+        gradient_norm(SFTLoss(reader(), tokenizer())(with_one_mask()).loss_sft) / 1000
+    ),
+    "minor_sft_by_default": lambda: show(
+        SFTLoss(reader(), tokenizer(), loss_function="minor_sft")(with_reference()).loss_sft
+    ),
+    "minor_sft_without_a_reference": lambda: SFTLoss(
+        reader(), tokenizer(), loss_function="minor_sft"
+    )(with_one_mask()),
+    "sft_divergence_by_value": lambda: show(
+        SFTLoss(reader(), tokenizer(), kl_to_ref_coeff=0.5)(with_reference()).kl_to_ref
+    ),
+    "sft_beta_without_minor_sft": lambda: show(
+        SFTLoss(reader(), tokenizer(), beta=0.3)(with_one_mask()).loss_sft
+    ),
+    "sft_normalize_is_an_attribute": lambda: show(
+        SFTLoss(reader(), tokenizer()).normalize_by_seq_length, SFTLoss(reader()).reduction
+    ),
+    "sft_default_arguments_of_the_tokenizer": lambda: show(
+        SFTLoss(reader(), tokenizer()).tokenizer_kwargs
+    ),
+    "sft_key_of_log_probs": lambda: show(SFTLoss(reader(), tokenizer()).tensor_keys.log_probs),
+    "sft_unknown_reduction": lambda: SFTLoss(reader(), tokenizer(), reduction="median")(taught()),
+    "sft_unknown_loss_function": lambda: SFTLoss(reader(), tokenizer(), loss_function="dpo")(
+        taught()
+    ),
+    "sft_of_a_rollout_of_two_dimensions": lambda: show(
+        SFTLoss(reader(), tokenizer())(lazy_stack([taught(), taught()])).loss_sft
+    ),
+    "the_function_sft_loss_with_an_unknown_reduction": lambda: sft_loss(torch.zeros(1), "median"),
+    "the_function_minor_sft_loss_of_other_shapes": lambda: minor_sft_loss(
+        torch.zeros(1), torch.zeros(2), 0.1, "mean"
+    ),
+    "the_estimate_of_the_divergence": lambda: show(
+        k3_kl_token_estimate(torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -2.0]))
+    ),
+    "sft_keys_by_default": lambda: read(
+        SFTLoss(reader(), tokenizer()).tensor_keys, "history", "ref_log_prob"
+    ),
+}
+"""Programs of one expression."""

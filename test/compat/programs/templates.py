@@ -17,15 +17,6 @@ TOOL_CHAT = [
 ]
 
 
-def text_of_a_conversation():
-    show(History.from_chats(CHAT).apply_chat_template(tokenizer=tokenizer(), tokenize=False))
-
-
-def text_of_a_batch():
-    batch = History.from_chats([CHAT, OTHER])
-    show(batch.apply_chat_template(tokenizer=tokenizer(), tokenize=False))
-
-
 def text_with_a_generation_prompt():
     chat = History.from_chats(CHAT[:2])
     for add in (True, False):
@@ -124,16 +115,6 @@ def a_template_of_my_own():
     )
 
 
-def a_template_without_a_generation_block():
-    add_chat_template("bad", "{% for m in messages %}{{ m['content'] }}{% endfor %}")
-
-
-def an_unknown_name_of_a_template():
-    History.from_chats(CHAT).apply_chat_template(
-        tokenizer=tokenizer(), chat_template_name="no such template"
-    )
-
-
 def from_text_of_chatml():
     text = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nhi<|im_end|>\n"
     back = History.from_text(text, chat_template_name="chatml_format")
@@ -218,27 +199,36 @@ def from_text_without_a_template():
     show(History.from_text(CHATML + "<|im_end|>\n").is_complete)
 
 
-def from_texts_without_a_template():
-    show(History.from_text([CHATML, "<|im_start|>user\nHo<|im_end|>\n"]))
-
-
-def from_a_text_of_no_template():
-    History.from_text("Hi there")
-
-
-def ids_of_a_conversation_alone():
-    history = History.from_chats(CHAT)
-    show(history.apply_chat_template(tokenizer=tokenizer(), tokenize=True))
-
-
-def ids_of_a_batch_alone():
-    history = History.from_chats([CHAT, OTHER])
-    show(history.apply_chat_template(tokenizer=tokenizer(), tokenize=True))
-
-
 def ids_of_a_conversation_without_a_dict():
     history = History.from_chats(CHAT)
     ids = history.apply_chat_template(
         tokenizer=tokenizer(), tokenize=True, return_tensors="pt", return_dict=False
     )
     show(ids)
+
+
+PROGRAMS = {
+    "text_of_a_conversation": lambda: show(
+        History.from_chats(CHAT).apply_chat_template(tokenizer=tokenizer(), tokenize=False)
+    ),
+    "a_template_without_a_generation_block": lambda: add_chat_template(
+        "bad", "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    ),
+    "an_unknown_name_of_a_template": lambda: History.from_chats(CHAT).apply_chat_template(
+        tokenizer=tokenizer(), chat_template_name="no such template"
+    ),
+    "from_texts_without_a_template": lambda: show(
+        History.from_text([CHATML, "<|im_start|>user\nHo<|im_end|>\n"])
+    ),
+    "from_a_text_of_no_template": lambda: History.from_text("Hi there"),
+    "text_of_a_batch": lambda: show(
+        History.from_chats([CHAT, OTHER]).apply_chat_template(tokenizer=tokenizer(), tokenize=False)
+    ),
+    "ids_of_a_conversation_alone": lambda: show(
+        History.from_chats(CHAT).apply_chat_template(tokenizer=tokenizer(), tokenize=True)
+    ),
+    "ids_of_a_batch_alone": lambda: show(
+        History.from_chats([CHAT, OTHER]).apply_chat_template(tokenizer=tokenizer(), tokenize=True)
+    ),
+}
+"""Programs of one expression."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import ClassVar
 
-from _shared import show, tokenizer
+from _shared import read, show, tokenizer
 from tensordict import TensorDict
 from torchrl.data.llm import History
 from torchrl.envs import TransformedEnv
@@ -100,10 +100,6 @@ def a_text_without_calls():
     show(found["text"], found["calls"], found["meta"])
 
 
-def calls_of_a_dict():
-    show(XMLBlockParser()({"text": '<tool name="a">{"n": 1}</tool>'})["calls"][0].args)
-
-
 def calls_in_json():
     reply = {"message": "One moment.", "tools": [{"tool": "add", "args": {"a": 1}, "tag": "x"}]}
     for response in (reply, json.dumps(reply)):
@@ -166,10 +162,6 @@ def an_error_that_stops_the_others():
     show_answers(stepped(with_tool(ordered(Adder(), Failing(), stop_on_error=True)), reply))
 
 
-def an_unknown_tool_in_order():
-    show_answers(stepped(with_tool(ordered(Adder())), '<tool name="sub">{"a": 3}</tool>'))
-
-
 def a_turn_without_calls():
     prompts = stepped(with_tool(ordered(Adder())), "Nothing to do.")
     show(prompts[0].role, prompts[0].content)
@@ -191,10 +183,6 @@ def attributes_of_tools_in_order():
     show("add" in transform.registry, callable(transform.parser))
 
 
-def a_service_is_a_protocol():
-    show(isinstance(ToolService, type), sorted(ToolService.__annotations__))
-
-
 # -- tools by name --------------------------------------------------------------------------------
 
 
@@ -209,10 +197,6 @@ CALL = '<tool>add\n{"a": 1, "b": 2}</tool>'
 def a_simple_tool():
     prompts = stepped(with_tool(SimpleToolTransform({"add": add})), f"Look: {CALL}")
     show(prompts[0].role, "3" in prompts[0].content[-1])
-
-
-def the_answer_of_a_simple_tool():
-    show_answers(stepped(with_tool(SimpleToolTransform({"add": add})), CALL))
 
 
 def two_calls_of_a_simple_tool():
@@ -236,16 +220,6 @@ def a_simple_tool_by_a_pattern():
     transform = SimpleToolTransform({"add": add}, tool_call_pattern=r"CALL\[(.*?)\]\((.*?)\)")
     prompts = stepped(with_tool(transform), 'CALL[add]({"a": 1, "b": 2})')
     show(prompts[0].role, "3" in prompts[0].content[-1])
-
-
-def a_simple_tool_with_a_role():
-    prompts = stepped(with_tool(SimpleToolTransform({"add": add}, tool_name="result")), CALL)
-    show(prompts[0].role)
-
-
-def a_simple_tool_that_is_unknown():
-    prompts = stepped(with_tool(SimpleToolTransform({"add": add})), "<tool>sub\n{}</tool>")
-    show(prompts[0].role)
 
 
 def a_simple_tool_that_fails():
@@ -278,37 +252,6 @@ ARGUMENTS = {
 def a_simple_tool_with_openais_schema():
     function = {"name": "add", "description": "Adds.", "parameters": ARGUMENTS}
     answered_with_a_schema({"type": "function", "function": function})
-
-
-def a_simple_tool_with_the_schema_of_responses():
-    answered_with_a_schema(
-        {"type": "function", "name": "add", "description": "Adds.", "parameters": ARGUMENTS}
-    )
-
-
-def a_simple_tool_with_torchrls_schema():
-    answered_with_a_schema({"name": "add", "description": "Adds.", "parameters": ARGUMENTS})
-
-
-def a_simple_tool_with_anthropics_schema():
-    answered_with_a_schema({"name": "add", "description": "Adds.", "input_schema": ARGUMENTS})
-
-
-def a_simple_tool_with_the_schema_of_mcp():
-    answered_with_a_schema({"name": "add", "inputSchema": ARGUMENTS})
-
-
-def a_simple_tool_with_a_description_alone():
-    answered_with_a_schema({"description": "Adds."})
-
-
-def a_simple_tool_with_a_schema_of_arguments():
-    answered_with_a_schema(ARGUMENTS)
-
-
-def the_pattern_of_simple_tools():
-    transform = SimpleToolTransform({"add": add})
-    show(transform.parser, transform.tool_call_pattern)
 
 
 def a_simple_tool_in_text_mode():
@@ -354,14 +297,6 @@ def a_tool_outside_an_environment():
 # -- Python ---------------------------------------------------------------------------------------
 
 
-def python_code():
-    show_answers(stepped(with_tool(PythonInterpreter()), "So:\n```python\nprint(1 + 1)\n```"))
-
-
-def python_code_without_output():
-    show_answers(stepped(with_tool(PythonInterpreter()), "```python\na = 1\n```"))
-
-
 def two_blocks_of_python_code():
     reply = "```python\nprint(1)\n```\nand\n```python\nprint(2)\n```"
     show_answers(stepped(with_tool(PythonInterpreter()), reply))
@@ -377,11 +312,6 @@ def python_code_that_takes_too_long():
     transform = PythonInterpreter(timeout=0.5)
     prompts = stepped(with_tool(transform), "```python\nwhile True: pass\n```")
     show_answers(prompts)
-
-
-def no_python_code():
-    prompts = stepped(with_tool(PythonInterpreter()), "There is none: ```\nprint(1)\n```")
-    show(prompts[0].role)
 
 
 def python_code_that_goes_on():
@@ -403,10 +333,6 @@ def attributes_of_an_interpreter():
     show(transform.clone().tool_role)
 
 
-def an_unknown_service():
-    PythonInterpreter(services="redis")
-
-
 def a_python_process():
     process = PersistentPythonProcess(timeout=5.0)
     for code in ("a = 3", "print(a)"):
@@ -421,3 +347,55 @@ def a_python_process():
 def a_browser_without_a_page():
     transform = BrowserTransform(allowed_domains=["example.com"])
     show(transform.allowed_domains, transform.headless, transform.timeout, transform.tool_role)
+
+
+PROGRAMS = {
+    "calls_of_a_dict": lambda: show(
+        XMLBlockParser()({"text": '<tool name="a">{"n": 1}</tool>'})["calls"][0].args
+    ),
+    "an_unknown_tool_in_order": lambda: show_answers(
+        stepped(with_tool(ordered(Adder())), '<tool name="sub">{"a": 3}</tool>')
+    ),
+    "a_service_is_a_protocol": lambda: show(
+        isinstance(ToolService, type), sorted(ToolService.__annotations__)
+    ),
+    "the_answer_of_a_simple_tool": lambda: show_answers(
+        stepped(with_tool(SimpleToolTransform({"add": add})), CALL)
+    ),
+    "a_simple_tool_with_the_schema_of_responses": lambda: answered_with_a_schema(
+        {"type": "function", "name": "add", "description": "Adds.", "parameters": ARGUMENTS}
+    ),
+    "a_simple_tool_with_torchrls_schema": lambda: answered_with_a_schema(
+        {"name": "add", "description": "Adds.", "parameters": ARGUMENTS}
+    ),
+    "a_simple_tool_with_anthropics_schema": lambda: answered_with_a_schema(
+        {"name": "add", "description": "Adds.", "input_schema": ARGUMENTS}
+    ),
+    "a_simple_tool_with_the_schema_of_mcp": lambda: answered_with_a_schema(
+        {"name": "add", "inputSchema": ARGUMENTS}
+    ),
+    "a_simple_tool_with_a_description_alone": lambda: answered_with_a_schema(
+        {"description": "Adds."}
+    ),
+    "a_simple_tool_with_a_schema_of_arguments": lambda: answered_with_a_schema(ARGUMENTS),
+    "python_code": lambda: show_answers(
+        stepped(with_tool(PythonInterpreter()), "So:\n```python\nprint(1 + 1)\n```")
+    ),
+    "python_code_without_output": lambda: show_answers(
+        stepped(with_tool(PythonInterpreter()), "```python\na = 1\n```")
+    ),
+    "an_unknown_service": lambda: PythonInterpreter(services="redis"),
+    "a_simple_tool_with_a_role": lambda: show(
+        stepped(with_tool(SimpleToolTransform({"add": add}, tool_name="result")), CALL)[0].role
+    ),
+    "a_simple_tool_that_is_unknown": lambda: show(
+        stepped(with_tool(SimpleToolTransform({"add": add})), "<tool>sub\n{}</tool>")[0].role
+    ),
+    "the_pattern_of_simple_tools": lambda: read(
+        SimpleToolTransform({"add": add}), "parser", "tool_call_pattern"
+    ),
+    "no_python_code": lambda: show(
+        stepped(with_tool(PythonInterpreter()), "There is none: ```\nprint(1)\n```")[0].role
+    ),
+}
+"""Programs of one expression."""

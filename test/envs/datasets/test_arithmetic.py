@@ -6,11 +6,14 @@ from decimal import Decimal
 
 import pytest
 import torch
+from cases import cases
 from torchrl.envs.utils import check_env_specs
 
 from torchrl_llm.envs import ArithmeticEnv, ArithmeticRewardParser
 from torchrl_llm.envs.datasets.number_tasks import addition_pairs
 from torchrl_llm.errors import ConfigError, RewardError
+
+CASES = cases(__file__)
 
 
 def test_no_held_out_problem_is_a_training_problem():
@@ -51,20 +54,7 @@ def test_one_seed_gives_one_order():
 
 
 def test_the_last_number_of_the_response_is_compared():
-    for response, reward in [
-        ("122", 1.0),
-        (" 122\n", 1.0),
-        ("37+85 is 122.", 1.0),
-        ("12", 0.0),  # nothing carried
-        ("120", 0.0),  # rounded
-        ("1222", 0.0),
-        ("-122", 0.0),
-        ("0122", 0.0),
-        ("122 or 123", 0.0),  # the last number counts
-        ("\u0661\u0662\u0662", 0.0),  # other scripts' digits are not the answer as written
-        ("no idea", 0.0),
-        ("", 0.0),
-    ]:
+    for response, reward in CASES["the_last_number_of_the_response_is_compared"]:
         assert ArithmeticRewardParser().score(response, "122").reward == reward
 
 

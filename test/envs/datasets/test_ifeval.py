@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from cases import cases
 from envs.fake_policy import AnsweringPolicy
 from torchrl.envs.utils import check_env_specs
 
@@ -16,36 +17,15 @@ from torchrl_llm.envs.datasets.hub_tasks import IFEvalEnv
 from torchrl_llm.errors import DataError
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, IFEvalData, IFEvalScoreData, check
 
+CASES = cases(__file__)
+
 ROW = {
     "key": 7,
     "prompt": "Say hi in three words. Do not use any commas.",
     "instruction_id_list": ["punctuation:no_comma", "length_constraints:number_words"],
     "kwargs": [{}, {"relation": "at least", "num_words": 3}],
 }
-HELLO = {
-    "kn": "ನಮಸ್ಕಾರ, ನೀವು ಹೇಗಿದ್ದೀರಿ? ಇದು ಒಂದು ವಾಕ್ಯ.",
-    "pa": "ਸਤ ਸ੍ਰੀ ਅਕਾਲ, ਤੁਸੀਂ ਕਿਵੇਂ ਹੋ? ਇਹ ਇੱਕ ਵਾਕ ਹੈ.",
-    "mr": "नमस्कार, तुम्ही कसे आहात? हे एक मराठी वाक्य आहे आणि मला ते आवडते.",
-    "fa": "سلام، حال شما چطور است؟ این یک جمله فارسی است.",
-    "vi": "Xin chào, bạn có khỏe không? Đây là một câu tiếng Việt.",
-    "ko": "안녕하세요, 잘 지내세요? 이것은 한국어 문장입니다.",
-    "sw": "Habari yako rafiki, hii ni sentensi ya Kiswahili kuhusu watoto wa shule.",
-    "ru": "Здравствуйте, как ваши дела? Это русское предложение.",
-    "hi": "नमस्ते, आप कैसे हैं? यह हिन्दी का एक वाक्य है।",
-    "bg": "Здравейте, как сте днес? Това е изречение на български език.",
-    "pt": "Olá, como você está hoje? Esta é uma frase em português.",
-    "gu": "નમસ્તે, તમે કેમ છો? આ એક વાક્ય છે.",
-    "te": "నమస్కారం, మీరు ఎలా ఉన్నారు? ఇది ఒక వాక్యం.",
-    "it": "Buongiorno, come stai oggi? Questa è una frase italiana.",
-    "ar": "مرحبا، كيف حالك اليوم؟ هذه جملة باللغة العربية.",
-    "ta": "வணக்கம், எப்படி இருக்கிறீர்கள்? இது ஒரு வாக்கியம்.",
-    "de": "Guten Tag, wie geht es Ihnen? Das ist ein deutscher Satz.",
-    "fi": "Hyvää päivää, mitä kuuluu? Tämä on suomalainen lause.",
-    "ur": "السلام علیکم، آپ کیسے ہیں؟ یہ اردو کا ایک جملہ ہے۔",
-    "th": "สวัสดีครับ คุณสบายดีไหม นี่คือประโยคภาษาไทย",
-    "ne": "नमस्ते, तपाईंलाई कस्तो छ? यो नेपाली भाषाको एउटा वाक्य हो।",
-    "bn": "নমস্কার, আপনি কেমন আছেন? এটি একটি বাক্য।",
-}
+HELLO = CASES["hello"]
 ENGLISH = "this is how we spend a quiet evening by the river"
 
 

@@ -6,6 +6,7 @@ from itertools import chain
 
 import pytest
 import torch
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 from torchrl.envs import Transform
@@ -26,6 +27,8 @@ from torchrl_llm.envs.transforms.context_strategy import slide_window, truncate_
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import FakeWrapper
 
+CASES = cases(__file__)
+
 USER = {"role": "user", "content": "Go"}
 
 
@@ -42,21 +45,7 @@ def test_a_thought_becomes_the_placeholder_and_the_answer_stays_to_the_letter():
 
 
 def test_what_is_not_exactly_a_thought_and_an_answer_stays():
-    for content in [
-        "4",
-        "<think>never ends",
-        "<think>no answer</think>",
-        "<think>no answer</think>  \n",
-        "<think></think>4",
-        "first <think>late</think>4",
-        "<think>a<think>b</think>4",
-        "<think>a</think>b</think>4",
-        "<think>a</think><think>b</think>4",
-        "thought</think>4",
-        "",
-        None,
-        [{"type": "text", "text": "<think>a</think>4"}],
-    ]:
+    for content in CASES["what_is_not_exactly_a_thought_and_an_answer_stays"]:
         message = said(content)
         assert truncate_thoughts([message])[0] is message
 

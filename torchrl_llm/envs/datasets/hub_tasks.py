@@ -15,13 +15,14 @@ import torch
 from torchrl_llm._checked import checked
 from torchrl_llm._imports import require
 from torchrl_llm._registry import register
-from torchrl_llm.envs.datasets.task_env import TaskEnv
+from torchrl_llm.envs.datasets.task_env import PROMPTS, TaskEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards.answer_formats import AnswerFormat, last_boxed
 from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer, read_row
 from torchrl_llm.rewards.math_reward import MATHRewardParser
 from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
+from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.sandbox.interface import MEMORY_BYTES
 
 
@@ -53,14 +54,8 @@ class GSM8KEnv(TaskEnv):
     NEEDS_LARGER_MODEL = True
     NAME = "main"
     COLUMNS = ("question", "answer")
-    SYSTEM_PROMPT = (
-        "Solve the problem. Think step by step between <think> and </think>, then give the final "
-        "number, and nothing else, between <answer> and </answer>."
-    )
-    STRICT_PROMPT = (
-        "Solve the problem step by step. Then write #### and the final number, and nothing else, "
-        "in a line of its own: #### 18"
-    )
+    SYSTEM_PROMPT = PROMPTS["gsm8k"]
+    STRICT_PROMPT = PROMPTS["gsm8k_strict"]
 
     @checked
     def __init__(self, *, answer_format: AnswerFormat = "tags", **kwargs: Any) -> None:
@@ -112,10 +107,7 @@ class MATHEnv(TaskEnv):
     NAME = "default"
     COLUMNS = ("problem",)
     REWARD = MATHRewardParser
-    SYSTEM_PROMPT = (
-        "Solve the problem. Think step by step between <think> and </think>, then give the final "
-        "answer in LaTeX, and nothing else, between <answer> and </answer>."
-    )
+    SYSTEM_PROMPT = PROMPTS["math"]
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -169,17 +161,17 @@ class HumanEvalEnv(TaskEnv):
     DATASET = "openai/openai_humaneval"
     NEEDS_LARGER_MODEL = True
     COLUMNS = ("prompt", "entry_point", "test")
-    SYSTEM_PROMPT = (
-        "Complete the Python function of the user. Answer with the whole function, its imports "
-        "included, in one block that begins with ```python and ends with ```."
-    )
+    REWARD = HumanEvalRewardParser
+    SYSTEM_PROMPT = PROMPTS["humaneval"]
 
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES, **kwargs: Any) -> None:
         self.memory_bytes = memory_bytes
         super().__init__(**kwargs)
 
-    def make_reward(self) -> HumanEvalRewardParser:
-        """The tests of the problems, within the limit of memory."""
+    def make_reward(self) -> RewardParser:
+        """The tests of the problems, within the limit of memory; or a subclass's own ``REWARD``."""
+        if self.REWARD is not HumanEvalRewardParser:
+            return super().make_reward()
         return HumanEvalRewardParser(runner=CodeRunner(memory_bytes=self.memory_bytes))
 
     @classmethod
@@ -237,11 +229,7 @@ class IFEvalEnv(TaskEnv):
     DATASET = "google/IFEval"
     NEEDS_LARGER_MODEL = True
     COLUMNS = ("key", "prompt", "instruction_id_list", "kwargs")
-    SYSTEM_PROMPT = (
-        "Follow every instruction of the user exactly. Think first, between <think> and </think>. "
-        "Then write your answer between <answer> and </answer>. Only what stands there is read, so "
-        "it must follow all instructions by itself."
-    )
+    SYSTEM_PROMPT = PROMPTS["ifeval"]
 
     def __init__(
         self,

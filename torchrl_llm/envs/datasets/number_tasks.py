@@ -19,7 +19,7 @@ from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm._registry import register
 from torchrl_llm.data.row_files import GeneratedRows
-from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
+from torchrl_llm.envs.datasets.task_env import PROMPTS, TaskEnv, check_split
 from torchrl_llm.envs.delegate import Delegate
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.rewards import number_rewards
@@ -337,12 +337,7 @@ class CountdownEnv(TaskEnv):
     COLUMNS = ("target",)
     REWARD = number_rewards.CountdownRewardParser
     NEEDS_LARGER_MODEL = True
-    SYSTEM_PROMPT = (
-        "Write an arithmetic expression that is equal to the target. Use only the given numbers, "
-        "each at most once, the signs + - * / and parentheses. Think step by step between <think> "
-        "and </think>, then give the expression, and nothing else, between <answer> and </answer>, "
-        "for example <answer>(25 + 3) * 4</answer>."
-    )
+    SYSTEM_PROMPT = PROMPTS["countdown"]
 
     def __init__(
         self,
@@ -350,33 +345,19 @@ class CountdownEnv(TaskEnv):
         num_count: int = 4,
         max_number: int = 100,
         max_target: int = 1000,
-        dataset: Any = None,
-        data_files: Any = None,
-        split: str | None = None,
         **kwargs: Any,
     ) -> None:
-        dataset = self._given_or_generated(
-            dataset,
-            data_files,
-            split,
-            num_count=num_count,
-            max_number=max_number,
-            max_target=max_target,
-        )
-        super().__init__(dataset=dataset, data_files=data_files, split=split, **kwargs)
+        limits = {"max_number": max_number, "max_target": max_target}
+        self.settings = {"num_count": num_count, **limits}
+        super().__init__(**kwargs)
 
     @classmethod
     def generate(
         cls, split: str, num_count: int = 4, max_number: int = 100, max_target: int = 1000
     ) -> GeneratedRows:
         """Puzzles of a split, see ``countdown_problem``."""
-        make = partial(
-            countdown_problem,
-            split=split,
-            num_count=num_count,
-            max_number=max_number,
-            max_target=max_target,
-        )
+        limits = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
+        make = partial(countdown_problem, split=split, **limits)
         make(0)  # impossible settings fail here, not in the first batch
         return GeneratedRows(partial(_problem_row, make), _NUM_ROWS[split])
 

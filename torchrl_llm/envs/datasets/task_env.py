@@ -9,8 +9,10 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
+import yaml
 from torchrl.envs import Transform, TransformedEnv
 
 from torchrl_llm._checked import In, checked
@@ -34,6 +36,8 @@ def check_split(split: str) -> None:
         raise ConfigError(f"split must be 'train' or 'test', got {split!r}")
 
 
+PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
+"""``SYSTEM_PROMPT`` of the tasks here."""
 # What looks at what tools have said.
 _AFTER_TOOLS = (AnswerGate, RewardParser, StepCounter)
 
@@ -97,6 +101,8 @@ class TaskEnv(DatasetChatEnv):
     REWARD: ClassVar[type[RewardParser] | None] = None
     MAX_STEPS: ClassVar[int | None] = 1
     MAX_AUXILIARY_TURNS: ClassVar[int] = 0
+    settings: Mapping[str, Any] = MappingProxyType({})
+    """Further arguments of :meth:`generate`; a task that has some sets them before it begins."""
     NEEDS_LARGER_MODEL: ClassVar[bool] = False
     """Whether the model that ships with the package, which is tiny, cannot learn it."""
 
@@ -118,8 +124,13 @@ class TaskEnv(DatasetChatEnv):
             raise ConfigError("reward has no effect with compute_reward=False")
         dataset = self._dataset(dataset, data_files)
         if dataset is None:
-            dataset = self.default_dataset(split)
+            dataset = self.default_dataset(split, **self.settings)
             name = self.NAME if name is None else name
+        else:
+            defaults = inspect.signature(self.generate).parameters
+            changed = [f"{k}={v!r}" for k, v in self.settings.items() if v != defaults[k].default]
+            if changed:
+                raise ConfigError(f"{', '.join(changed)} has no effect on dataset or data_files")
         super().__init__(dataset=dataset, name=name, split=split, **kwargs)
         for tool in self.make_tools():
             self.append_transform(tool)
@@ -211,10 +222,10 @@ class TaskEnv(DatasetChatEnv):
         return tool_schemas(self)
 
     @classmethod
-    def default_dataset(cls, split: str | None) -> Any:
+    def default_dataset(cls, split: str | None, **settings: Any) -> Any:
         """The task's own data: ``DATASET``, or rows that it makes itself (``train`` by default)."""
         if cls.DATASET is None:
-            return cls.generate("train" if split is None else split)
+            return cls.generate("train" if split is None else split, **settings)
         return cls.DATASET
 
     @classmethod
@@ -225,19 +236,6 @@ class TaskEnv(DatasetChatEnv):
             split: ``"train"`` or ``"test"``; no row is in both.
         """
         raise ConfigError(f"{cls.__name__} has no data of its own: pass dataset or data_files")
-
-    @classmethod
-    def _given_or_generated(
-        cls, dataset: Any, data_files: Any, split: str | None, **settings: Any
-    ) -> Any:
-        """The data that is given, or rows generated with settings, which need not be given then."""
-        if dataset is None and data_files is None:
-            return cls.generate("train" if split is None else split, **settings)
-        defaults = inspect.signature(cls.generate).parameters
-        changed = [f"{k}={v!r}" for k, v in settings.items() if v != defaults[k].default]
-        if changed:
-            raise ConfigError(f"{', '.join(changed)} has no effect on dataset or data_files")
-        return dataset
 
     def make_reward(self) -> RewardParser:
         """The task's reward: a ``REWARD`` with its defaults, if not overridden."""

@@ -171,17 +171,9 @@ class LetterCountingEnv(TaskEnv):
     REWARD = LetterCountingRewardParser
     NEEDS_LARGER_MODEL = True
 
-    def __init__(
-        self,
-        *,
-        difficulty: int = 1,
-        dataset: Any = None,
-        data_files: Any = None,
-        split: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        dataset = self._given_or_generated(dataset, data_files, split, difficulty=difficulty)
-        super().__init__(dataset=dataset, data_files=data_files, split=split, **kwargs)
+    def __init__(self, *, difficulty: int = 1, **kwargs: Any) -> None:
+        self.settings = {"difficulty": difficulty}
+        super().__init__(**kwargs)
 
     @classmethod
     def generate(cls, split: str, difficulty: int = 1) -> GeneratedRows:
@@ -241,17 +233,9 @@ class TextReversalEnv(TaskEnv):
     REWARD = TextReversalRewardParser
     NEEDS_LARGER_MODEL = True
 
-    def __init__(
-        self,
-        *,
-        max_words: int = 3,
-        dataset: Any = None,
-        data_files: Any = None,
-        split: str | None = None,
-        **kwargs: Any,
-    ) -> None:
-        dataset = self._given_or_generated(dataset, data_files, split, max_words=max_words)
-        super().__init__(dataset=dataset, data_files=data_files, split=split, **kwargs)
+    def __init__(self, *, max_words: int = 3, **kwargs: Any) -> None:
+        self.settings = {"max_words": max_words}
+        super().__init__(**kwargs)
 
     @classmethod
     def generate(cls, split: str, max_words: int = 3) -> GeneratedRows:

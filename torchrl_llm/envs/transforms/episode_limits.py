@@ -75,7 +75,7 @@ class StepCounter(_StepCounter):
             next_tensordict.set(truncated_key, truncated)
             if self.update_done:
                 next_tensordict.set(done_key, _either(before[done_key], truncated))
-            _write_reason(next_tensordict, cut, TruncationReason.MAX_STEPS)
+            write_reason(next_tensordict, cut, TruncationReason.MAX_STEPS)
         return next_tensordict
 
     def _reset(
@@ -85,7 +85,7 @@ class StepCounter(_StepCounter):
         if self.max_steps is not None and tensordict_reset.get("truncation_reason", None) is None:
             for key in self.truncated_keys:
                 none = tensordict_reset.get(key) & False
-                _write_reason(tensordict_reset, none, TruncationReason.MAX_STEPS)
+                write_reason(tensordict_reset, none, TruncationReason.MAX_STEPS)
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
@@ -108,7 +108,14 @@ def _counted(td: TensorDictBase, next_td: TensorDictBase) -> torch.Tensor | None
     return ~thinking if stepped is None else stepped.reshape(thinking.shape) & ~thinking
 
 
-def _write_reason(td: TensorDictBase, cut: Tensor, why: TruncationReason) -> None:
+def write_reason(td: TensorDictBase, cut: Tensor, why: TruncationReason) -> None:
+    """Write why rows are cut, where there is no reason yet.
+
+    Args:
+        td: what follows a step.
+        cut: bool, shaped as ``done``.
+        why: the reason.
+    """
     reason = td.get("truncation_reason", None)
     if reason is None:
         reason = torch.full_like(cut, int(TruncationReason.NONE), dtype=torch.int8)
@@ -194,7 +201,7 @@ class ContextLimit(Transform):
         cut = torch.tensor(flags, device=done.device).reshape(done.shape)
         for name in ("truncated", "done"):
             next_tensordict.set(name, _either(next_tensordict.get(name, None), cut))
-        _write_reason(next_tensordict, cut, TruncationReason.MAX_SEQ_LEN)
+        write_reason(next_tensordict, cut, TruncationReason.MAX_SEQ_LEN)
         return next_tensordict
 
     def _lengths(self, td: TensorDictBase, going: list[bool]) -> list[int]:

@@ -367,7 +367,7 @@ class RetrieveTeacherLogProb(RowTransform):
             return {self.written: scoring.log_probs(rows)}
         found: list[Tensor] = [torch.zeros(0)] * len(rows)
         for name, index in self._classes(rows).items():
-            scored = self._scoring[name].log_probs(_Part(rows, index))
+            scored = self._scoring[name].log_probs(rows.part(index))
             for row, values in zip(index, scored, strict=True):
                 found[row] = values
         return {self.written: found}
@@ -385,33 +385,6 @@ class RetrieveTeacherLogProb(RowTransform):
                 )
             classes.setdefault(name, []).append(row)
         return classes
-
-
-class _Part(RowView):
-    """Some of the rows of a view."""
-
-    def __init__(self, rows: RowView, index: Sequence[int]) -> None:
-        super().__init__(rows.root, rows.next_rows)
-        self._rows, self._index = rows, index
-
-    def __len__(self) -> int:
-        return len(self._index)
-
-    def read(self, path: Path, advice: str | None = None) -> list[Tensor] | None:
-        values = self._rows.read(path, advice)
-        return None if values is None else [values[row] for row in self._index]
-
-    def chats(self) -> list[Any] | None:
-        chats = self._rows.chats()
-        return None if chats is None else [chats[row] for row in self._index]
-
-    def texts(self) -> list[str] | None:
-        texts = self._rows.texts()
-        return None if texts is None else [texts[row] for row in self._index]
-
-    def stepped(self) -> list[bool]:
-        flags = self._rows.stepped()
-        return [flags[row] for row in self._index]
 
 
 def _name(value: Any) -> Any:
