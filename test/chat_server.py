@@ -1,7 +1,5 @@
 """Servers of chat completions that behave as a test says; what they were asked is kept."""
 
-from __future__ import annotations
-
 import json
 import threading
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 A fork of the process that runs the tests may hang: whatever its threads held stays locked.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A tiny model and a tokenizer for tests, also in processes of their own, without fixtures."""
 
-from __future__ import annotations
-
 import torch
 
 CHATML = (

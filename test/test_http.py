@@ -1,7 +1,5 @@
 """The HTTP client: what it keeps, what it never takes from its surroundings, and how it ends."""
 
-from __future__ import annotations
-
 import gzip
 import multiprocessing
 import pickle

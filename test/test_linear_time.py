@@ -6,8 +6,6 @@ reward or instruction is covered as soon as it is imported; one that needs argum
 ``MADE``.
 """
 
-from __future__ import annotations
-
 import gc
 import importlib
 import inspect

@@ -1,7 +1,5 @@
 """Secrets are hidden in whatever is shown or saved."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

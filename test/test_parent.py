@@ -1,7 +1,5 @@
 """A process ends with the one that started it, however that one ended."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """A TorchRL user's imports work after deleting ``.llm``."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

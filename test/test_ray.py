@@ -1,7 +1,5 @@
 """Objects in Ray actors: found, called, limited, killed; every wait ends."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Redis behind one door, without a server: what is wrong is said, and no password shown."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import sys

@@ -2,8 +2,6 @@
 
 # ruff: noqa: T201 (what is printed is what is tested)
 
-from __future__ import annotations
-
 import contextlib
 import io
 import logging

@@ -1,7 +1,5 @@
 """An installation without extras trains, and whatever needs an extra says which."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -4,8 +4,6 @@ What the base installation brings is read from ``pyproject.toml`` and the metada
 packages. Every other package is hidden, as if it were not there.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

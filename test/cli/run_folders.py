@@ -1,7 +1,5 @@
 """Running a command of the package, and folders as runs leave them, written by hand."""
 
-from __future__ import annotations
-
 import yaml
 
 from torchrl_llm.cli import main

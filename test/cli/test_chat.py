@@ -1,7 +1,5 @@
 """``torchrl-llm chat``: a real model, real tools, and lines as somebody types or pipes them."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """Runs and settings of somebody else: what their files name is not imported, unless one says so."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -1,7 +1,5 @@
 """``torchrl-llm list``: what it prints can be chosen in the way that it says."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchrl_llm._registry import KINDS, names

@@ -1,7 +1,5 @@
 """``torchrl-llm plot``: one table and one picture of runs that somebody else has written."""
 
-from __future__ import annotations
-
 import contextlib
 from functools import partial
 

@@ -1,7 +1,5 @@
 """``torchrl-llm train``: the page of a recipe, run as the program that somebody typed."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """``torchrl-llm view``: the page of a run that somebody else has written, and what it needs."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from functools import partial

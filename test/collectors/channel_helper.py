@@ -1,7 +1,5 @@
 """What runs in the processes of Ray while its channel is tested: importable there by name."""
 
-from __future__ import annotations
-
 from conformance.channels import PATIENCE_S, delivery
 
 from torchrl_llm.collectors.transport import ray_channel as ray_transport

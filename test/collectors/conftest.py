@@ -1,7 +1,5 @@
 """What the tests of collectors share."""
 
-from __future__ import annotations
-
 import pytest
 from collectors.collecting import make_policy
 

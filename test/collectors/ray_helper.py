@@ -1,7 +1,5 @@
 """Environments and policies that are built in the actors of Ray: importable there by name."""
 
-from __future__ import annotations
-
 import functools
 import os
 import sys

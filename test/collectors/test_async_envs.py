@@ -1,7 +1,5 @@
 """Collectors over a pool of environments that step on their own."""
 
-from __future__ import annotations
-
 import threading
 from functools import partial
 

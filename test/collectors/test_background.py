@@ -1,7 +1,5 @@
 """Gates that are closed for a moment."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """LLMCollector in the calling thread: every option, versions, weights, exact resume."""
 
-from __future__ import annotations
-
 import queue
 
 import pytest

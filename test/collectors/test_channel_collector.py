@@ -1,7 +1,5 @@
 """The learner's end of a channel: batches, pace, refusals, dead workers, accounts, resume."""
 
-from __future__ import annotations
-
 import threading
 import time
 

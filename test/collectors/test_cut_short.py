@@ -1,7 +1,5 @@
 """Weights that come while a real engine answers a collector: the call does not run to its end."""
 
-from __future__ import annotations
-
 import threading
 import time
 

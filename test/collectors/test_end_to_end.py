@@ -1,7 +1,5 @@
 """Policy, environment, collector, buffer and credit together, with a real model."""
 
-from __future__ import annotations
-
 import multiprocessing
 import operator
 

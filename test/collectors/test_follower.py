@@ -1,7 +1,5 @@
 """A worker that fetches its weights itself, from a learner that only leaves them somewhere."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Padded rows are the ragged ones: in a buffer, joined, cut, penalised, evaluated and in a loss."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collectors.collecting import make_env

@@ -1,7 +1,5 @@
 """RayLLMCollector in real actors: same batches, weights, and what becomes of the killed."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

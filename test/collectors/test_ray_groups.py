@@ -1,7 +1,5 @@
 """Groups that complete across processes: one primer, one buffer or one credit rule for all."""
 
-from __future__ import annotations
-
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """What runs inside the actor of a RayLLMCollector, here in this process."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

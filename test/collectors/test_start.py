@@ -1,7 +1,5 @@
 """LLMCollector beside training, in real threads: nothing hangs, no error is lost."""
 
-from __future__ import annotations
-
 import os
 import queue
 import signal

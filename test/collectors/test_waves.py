@@ -1,7 +1,5 @@
 """Batches of trajectories that begin together and wait for the last of them."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Without Ray, or without a running one, everything that needs it says so at once."""
 
-from __future__ import annotations
-
 import importlib.util
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Loss on held-out demonstrations: a mean over tokens that no batching changes."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Answers as plain data, and pass@k."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

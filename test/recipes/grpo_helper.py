@@ -1,7 +1,5 @@
 """Running grpo-sync.py in this process, and reading what it leaves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from recipes.script import read_metrics, run_main

@@ -6,8 +6,6 @@ inside a save more often than not; or by its parent, which is told of that opera
 whatever moment comes next.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import multiprocessing

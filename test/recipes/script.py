@@ -1,7 +1,5 @@
 """Running a recipe in this process, which saves seconds of imports each time."""
 
-from __future__ import annotations
-
 import copy
 import csv
 import re

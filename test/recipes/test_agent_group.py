@@ -1,7 +1,5 @@
 """The group ``agent``: which agent a recipe brings into its task, and what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

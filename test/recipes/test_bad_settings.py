@@ -1,7 +1,5 @@
 """Settings that no run can have: every recipe refuses them before any weights are read."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A chat environment of the user's is trained on as a task is."""
 
-from __future__ import annotations
-
 import textwrap
 import uuid
 from functools import partial

@@ -1,7 +1,5 @@
 """What the pages for users of TRL and verl name exists."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import re

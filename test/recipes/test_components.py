@@ -51,8 +51,6 @@ def test_the_keys_of_a_variant_are_the_arguments_of_its_constructor():
     assert asdict(Shape.of("circle")) == {"type": "circle", "radius": 1.0, "centre": None}
     built = Shape.of("square", side=3.0).build("paper", colour="blue")
     assert (built.canvas, built.side, built.colour) == ("paper", 3.0, "blue")
-    assert Shape.of("box").takes("canvas")
-    assert not Shape.of("circle").takes("side")
 
 
 def test_arguments_that_a_class_hands_on_to_its_base_are_keys_too():

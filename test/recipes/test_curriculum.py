@@ -1,7 +1,5 @@
 """Prompts in an order that follows results, in the GRPO recipe as a user runs it."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

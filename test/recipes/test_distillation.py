@@ -1,7 +1,5 @@
 """The distillation recipe as a user runs it: the real script, the embedded model."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``torchrl-llm doctor``: each planted fault is found, and nothing is found where all is well."""
 
-from __future__ import annotations
-
 import csv
 import json
 import os

@@ -1,7 +1,5 @@
 """Every command of a recipe that the documentation shows is one that the recipe accepts."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The recipe that makes the embedded model, in a short form."""
 
-from __future__ import annotations
-
 import csv
 import runpy
 import sys

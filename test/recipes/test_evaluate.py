@@ -1,7 +1,5 @@
 """The evaluation script: real files, figures that can be counted again, and settings that fail."""
 
-from __future__ import annotations
-
 import gzip
 import importlib
 import json

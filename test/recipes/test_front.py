@@ -1,7 +1,5 @@
 """GRPO as an object: the same run as the command's, a step at a time."""
 
-from __future__ import annotations
-
 import gc
 import shlex
 import signal

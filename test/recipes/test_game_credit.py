@@ -1,7 +1,5 @@
 """A game through the recipe's own parts: what is sampled, what it earns, what is trained."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

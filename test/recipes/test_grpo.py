@@ -1,7 +1,5 @@
 """The GRPO recipe as a user runs it: the real script, the embedded model, a few steps."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import json

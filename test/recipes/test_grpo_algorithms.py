@@ -1,7 +1,5 @@
 """Every loss, advantage estimator, correction and reward of the GRPO recipe, in a few steps."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

@@ -1,7 +1,5 @@
 """The asynchronous GRPO recipe as a user runs it: the real script on a real Ray."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

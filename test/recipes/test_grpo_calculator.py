@@ -1,7 +1,5 @@
 """Training with a tool on the embedded model: what is sampled and trained, and that it learns."""
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The files of sota-implementations/grpo/config: what they hold and how they compose."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re
@@ -54,8 +52,10 @@ def test_every_class_has_a_file_and_every_file_a_class(group):
     names = {path.stem for path in (FOLDER / group).glob("*.yaml")} - {"shared"}
     assert names == set(GROUPS[group].variants)
     # Hydra offers what the files share as well; it would be the default under another name.
+    with pytest.raises(ConfigError, match=f"{group}=shared: There are "):
+        check_typed(f"{group}=shared")
     with pytest.raises(ConfigError, match=f"{group}.type must be one of .* got 'shared'"):
-        load_config(composed(f"{group}=shared"))
+        load_config(compose("grpo", [f"{group}=shared"]))
 
 
 def test_a_key_of_the_other_recipe_says_whose_it_is():

@@ -1,7 +1,5 @@
 """Nothing fails in silence: what a user sees of rewards, tools and worlds that fail, as a run."""
 
-from __future__ import annotations
-
 import json
 import shlex
 import subprocess

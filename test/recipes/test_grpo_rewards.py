@@ -1,7 +1,5 @@
 """Components of a reward from the command line: real runs of the recipes."""
 
-from __future__ import annotations
-
 import importlib
 from functools import partial
 from pathlib import Path

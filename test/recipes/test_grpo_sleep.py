@@ -1,7 +1,5 @@
 """inference_model.sleep: grpo-sync.py and an engine that sleeps while the trainer trains."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 

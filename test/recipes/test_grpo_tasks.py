@@ -1,7 +1,5 @@
 """Every task through the GRPO recipe: ``env=NAME``, its settings, its data, two steps."""
 
-from __future__ import annotations
-
 import gzip
 import inspect
 import json

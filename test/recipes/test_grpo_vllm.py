@@ -1,7 +1,5 @@
 """grpo-sync.py with a vLLM engine: the real script on a real engine."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest

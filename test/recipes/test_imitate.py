@@ -1,7 +1,5 @@
 """Imitation of a scripted player: a real run, and what it refuses."""
 
-from __future__ import annotations
-
 import importlib
 from pathlib import Path
 

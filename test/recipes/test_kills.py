@@ -1,7 +1,5 @@
 """A run that is killed at any moment, and goes on, is the run that was left alone, bit for bit."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from recipes.kill_helper import (

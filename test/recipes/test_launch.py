@@ -1,7 +1,5 @@
 """A recipe's command line: wrong keys are refused at once, in the words of whoever typed them."""
 
-from __future__ import annotations
-
 import errno
 import os
 import subprocess

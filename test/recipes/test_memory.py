@@ -1,7 +1,5 @@
 """Memory by formula: equal to the bytes of the real tensors."""
 
-from __future__ import annotations
-
 import csv
 import re
 import shlex

@@ -1,7 +1,5 @@
 """train.max_seq_len in the recipes: real scripts, the embedded model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from recipes.grpo_helper import SCRIPT, SMALL, column, weights

@@ -1,7 +1,5 @@
 """A task of the user's own, named by its module: the page's file trains; others are refused."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Recipes under torchrun: what is refused, how ranks end together, what they reach."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The teaching recipe: its task, its rollouts, and its equality with GRPOLoss."""
 
-from __future__ import annotations
-
 import copy
 import importlib.util
 import sys

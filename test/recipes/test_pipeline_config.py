@@ -1,7 +1,5 @@
 """The configuration of pipeline-rl: its file says what the code says, and what is refused."""
 
-from __future__ import annotations
-
 import importlib
 import sys
 

@@ -1,7 +1,5 @@
 """pipeline-rl: it learns over a real Redis, and whatever is killed, the run goes on."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import shutil

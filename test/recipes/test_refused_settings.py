@@ -1,7 +1,5 @@
 """Settings that no run can have: one in each line of a table, and what a recipe says of it."""
 
-from __future__ import annotations
-
 import csv
 import shlex
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Rejection sampling as the docs have it: sample, export, fine-tune; three commands."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

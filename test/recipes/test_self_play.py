@@ -1,7 +1,5 @@
 """Self-play: two policies in one run, resumed bit for bit; who plays whom; what is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

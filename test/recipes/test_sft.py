@@ -1,7 +1,5 @@
 """Fine-tuning on conversations of one's own: it learns, goes on, and says what it cannot use."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import random

@@ -1,7 +1,5 @@
 """A model that never saw the task's tools is told of them in its prompt, in the template's way."""
 
-from __future__ import annotations
-
 import importlib
 
 import pytest

@@ -1,7 +1,5 @@
 """What grpo-sync.py keeps of its rollouts: steps are computed again from it, and run on from it."""
 
-from __future__ import annotations
-
 import importlib
 import shutil
 

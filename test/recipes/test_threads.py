@@ -1,7 +1,5 @@
 """How many CPU threads a model gets where nobody says."""
 
-from __future__ import annotations
-
 import shutil
 
 import pytest

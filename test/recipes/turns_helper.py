@@ -1,7 +1,5 @@
 """What collectors delivered in each step of a recipe, and what must hold for turns of a tool."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import torch

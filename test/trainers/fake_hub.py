@@ -1,7 +1,5 @@
 """A hub of one process: the few addresses that a client calls to make a repository and commit."""
 
-from __future__ import annotations
-
 import base64
 import json
 import re

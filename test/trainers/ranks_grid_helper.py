@@ -1,7 +1,5 @@
 """Updates of one rank, in a module that a process of its own can import."""
 
-from __future__ import annotations
-
 import functools
 
 import torch

@@ -1,7 +1,5 @@
 """What each of two ranks computes, in a module that a process of its own can import."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from objectives.rows_helper import TableActor, make_row, make_rows

@@ -1,7 +1,5 @@
 """Rows of collectors that run beside training, over a channel between threads of this process."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

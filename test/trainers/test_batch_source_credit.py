@@ -1,7 +1,5 @@
 """The ledger of tokens closes with every advantage estimator."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement

@@ -1,7 +1,5 @@
 """Rows that are too long on their way into a step: cut, counted, and what is left is trained."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collectors.collecting import make_env, make_policy

@@ -1,7 +1,5 @@
 """Rows of old weights on their way into a step; three sampled tokens a row."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement

@@ -1,7 +1,5 @@
 """Trajectories of several turns on their way to the loss: joined, forked, counted, never twice."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from collectors.collecting import make_env, make_policy

@@ -1,7 +1,5 @@
 """What the rows of a step say of the prompts that they began with."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict, lazy_stack

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 from torchrl_llm.trainers.curves import draw_curves, terminal_curve
 
 

@@ -1,7 +1,5 @@
 """What a damaged or foreign file of a run's folder costs when the run goes on, and what is said."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

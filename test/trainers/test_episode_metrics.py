@@ -1,7 +1,5 @@
 """Metrics of episodes, and the two answers that a run shows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import NonTensorData, TensorDict

@@ -1,7 +1,5 @@
 """Reward, deviation and success of a step against episodes counted by hand or in a loop."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Pushing to a hub: a real client in a process of its own, and a server that shows what arrives."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

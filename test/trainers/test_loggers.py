@@ -1,7 +1,5 @@
 """Loggers by name: those of other packages, in stores of temporary folders."""
 
-from __future__ import annotations
-
 import json
 import os
 import sqlite3

@@ -1,7 +1,5 @@
 """What is said when a device runs out of memory: which keys to lower."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from recipes.grpo_helper import run_script

@@ -1,7 +1,5 @@
 """Two real processes with gloo: every average is over the rows of both."""
 
-from __future__ import annotations
-
 import pytest
 from fork_server import fork_server
 from objectives.rows_helper import make_rows

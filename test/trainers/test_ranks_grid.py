@@ -4,8 +4,6 @@ The rows are ragged and unequally many tokens a rank; in a second update one ran
 third it has no batch at all.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

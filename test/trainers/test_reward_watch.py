@@ -1,7 +1,5 @@
 """RewardWatch: steps without a valid reward, steps without a signal, and what failed most."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from tensordict import TensorDict

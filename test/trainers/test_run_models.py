@@ -1,7 +1,5 @@
 """Models of a run in its checkpoints: each exactly, in a folder that others open, and once."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """What the tests of weights share."""
 
-from __future__ import annotations
-
 import pytest
 from weights.processes import Child
 

@@ -1,7 +1,5 @@
 """A model that trains, and how far a sampler is from it."""
 
-from __future__ import annotations
-
 import torch
 
 from torchrl_llm.modules.backends import SamplingParams, TransformersBackend

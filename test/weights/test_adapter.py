@@ -1,7 +1,5 @@
 """The LoRA adapter alone, to a sampler that is a PEFT model or has none."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -4,8 +4,6 @@ There are 64 tokens in the first rows and 192 in the others. Rounding is 0.01 na
 is the unit of all figures.
 """
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """All weights, or those that changed, to engines: what is proven and what is refused."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The digest of weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

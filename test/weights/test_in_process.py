@@ -1,7 +1,5 @@
 """Weights in one process: shared, or copied in place."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The learner's book of versions and digests."""
 
-from __future__ import annotations
-
 import pytest
 
 from torchrl_llm.errors import WeightUpdateError

@@ -1,7 +1,5 @@
 """Names that an engine knows, out of every wrapping."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Several ranks train one model in shards; the first sends all of it."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest

@@ -1,7 +1,5 @@
 """Files on a shared disc to replicas on Ray, also when one of them is killed."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

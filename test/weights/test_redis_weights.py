@@ -1,7 +1,5 @@
 """Weights through a real redis-server: whole or not at all, and back after it lost them."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

@@ -1,7 +1,5 @@
 """TorchRL's schemes: settings on both sides, senders and receivers of them."""
 
-from __future__ import annotations
-
 import asyncio
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """A file for each version on a shared disc: no reader ever takes half of anything."""
 
-from __future__ import annotations
-
 import signal
 import time
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Engines that sleep between two pushes: what happens in which order, and what when it fails."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from weights.learner import Learner

@@ -1,7 +1,5 @@
 """Weights by vLLM's own transfer: all or nothing, proven, whoever dies. No GPU was at hand."""
 
-from __future__ import annotations
-
 import pickle
 import signal
 import time

@@ -3,8 +3,6 @@
 The long form, with a table, is ``test/benchmarks/bench_canary.py``.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Weights into a real vLLM engine of another process: it computes with them, whoever dies."""
 
-from __future__ import annotations
-
 import signal
 
 import pytest

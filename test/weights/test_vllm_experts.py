@@ -1,7 +1,5 @@
 """New weights for mixtures of experts in real vLLM engines, whose kernels keep experts packed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 Two engines for the module: the embedded Llama, tied, with LoRA; and a Qwen2 that is not tied.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -3,8 +3,6 @@
 One engine for the module: the embedded model over two CPU workers, with LoRA.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

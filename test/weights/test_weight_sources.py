@@ -1,7 +1,5 @@
 """What receivers of weights hold, and which changes they take."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import threading

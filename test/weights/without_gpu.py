@@ -4,8 +4,6 @@ Its store of key and value carries what NCCL would, and tensors go as they are w
 out memory. All else, of both ends, is vLLM's.
 """
 
-from __future__ import annotations
-
 import os
 from types import SimpleNamespace
 

@@ -76,14 +76,6 @@ class Component:
         """The arguments that are configured, by name."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)[1:]}
 
-    def takes(self, name: str) -> bool:
-        """Whether the constructor has an argument of that name.
-
-        Args:
-            name: of an argument, one that is configured or one that is given.
-        """
-        return name in constructor_arguments(self.target)
-
     def build(self, *args: Any, **given: Any) -> Any:
         """Construct what is configured.
 

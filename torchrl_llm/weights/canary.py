@@ -168,14 +168,6 @@ class CanaryCheck:
         # Float16 overflows in some models; then from the rounding of the log-prob itself.
         return spread.where(spread.isfinite(), torch.finfo(torch.bfloat16).eps * (1 + exact.abs()))
 
-    def observe(self, engine: TokenScorer) -> CanaryReport:
-        """Compare without judging, and without counting as a check.
-
-        Args:
-            engine: what was given the weights.
-        """
-        return self._judges.get(engine, CanaryJudge()).observe(engine, self.target())
-
     def check(
         self,
         engine: TokenScorer,

@@ -178,15 +178,6 @@ class CanaryJudge:
         self._last: _Seen | None = None
         self._unmoved = 0.0
 
-    def observe(self, engine: TokenScorer, target: CanaryTarget) -> CanaryReport:
-        """Compare without judging, and without counting as a check.
-
-        Args:
-            engine: what was given the weights.
-            target: what it should compute.
-        """
-        return self._weigh(target, target.score(engine, first=True)).report
-
     def check(
         self, engine: TokenScorer, target: CanaryTarget, *, version: int | None = None
     ) -> CanaryReport:

@@ -1,7 +1,5 @@
 """The channel between threads keeps the contract of channels."""
 
-from __future__ import annotations
-
 import pytest
 from conformance.channels import ChannelConformance
 

@@ -1,7 +1,5 @@
 """The channel in a Ray actor: the contract of channels, over processes, and what may die."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import time

@@ -1,7 +1,5 @@
 """Rows through a real redis-server: the contract of channels, restarts, and bytes of strangers."""
 
-from __future__ import annotations
-
 import pickle
 import queue
 import shutil

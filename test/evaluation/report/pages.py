@@ -1,7 +1,5 @@
 """Rows made by hand, and pages read back as their script reads them."""
 
-from __future__ import annotations
-
 import base64
 import gzip
 import json

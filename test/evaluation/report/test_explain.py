@@ -1,7 +1,5 @@
 """explain: one row in a terminal, of every kind of rows that people hold."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from evaluation.report.pages import HOSTILE, make_row, make_rows

@@ -1,7 +1,5 @@
 """The page of a run as it is written: whole, without a byte of what models wrote in its markup."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

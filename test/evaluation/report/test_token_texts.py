@@ -1,7 +1,5 @@
 """Texts of tokens: one an id, whatever its bytes are, and nothing that cannot be seen."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """The page of a run in a real Chromium without a network: fast, whole, deaf to what it shows."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
