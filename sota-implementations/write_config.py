@@ -124,7 +124,9 @@ RECIPES = {
     "expert-iteration": Recipe(
         "expert-iteration/expert-iteration.py", "ei_utils", "EIConfig", task="arithmetic"
     ),
-    "evaluate": Recipe("evaluate/evaluate.py", "evaluate_utils", "EvaluateConfig", hidden=_SAMPLES),
+    "evaluate": Recipe(
+        "evaluate/evaluate.py", "evaluate_config", "EvaluateConfig", hidden=_SAMPLES
+    ),
 }
 """Name of a recipe to where it is declared."""
 

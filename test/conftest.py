@@ -26,17 +26,10 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 # The models here are so small that a second thread only waits for the first.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# The process that hands tests to others starts them at once: it imports nothing that takes seconds.
 import hypothesis
 import pytest
-import quick_yaml  # noqa: F401
-import torch
-from models_helper import make_tiny_model as _make_tiny_model
-from models_helper import make_tokenizer as _make_tokenizer
-from tensordict import TensorDict
-from torchrl._utils import logger
-
-from torchrl_llm import _log
-from torchrl_llm.data.history import History
+import quicker  # noqa: F401
 
 # How long an example takes says more about the machine than about the code.
 hypothesis.settings.register_profile("torchrl_llm", deadline=None)
@@ -81,29 +74,56 @@ def pytest_configure():
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One more than there are cores, as many tests wait for a process or a clock."""
+    given = os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS")
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count())
+    return int(given) if given else len(cores) + 1
+
+
 @pytest.fixture(scope="session")
 def make_tokenizer():
-    return _make_tokenizer
+    from models_helper import make_tokenizer
+
+    return make_tokenizer
 
 
 @pytest.fixture(scope="session")
 def make_tiny_model():
-    return _make_tiny_model
+    from models_helper import make_tiny_model
+
+    return make_tiny_model
 
 
 @pytest.fixture(scope="session")
-def tokenizer():
-    return _make_tokenizer()
+def tokenizer(make_tokenizer):
+    return make_tokenizer()
 
 
 @pytest.fixture(scope="session")
-def tiny_model():
-    return _make_tiny_model()
+def tiny_model(make_tiny_model):
+    return make_tiny_model()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Ray with two CPUs, for the tests of one file."""
+    ray = pytest.importorskip("ray")
+    from collectors.ray_helper import start_ray
+
+    start_ray(ray, num_cpus=2)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)
 def _seeded():
-    torch.manual_seed(0)
+    import torch
+
+    # What ``torch.manual_seed`` does for devices that are not there takes two milliseconds.
+    seed = torch.manual_seed if torch.cuda.is_available() else torch.default_generator.manual_seed
+    seed(0)
 
 
 @pytest.fixture(autouse=True)
@@ -117,6 +137,8 @@ def _loggers_enabled():
 @pytest.fixture
 def warned(monkeypatch):
     """What TorchRL's logger is given as warnings."""
+    from torchrl._utils import logger
+
     said: list[str] = []
     monkeypatch.setattr(logger, "warning", said.append)
     return said
@@ -143,12 +165,15 @@ def humaneval_file():
 @pytest.fixture
 def queries():
     """Reset input of a bare ChatEnv."""
+    from tensordict import TensorDict
+
     return lambda *texts: TensorDict({"query": list(texts)}, batch_size=(len(texts),))
 
 
 @pytest.fixture
 def answer():
     """Append one assistant message to each conversation of a tensordict in history mode."""
+    from torchrl_llm.data.history import History
 
     def write(td, *texts):
         chats = td["history"].prompt.chats
@@ -165,6 +190,10 @@ def answer():
 @pytest.fixture
 def told(monkeypatch):
     """Warnings that are said once, as if none had been said before."""
+    from torchrl._utils import logger
+
+    from torchrl_llm import _log
+
     lines = []
     monkeypatch.setattr(_log, "_told", set())
     monkeypatch.setattr(logger, "warning", lines.append)

@@ -14,12 +14,16 @@ from multiprocessing import forkserver
 from pathlib import Path
 from unittest import mock
 
-# What a run imports, some of it in its course only.
+# What a run imports, some of it in its course only; what is not installed is left out.
 IMPORTED = (
-    "quick_yaml",
+    "collectors.ray_later",
+    "quicker",
     "recipes.kill_helper",
     "matplotlib.pyplot",
     "transformers.models.qwen2.modeling_qwen2",
+    "weights.processes",
+    "torchrl_llm.recipes.ray_collection",
+    "weights.import_vllm",
 )
 
 

@@ -41,6 +41,7 @@ ROOT_HELPERS |= {
     "_checked",
     "_chat_server",
     "_files",
+    "_masking",
     "_parent",
     "_progress",
     "_run_log",
@@ -148,12 +149,19 @@ def test_no_file_imports_itself_through_others():
 
 
 def test_root_helpers_import_nothing_of_ours_but_errors_and_what_checks_arguments():
-    for name in ("errors", "_files", "_imports", "_parent", "_registry", "_ray", "_redis"):
-        path = PACKAGE / f"{name}.py"
-        if not path.exists():
-            continue
-        ours = {m for _, m, _ in _imports(_tree(path)) if "torchrl_llm" in m}
-        assert ours <= {f"torchrl_llm.{name}" for name in ("errors", "_imports", "_checked")}, ours
+    allowed = {f"torchrl_llm.{name}" for name in ("errors", "_imports", "_checked", "_masking")}
+    for name in (
+        "errors",
+        "_files",
+        "_imports",
+        "_masking",
+        "_parent",
+        "_registry",
+        "_ray",
+        "_redis",
+    ):
+        ours = {m for _, m, _ in _imports(_tree(PACKAGE / f"{name}.py")) if "torchrl_llm" in m}
+        assert ours <= allowed, ours
 
 
 def test_mixins_of_torchrls_surface_import_nothing_of_ours_but_errors():
@@ -215,7 +223,8 @@ def test_the_functional_core_uses_torch_and_the_standard_library_only():
     for path in (PACKAGE / "functional").rglob("*.py"):
         for line, module, _ in _imports(_tree(path)):
             package = module.partition(".")[0]
-            ours = module.startswith("torchrl_llm.functional") or module == "torchrl_llm.errors"
+            ours = module.startswith("torchrl_llm.functional")
+            ours |= module in ("torchrl_llm._imports", "torchrl_llm.errors")
             # Torch brings triton where there is a GPU.
             fine = package in ("torch", "triton") or package in sys.stdlib_module_names or ours
             assert fine, f"{_id(path)}:{line} imports {module}"

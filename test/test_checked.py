@@ -8,6 +8,7 @@ import numbers
 import pkgutil
 import warnings
 from dataclasses import dataclass, fields, is_dataclass, replace
+from enum import StrEnum
 from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Literal, get_args, get_origin
@@ -17,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 import torchrl_llm
 from torchrl_llm._checked import CHECKED, Ge, Gt, In, Pair, checked, rules_of
@@ -112,6 +114,23 @@ def test_right_values_of_every_kind_pass_by_place_and_by_name():
     assert draw(1, weights=(2, 2.0), band=(torch.tensor(0.5), np.float32(1)))
     with pytest.raises(ConfigError, match="top_p"):
         draw(1, 2.0)
+
+
+class Kind(StrEnum):
+    FAST = "fast"
+
+
+def test_what_other_libraries_have_for_a_text_a_whole_number_or_a_pair_passes():
+    assert draw(1, kind=Kind.FAST, style=np.str_("thin"))[3] == "fast"
+    assert draw(torch.tensor(3), peers=torch.tensor([2]))[0] == 3
+    assert draw(1, band=np.array([0.0, 0.5]), weights=torch.tensor([1.0, 2.0]))
+    assert draw(1, band=OmegaConf.create([0, 1]))
+    for wrong in (torch.tensor(1.5), torch.tensor(3.0), np.array([1, 2])):
+        with pytest.raises(ConfigError, match="samples must be a whole number"):
+            draw(wrong)
+    for wrong in (np.array(0.5), np.array([0.5]), torch.tensor([0.5, 0.1]), {0: 0, 1: 1}):
+        with pytest.raises(ConfigError, match="band must be"):
+            draw(1, band=wrong)
 
 
 def test_what_is_missing_is_the_error_of_python():

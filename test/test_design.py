@@ -186,9 +186,10 @@ def mine(tmp_path, monkeypatch):
 
 @pytest.fixture
 def evaluation(monkeypatch):
-    """The helpers of the page that evaluates."""
+    """The figures of the page that evaluates, and the reader of its keys."""
     monkeypatch.syspath_prepend(str(ROOT / "sota-implementations" / "evaluate"))
-    return importlib.import_module("evaluate_utils")
+    utils, config = map(importlib.import_module, ("evaluate_utils", "evaluate_config"))
+    return utils.figures, config.load_config
 
 
 class Actor(TokenScorer):
@@ -249,7 +250,7 @@ def test_a_reward_of_a_user_is_a_function_of_a_sample(mine):
 
 
 def test_a_figure_of_a_user_is_the_mean_over_prompts_of_what_it_gives(mine, evaluation):
-    figures, load = evaluation.figures, evaluation.load_config
+    figures, load = evaluation
 
     def answer(prompt, text, right):
         told = {"prompt": prompt, "valid": True, "cut": False, "length": 1, "reward": 1.0}

@@ -11,20 +11,12 @@ import time
 from functools import partial
 
 import pytest
-from collectors.ray_helper import start_ray
 
 from torchrl_llm._ray import ActorOptions, RemoteObject, check_resources, require_ray
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

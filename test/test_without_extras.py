@@ -32,11 +32,26 @@ def test_packages_of_extras_are_hidden_and_those_of_the_base_are_not():
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Every name of every kind, and the error of making it, empty where there is none."""
-    done = run_hidden(MAKE, tmp_path_factory.mktemp("made"))
+def done(tmp_path_factory):
+    """One process, as each imports for seconds, has made all names and then trained."""
+    folder = tmp_path_factory.mktemp("done")
+    rows = "\n".join(f"{number}+1?,{number + 1}" for number in range(8))
+    (folder / "qa.csv").write_text(f"question,answer\n{rows}\n")
+    keys = ["train.max_steps=1", "inference_model.max_tokens=8", "hydra.run.dir=run"]
+    commands = [["train", "grpo", "data=qa.csv", f"reward={reward}", *keys] for reward in REWARDS]
+    done = run_hidden(MAKE + COMMANDS.format(commands), folder)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return (
+        folder,
+        [json.loads(line) for line in done.stdout.splitlines() if line[:1] in ("[", "{")],
+        done,
+    )
+
+
+@pytest.fixture(scope="module")
+def made(done):
+    """Every name of every kind, and the error of making it, empty where there is none."""
+    return done[1][0]
 
 
 def test_every_name_of_every_kind_is_found(made):
@@ -70,17 +85,10 @@ def test_every_file_of_tests_can_be_read_where_its_packages_are_not():
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """What trainings with several rewards say, their exit codes, and their folder."""
-    folder = tmp_path_factory.mktemp("trained")
-    rows = "\n".join(f"{number}+1?,{number + 1}" for number in range(8))
-    (folder / "qa.csv").write_text(f"question,answer\n{rows}\n")
-    keys = ["train.max_steps=1", "inference_model.max_tokens=8", "hydra.run.dir=run"]
-    commands = [["train", "grpo", "data=qa.csv", f"reward={reward}", *keys] for reward in REWARDS]
-    done = run_hidden(COMMANDS.format(commands), folder)
-    assert done.returncode == 0, done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
-    return folder, dict(zip(REWARDS, codes, strict=True)), done.stderr
+def trained(done):
+    """The folder of trainings with several rewards, their exit codes, and what they say."""
+    folder, said, process = done
+    return folder, dict(zip(REWARDS, said[-1], strict=True)), process.stderr
 
 
 def test_a_training_with_a_named_reward_on_a_file_of_rows_runs(trained):

@@ -13,10 +13,10 @@ each.
 
 from __future__ import annotations
 
-import numbers
+import operator
 import re
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import wraps
 from inspect import signature
@@ -124,16 +124,17 @@ class Pair:
     equal: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Whether it is such a pair, a tuple or a list.
+        """Whether it is such a pair: a tuple, a list, an array, or what a library has for one.
 
         Args:
             value: whatever was given.
         """
-        if not isinstance(value, tuple | list) or len(value) != 2:
+        pair = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and torch
+        if not isinstance(pair, Sequence) or len(pair) != 2:
             return False
-        if not all(_fits(each, Annotated[float, In(self.interval)]) for each in value):
+        if not all(_fits(each, Annotated[float, In(self.interval)]) for each in pair):
             return False
-        return bool(value[0] < value[1] or (self.equal and value[0] == value[1]))
+        return bool(pair[0] < pair[1] or (self.equal and pair[0] == pair[1]))
 
     def __str__(self) -> str:
         where = "" if self.interval == "[-inf, inf]" else f" in {self.interval}"
@@ -220,25 +221,46 @@ def rules_of(target: Callable[..., Any]) -> list[tuple[str, int | None, Any]]:
     return rules
 
 
-def check(name: str, value: Any, hint: Any) -> None:
+def check(name: str, value: Any, hint: Any, *, none: str = "None") -> None:
     """Refuse a value that an annotation does not allow.
 
     Args:
         name: of the argument.
         value: its value.
         hint: the annotation: bounds, a ``Literal``, or a union of these and of classes.
+        none: how ``None`` is written where the value comes from.
 
     Raises:
         ConfigError: the value is none of it.
     """
-    options = _options(hint)
-    if any(_fits(value, option) for option in options):
+    if fits(value, hint):
         return
+    options = _options(hint)
     choices = [each for option in options for each in _choices(option)]
     near = did_you_mean(value, map(str, choices)) if isinstance(value, str) and choices else ""
-    wanted = " or ".join(_wanted(option, value) for option in options)
-    why = [f": {mark}" for option in options for mark in _marks(option) if isinstance(mark, str)]
+    wanted = " or ".join(_wanted(option, value, none) for option in options)
+    why = [f": {mark}" for mark in marks_of(hint) if isinstance(mark, str)]
     raise ConfigError(f"{name} must be {wanted}, got {value!r}{''.join(why)}{near}")
+
+
+def fits(value: Any, hint: Any) -> bool:
+    """Whether an annotation allows a value.
+
+    Args:
+        value: the value.
+        hint: as of :func:`check`.
+    """
+    return any(_fits(value, option) for option in _options(hint))
+
+
+def marks_of(hint: Any) -> list[Any]:
+    """What stands beside the types of an annotation: bounds, and texts.
+
+    Args:
+        hint: a type, or a union of some.
+    """
+    annotated = (option for option in _options(hint) if get_origin(option) is Annotated)
+    return [mark for option in annotated for mark in option.__metadata__]
 
 
 def _options(hint: Any) -> tuple[Any, ...]:
@@ -247,10 +269,6 @@ def _options(hint: Any) -> tuple[Any, ...]:
 
 def _is_rule(hint: Any) -> bool:
     return get_origin(hint) in (Annotated, Literal)
-
-
-def _marks(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint)[1:] if get_origin(hint) is Annotated else ()
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
@@ -262,12 +280,13 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
-        return any(type(value) is type(each) and value == each for each in get_args(hint))
+        kind = str if isinstance(value, str) else type(value)  # True is no 1, an enum of texts one
+        return any(kind is type(each) and value == each for each in get_args(hint))
     if origin is Annotated:
         kind, *marks = get_args(hint)
         if kind in (int, float):
             is_number = not isinstance(value, bool | str) and hasattr(value, "__float__")
-            if not is_number or (kind is int and not isinstance(value, numbers.Integral)):
+            if not is_number or (kind is int and not _is_whole(value)):
                 return False
         elif get_origin(kind) is Literal:
             return _fits(value, kind)
@@ -278,12 +297,21 @@ def _fits(value: Any, hint: Any) -> bool:
     return isinstance(value, kind) if isinstance(kind, type) else True
 
 
-def _wanted(hint: Any, value: Any) -> str:
+def _is_whole(value: Any) -> bool:
+    """Whether Python takes it for an index: the whole numbers of NumPy and torch, too."""
+    try:
+        operator.index(value)
+    except (TypeError, RuntimeError):  # torch has both for what is no index
+        return False
+    return True
+
+
+def _wanted(hint: Any, value: Any, none: str) -> str:
     origin = get_origin(hint)
     if choices := _choices(hint):
         return "one of " + ", ".join(map(repr, choices))
     if origin is Annotated:
         kind, *marks = get_args(hint)
-        whole = "a whole number " * (kind is int and not isinstance(value, numbers.Integral))
+        whole = "a whole number " * (kind is int and not _is_whole(value))
         return whole + " and ".join(str(mark) for mark in marks if not isinstance(mark, str))
-    return "None" if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))
+    return none if hint in (None, type(None)) else getattr(hint, "__name__", str(hint))

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from torchrl_llm._checked import Ge, checked
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
 _Result = TypeVar("_Result")

@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, TypeVar
 
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
+from torchrl_llm._masking import MASK
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
 RECONNECT_S = 60.0
@@ -28,69 +29,9 @@ _T = TypeVar("_T")
 # Servers that a link of this process has given up: until one answers, no call waits for it again
 # (several links lead to one server, and each is closed by a last call).
 _given_up: set[str] = set()
-
-_MASK = "***"
-# What may stand in the place of a password: it says where the password is.
-_NO_SECRET = r"(?:\*\*\*|\$\{oc\.env:[^},]*\})"
-# Names of a secret; other tokens (pad_token) are words of a vocabulary, but for GITHUB_TOKEN.
-_NAME = (
-    r"(?:(?i:(?:[\w-]{1,40}[_-])?(?:(?:api|access|private|secret|subscription)[_-]?key|"
-    r"passw(?:or)?d|secret|authorization|cookie|"
-    r"(?:access|api|auth|bearer|bot|github|hf|hub|refresh)[_-]token))|[A-Z\d_]{1,40}_TOKEN)"
-)
-_HIDDEN = [
-    # A Redis has no "@" but behind a password, in which somebody may have forgotten to escape it.
-    rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).{{1,200}}(?=@)",
-    r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]{1,200}$",
-    # A path that was made of a URL has one slash left.
-    rf"(\w://?[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).{{1,200}}(?=@)",
-    rf"(https?://?)(?!{_NO_SECRET}@)[^\s:@/]+(?=@)",
-    rf"([?&][\w-]*(?:password|token|secret|key|sig|signature)=)(?!{_NO_SECRET}(?:&|$))[^\s&'\"]+",
-    # As somebody types a key of a configuration; a bare token may be any word in a sentence.
-    rf"(\b{_NAME}=)(?!{_NO_SECRET})[^\s,&]+",
-    rf"((?:^[+~]*|\w\.|--)token=)(?!{_NO_SECRET})[^\s,'\"]+",
-    # In braces, as headers are typed, and what a server gives out by its beginning.
-    rf"([{{,]\s*['\"]*(?:{_NAME}|token)['\"]*:\s*['\"]*(?:(?:Bearer|Basic)\s+)?+)"
-    rf"(?!{_NO_SECRET})[^\s,'\"{{}}]+",
-    rf"(\b(?:Bearer|Basic)\s+)(?!{_NO_SECRET})[\w.~+/=-]{{12,}}",
-    r"(\b(?:sk-|hf_|gh[opsu]_|github_pat_|glpat-|xox[abp]-))[\w-]{16,}",
-]
-_SECRET_KEY = re.compile(rf"(?:.*\.)?(?:{_NAME}|(?i:token))")
 _SHOWN = re.compile(
     r"(\w+://)(?:[^@/?]*@)?((?:\[[^]@]*\]|[^:@/?]*)(?::\d*)?(?:/[^@?]*)?)(?:\?[^@]*)?"
 )
-
-
-def masked(value: Any) -> Any:
-    """The same with ``***`` for passwords of URLs and values of keys that are called a secret.
-
-    Whatever is shown or saved goes through it.
-
-    Args:
-        value: a text, or lists and mappings of them. Other values are returned as they are.
-
-    Example:
-        >>> masked("redis://user:secret@host:6379/0")
-        'redis://user:***@host:6379/0'
-        >>> masked({"base_url": "http://host", "api_key": "sk-1", "pad_token": "<pad>"})
-        {'base_url': 'http://host', 'api_key': '***', 'pad_token': '<pad>'}
-    """
-    if isinstance(value, str):
-        for hidden in _HIDDEN:
-            value = re.sub(hidden, rf"\1{_MASK}", value, flags=re.DOTALL)
-        return value
-    if isinstance(value, Mapping):
-        return {k: _MASK if _is_secret(k, item) else masked(item) for k, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(masked, value))
-    return value
-
-
-def _is_secret(key: Any, value: Any) -> bool:
-    """Whether a value is to be hidden; a number may be the id of a token, but a password, too."""
-    hides = isinstance(value, str) and value != "" and not re.fullmatch(_NO_SECRET, value)
-    hides |= type(value) is int and not str(key).lower().endswith("token")
-    return hides and isinstance(key, str) and _SECRET_KEY.fullmatch(key) is not None
 
 
 class RedisLink:
@@ -119,13 +60,9 @@ class RedisLink:
 
     def _connect(self) -> None:
         redis = require("redis", extra="redis", feature=self._feature)
-        connection = require("redis.connection", extra="redis", feature=self._feature)
-        credentials = require("redis.credentials", extra="redis", feature=self._feature)
-        backoff = require("redis.backoff", extra="redis", feature=self._feature)
-        retry = require("redis.retry", extra="redis", feature=self._feature)
         self._errors = redis.exceptions
         try:
-            options = connection.parse_url(self._url)
+            options = redis.connection.parse_url(self._url)
         except ValueError:  # its message may hold a part of the password
             raise ConfigError(
                 f"{self.place} is no URL of a Redis; expected redis://host:port/db, rediss:// for "
@@ -133,13 +70,13 @@ class RedisLink:
             ) from None
         options["socket_timeout"] = _ANSWER_S
         # It tries again by itself, and then does not know whether the first try was done.
-        options["retry"] = retry.Retry(backoff.NoBackoff(), 0)
+        options["retry"] = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         if "path" not in options:
             options["socket_connect_timeout"] = _CONNECT_S
         user, password = options.pop("username", None), options.pop("password", None)
-        if password in (None, _MASK):
+        if password in (None, MASK):
             password = os.environ.get(PASSWORD_VARIABLE, password)
-        if password == _MASK:
+        if password == MASK:
             raise ConfigError(
                 f"the password of the Redis at {self.place} is masked; put it into the environment "
                 f"variable {PASSWORD_VARIABLE}"
@@ -147,7 +84,7 @@ class RedisLink:
         self._password = password
         if password is not None:
             # Some versions of redis-py show the password of a pool in its repr, but no provider.
-            provider = credentials.UsernamePasswordCredentialProvider(user, password)
+            provider = redis.UsernamePasswordCredentialProvider(user, password)
             options["credential_provider"] = provider
         elif user is not None:
             options["username"] = user
@@ -167,11 +104,11 @@ class RedisLink:
         if shown is not None:
             return shown[1] + shown[2]
         scheme, separator, rest = self._url.rpartition("://")
-        return f"{scheme}{separator}{_MASK}" if separator or re.search("[:@]", rest) else rest
+        return f"{scheme}{separator}{MASK}" if separator or re.search("[:@]", rest) else rest
 
     def _said(self, error: Exception) -> str:
         # A server that does not know a command repeats what came with it.
-        return str(error).replace(self._password, _MASK) if self._password else str(error)
+        return str(error).replace(self._password, MASK) if self._password else str(error)
 
     def call(self, command: Callable[[bool], _T]) -> _T:
         """Run a command, again while the server is away.

@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, dataclass, field, fields, is_dataclass
 from functools import cache, partial
 from inspect import cleandoc, get_annotations, getmro
 from typing import (
@@ -26,9 +26,8 @@ from typing import (
     get_type_hints,
 )
 
-from torchrl_llm._checked import Ge, Gt, In
-from torchrl_llm._redis import masked
-from torchrl_llm._registry import did_you_mean
+from torchrl_llm._checked import Ge, Gt, In, check, fits, marks_of
+from torchrl_llm._masking import masked
 from torchrl_llm.errors import ConfigError
 
 Bound = In | Ge | Gt
@@ -76,15 +75,32 @@ class Group:
                 setattr(cls, name, field(default_factory=make))
             elif isinstance(default, (list, dict)):
                 setattr(cls, name, field(default_factory=partial(copy.deepcopy, default)))
+        declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
         dataclass(kw_only=kw_only)(cls)
+        for name, each in declared.items():
+            setattr(cls, name, each)  # a subclass that is decorated as a dataclass is read again
 
     def __post_init__(self) -> None:
-        hints = get_type_hints(type(self))
-        for name, bounds in bounds_of(type(self)).items():
-            value, path = getattr(self, name), f"{self._key}.{name}".lstrip(".")
-            none = " or null" if type(None) in get_args(hints[name]) else ""
-            for bound in bounds if value is not None else ():
-                ensure(bound.holds(value), f"{path} must be {bound}{none}, got {value}")
+        for name, hint in bounded(type(self)).items():
+            check(f"{self._key}.{name}".lstrip("."), getattr(self, name), hint, none="null")
+
+    def only(self, name: str, has_effect: bool, where: str) -> None:
+        """Refuse a key that was changed where it has no effect.
+
+        Args:
+            name: of the field.
+            has_effect: whether it may differ from its default.
+            where: ends the message: without, or with what.
+
+        Raises:
+            ConfigError: it may not, and does.
+        """
+        entry = type(self).__dataclass_fields__[name]
+        default = entry.default_factory() if entry.default is MISSING else entry.default
+        ensure(
+            has_effect or getattr(self, name) == default,
+            f"{self._key}.{name} has no effect {where}",
+        )
 
     def flat(self) -> dict[str, Any]:
         """Dotted key to value, for the record of a run."""
@@ -149,24 +165,14 @@ def sentences(declared: type) -> dict[str, str]:
 
 
 @cache
-def bounds_of(group: type) -> dict[str, tuple[Bound, ...]]:
-    """The bounds of each field that has some.
+def bounded(group: type) -> dict[str, Any]:
+    """The annotations of fields that have bounds.
 
     Args:
         group: a dataclass.
     """
     hints = get_type_hints(group, include_extras=True).items()
-    named = {name: tuple(_bounds(hint)) for name, hint in hints}
-    return {name: bounds for name, bounds in named.items() if bounds}
-
-
-def _bounds(hint: Any) -> Iterator[Bound]:
-    """Those of a type, or of a member of a union."""
-    if get_origin(hint) is Annotated:
-        yield from (each for each in hint.__metadata__ if isinstance(each, Bound))
-    elif get_origin(hint) in (Union, types.UnionType):
-        for option in get_args(hint):
-            yield from _bounds(option)
+    return {name: hint for name, hint in hints if any(isinstance(m, Bound) for m in marks_of(hint))}
 
 
 def ensure(condition: bool, message: str) -> None:
@@ -247,11 +253,9 @@ did you mean 'mean'?
                 if get_origin(option) in (list, tuple) and _is_list(value):
                     raise
     elif origin is Literal:
-        if any(type(value) is type(each) and value == each for each in options):
-            return value
-        choices = ", ".join(repr(option) for option in options)
-        near = did_you_mean(value, map(str, options)) if isinstance(value, str) else ""
-        raise ConfigError(f"{path} must be one of {choices}, got {_shown(value)!r}{near}")
+        if not fits(value, hint):
+            check(path, _shown(value), hint)
+        return value
     elif origin in (list, tuple):
         if _is_list(value):
             inner = options[0] if options else Any

@@ -22,7 +22,8 @@ from pathlib import Path
 
 import hydra
 import torch
-from evaluate_utils import EvaluateConfig, answer_task, figures, load_config, make_policy, table
+from evaluate_config import EvaluateConfig, load_config
+from evaluate_utils import answer_task, figures, make_policy, table
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 

@@ -1,4 +1,4 @@
-"""Parts of evaluate.py: its configuration, the model that answers, and the figures.
+"""Parts of evaluate.py: the model that answers, its answers, and the figures.
 
 Every figure is computed from the records that are also written to the files of answers, so that
 anybody can check it.
@@ -9,18 +9,17 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import MISSING, fields
 from math import isnan, nan
 from pathlib import Path
 from statistics import fmean
-from typing import Annotated, Any, Literal
+from typing import Any
 
 import torch
-from server_policy import check_chat, server_policy
+from evaluate_config import EvaluateConfig
+from server_policy import server_policy
 
-from torchrl_llm._checked import Gt
 from torchrl_llm._registry import find
-from torchrl_llm._settings import Count, Group, ensure, naming, own, several
+from torchrl_llm._settings import naming
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import WorkerError
@@ -33,214 +32,18 @@ from torchrl_llm.modules import (
     load_model,
     vLLMWrapper,
 )
-from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.backends.vllm import VLLMBackend
-from torchrl_llm.modules.policies.chat_server import RESERVED
-from torchrl_llm.recipes import AgentConfig, ModelConfig, RewardComponentsConfig
 from torchrl_llm.recipes.builders import make_tokenizer, present_device
-from torchrl_llm.recipes.data_config import ROWS, DataConfig
-from torchrl_llm.recipes.groups import check_device
+from torchrl_llm.recipes.data_config import ROWS
 from torchrl_llm.recipes.reward_config import add_components, make_reward
-from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.recipes.tasks import check_options, check_task, task_class
+from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers.results import text_table
-from torchrl_llm.trainers.run_folder import model_folder
 
 _LOW, _HIGH = "_low", "_high"
-_URL = "inference_model.url"
-# Keys that only one kind of what answers has.
-_KEYS = {
-    "transformers": ("device", "dtype"),
-    "vllm": ("dtype", "num_devices", "gpu_memory_utilization", "max_model_len"),
-    "url": ("protocol", "served_model", "api_key_variable", "request_timeout_s", "request"),
-}
 # The hub's IFEval is all for evaluation, and has one split of this name.
 _SPLITS = {"ifeval": "train"}
 # Where nothing else ends a conversation.
 _MOST_TURNS = 64
-
-
-class SamplerConfig(Group, key="inference_model"):
-    """What answers, and how.
-
-    Attributes:
-        backend: ``transformers``, or ``vllm`` for an engine of this process.
-        dtype: of the weights; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
-        device: of the weights; ``auto`` for CUDA where there is one.
-        max_tokens: tokens a response may have.
-        temperature: of sampling; 0 for the most probable token each time.
-        top_p: draw from the fewest tokens that reach this probability; 1 for all.
-        top_k: draw from so many of the most probable tokens; 0 for all.
-        min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
-        num_devices: GPUs of the engine (tensor parallel).
-        gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
-        max_model_len: most tokens of prompt and response.
-        url: a server that answers, instead of a model of this process: ``http://host:port``.
-        protocol: how it is asked: by ``tokens``, encoded here with the tokenizer of ``model.name``,
-            or by ``chat`` completions, its own template and text; ``auto`` finds out.
-        served_model: name of the model at the server; ``None`` for its only one.
-        api_key_variable: environment variable that holds the key, so that no file does.
-        request_timeout_s: most seconds for one answer.
-        request: further fields of each chat request; ``null`` leaves one out that would be sent.
-    """
-
-    backend: Literal["transformers", "vllm"] = "transformers"
-    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
-    device: str = "auto"
-    max_tokens: int = 512
-    temperature: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    num_devices: int = 1
-    gpu_memory_utilization: float | None = None
-    max_model_len: int | None = None
-    url: str | None = None
-    protocol: Literal["auto", "tokens", "chat"] = "auto"
-    served_model: str | None = None
-    api_key_variable: str | None = None
-    request_timeout_s: Annotated[float, Gt(0)] = 600.0
-    request: dict[str, Any] = own()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure(
-            self.url is None or self.backend == "transformers",
-            f"inference_model.backend has no effect with {_URL}: the server answers",
-        )
-        ensure(
-            not (self.request and self.protocol == "tokens"),
-            "inference_model.request has no effect with inference_model.protocol=tokens",
-        )
-        reserved = sorted(RESERVED & set(self.request))
-        ensure(not reserved, f"inference_model.request: {reserved} are not the user's to set")
-        with naming("inference_model"):
-            SamplingParams(**self.arguments)
-        check_device(self.device, "inference_model.device")
-        kind = self.backend if self.url is None else "url"
-        for key in fields(self):
-            owners = [each for each, names in _KEYS.items() if key.name in names]
-            default = {} if key.default is MISSING else key.default
-            said = f"with inference_model.backend={kind}" if self.url is None else f"with {_URL}"
-            ensure(
-                not owners or kind in owners or getattr(self, key.name) == default,
-                f"inference_model.{key.name} has no effect "
-                + (f"without {_URL}" if owners == ["url"] else said),
-            )
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Arguments of generation."""
-        return {
-            "max_new_tokens": self.max_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p,
-        }
-
-
-class RunConfig(Group, key="eval"):
-    """How much is asked.
-
-    Attributes:
-        num_prompts: prompts of each task, from the start of its data; ``None`` for all.
-        batch_size: responses that are written together.
-        split: of the tasks that have data of their own; ``None`` for the held-out one.
-        repeats: samples a prompt; several, with a temperature above 0, for pass@k.
-        max_steps: steps of an episode; ``None`` for the task's own limit.
-        on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
-            prompt that is not answered, or one cut from the left.
-        figures: further ones (``torchrl-llm list figures``), or ``module:function`` of your own.
-    """
-
-    num_prompts: Count | None = None
-    batch_size: Count = 64
-    repeats: Count = 1
-    split: str | None = None
-    max_steps: Count | None = None
-    on_overlong: Literal["error", "drop", "truncate"] = "error"
-    figures: list[str] = several()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        with naming("eval.figures"):
-            for name in self.figures:
-                find("figures", name)
-
-
-class EvaluateConfig(Group):
-    """The whole configuration.
-
-    Attributes:
-        seed: of sampling.
-        agent: who answers, in every task.
-        tasks: names of tasks, see :data:`~torchrl_llm.recipes.tasks.TASKS`.
-        data_files: file of each task; those without one have data of their own.
-        options: settings of each task, and its ``system_prompt`` if not its own.
-        data: rows of one's own, for the task ``rows``: those of ``eval_source`` or ``eval_split``
-            if one is given, else those of ``source``.
-        reward: instead of the tasks' own.
-    """
-
-    seed: int = 0
-    agent: AgentConfig
-    tasks: list[str] = several("gsm8k", "ifeval", "humaneval")
-    data_files: dict[str, str | None] = own(gsm8k=None, ifeval=None, humaneval=None)
-    options: dict[str, dict[str, Any]] = own(
-        gsm8k=own(answer_format="tags"),
-        ifeval=own(scored_part="response"),
-    )
-    data: DataConfig
-    reward: RewardComponentsConfig
-    model: ModelConfig
-    inference_model: SamplerConfig
-    eval: RunConfig
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        with naming(f"agent={self.agent.type}"):
-            self.agent.build()
-        ensure(bool(self.tasks), "tasks is empty: there is nothing to evaluate on")
-        twice = sorted({name for name in self.tasks if self.tasks.count(name) > 1})
-        ensure(not twice, f"tasks names {twice} more than once: the answers have one file a task")
-        for name in (*self.tasks, *self.data_files, *self.options):
-            check_task(name)
-        ensure(
-            (ROWS in self.tasks) == (self.data.source is not None),
-            "tasks=[rows] and data=FILE go together: the rows of the file are the task",
-        )
-        ensure(
-            ROWS not in self.tasks or bool(self.reward.function or self.reward.components),
-            "rows of your own need a reward: reward=FILE.py:FUNCTION, or the name of one",
-        )
-        for task, options in self.options.items():
-            own = {name: value for name, value in options.items() if name != "system_prompt"}
-            check_options(task, own, path=f"options.{task}")
-        if self.inference_model.protocol == "chat":
-            check_chat(self, "inference_model.protocol=chat")
-        without = [name for name in self.tasks if name == ROWS or self.data_files.get(name)]
-        ensure(
-            self.eval.split is None or len(without) < len(self.tasks),
-            f"eval.split has no effect: the rows of {', '.join(without)} are those of files",
-        )
-        ensure(
-            self.eval.repeats == 1 or self.inference_model.temperature > 0,
-            "eval.repeats has no effect with inference_model.temperature=0: all samples are equal",
-        )
-
-
-def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
-    """The configuration, checked; the folder of a run stands for its newest checkpoint.
-
-    Raises:
-        ConfigError: what it says cannot be.
-    """
-    config = from_mapping(EvaluateConfig, values)
-    if config.model.name is not None and (path := Path(config.model.name)).is_dir():
-        with naming("model.name"):
-            config.model.name = str(model_folder(path))
-    return config
 
 
 def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
@@ -260,7 +63,7 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         "generate_kwargs": wanted.arguments,
     }
     if wanted.backend == "vllm":
-        engine = {name: getattr(wanted, name) for name in _KEYS["vllm"] if name != "dtype"}
+        engine = wanted.engine_options
         backend = VLLMBackend(config.model.name, tokenizer=tokenizer, dtype=dtype, **engine)
         return vLLMWrapper(backend, **options)
     return TransformersWrapper(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from evaluate_config import EvaluateConfig, SamplerConfig, check_chat
 
 from torchrl_llm._http import HTTPClient, server_root
 from torchrl_llm._settings import ensure, naming
@@ -18,9 +20,6 @@ from torchrl_llm.modules import (
 from torchrl_llm.modules.backends.openai_protocol import model_card
 from torchrl_llm.recipes.builders import make_tokenizer
 from torchrl_llm.trainers import say
-
-if TYPE_CHECKING:
-    from evaluate_utils import EvaluateConfig, SamplerConfig
 
 # Long enough for a server that is being restarted, short enough for an address that is wrong.
 _START_S = 10.0
@@ -90,30 +89,6 @@ def server_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         timeout_s=wanted.request_timeout_s,
         concurrency=config.eval.batch_size,
         on_overlong=config.eval.on_overlong,
-    )
-
-
-def check_chat(config: EvaluateConfig, why: str) -> None:
-    """Refuse what has no effect where a server encodes the prompts.
-
-    Args:
-        config: the recipe's.
-        why: the server is asked by chat completions.
-
-    Raises:
-        ConfigError: a key of prompts that are written here.
-    """
-    for name in ("name", "chat_template_name", "template_kwargs"):
-        value = getattr(config.model, name)
-        ensure(
-            not value,
-            f"model.{name}={value} has no effect on chat completions ({why}). Leave it out: the "
-            "server has a template and a tokenizer of its own",
-        )
-    ensure(
-        config.eval.on_overlong != "truncate",
-        f"eval.on_overlong=truncate cannot be with chat completions ({why}), where the server "
-        "encodes the prompt; choose error or drop",
     )
 
 

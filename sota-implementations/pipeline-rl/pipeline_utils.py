@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from redis_arguments import NO_PASSWORD, check_scheme
 
 from torchrl_llm._checked import Ge, Gt
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm._settings import Count, Group, dotted, ensure
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
@@ -32,9 +32,9 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.recipes import RENAMED, GRPOGroups, TrainConfig
 from torchrl_llm.recipes.groups import AsyncWeightSyncConfig
 from torchrl_llm.recipes.ray_collection import (
-    CollectionConfig,
     make_collecting_env,
     make_collecting_policy,
+    of_collectors,
     rollout_options,
     sent_dtype,
 )
@@ -245,7 +245,7 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = say) -> st
     channel = RedisChannel(redis.url, redis.name, reconnect_s=redis.reconnect_s)
     # The learner's cuda:1 is no device of this machine.
     device = "cpu" if config.train.device == "cpu" else "auto"
-    what = CollectionConfig.of(config, device=device)
+    what = of_collectors(config, device=device)
     collector = LLMCollector(
         make_collecting_env(what),
         policy=make_collecting_policy(what),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from torchrl_llm._redis import PASSWORD_VARIABLE, masked
+from torchrl_llm._masking import masked
+from torchrl_llm._redis import PASSWORD_VARIABLE
 from torchrl_llm.errors import ConfigError
 
 NO_PASSWORD = (

@@ -21,7 +21,7 @@ class GameConfig(Group, key="env"):
     """The game; what the recipes of ``grpo`` call by the same names means the same.
 
     Attributes:
-        dataset: name of a task of :data:`~torchrl_llm.recipes.tasks.TASKS` that is a game.
+        dataset: name of a task (``torchrl-llm list tasks``) that is a game.
         options: settings of the game, arguments of its class.
         system_prompt: first message; ``None`` for the rules and the form of an answer.
     """

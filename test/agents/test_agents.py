@@ -23,6 +23,7 @@ from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.modules.backends.fake import Answer
 from torchrl_llm.objectives.credit import MonteCarloReturn
 from torchrl_llm.rewards import Component, CompositeReward, FunctionReward, WrittenReward
+from torchrl_llm.sandbox import Limits, SubprocessSandbox
 
 MODES = ("history", "text", "tokens")
 LOOKUP = '<tool_call>\n{"name": "lookup", "arguments": {"word": "abc"}}\n</tool_call>'
@@ -245,6 +246,17 @@ def test_the_limit_holds_for_the_tools_of_the_environment(tokenizer):
 
 
 # -- ReTool ---------------------------------------------------------------------------------------
+
+
+def test_a_sandbox_of_ones_own_keeps_its_limits():
+    own = SubprocessSandbox(Limits(memory_bytes=300 << 20))
+    for agent, wanted in (
+        (ReToolAgent(sandbox=own), 300),
+        (ReToolAgent(memory_bytes=1 << 30), 1024),
+    ):
+        code = agent.make_transforms()[0]
+        (tool,) = code.tools.values()
+        assert tool.executor.limits.memory_bytes == wanted << 20
 
 
 def test_code_comes_before_the_answer(tokenizer):

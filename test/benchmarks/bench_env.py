@@ -2,9 +2,10 @@
 
     python test/benchmarks/bench_env.py
 
-Both sides get the same queries and the same answers, made beforehand. GSM8K adds the data set, the
-reward and the turn limit; TorchRL's needs the hub for its rows, so its chat environment with a
-``DataLoadingPrimer``, its reward parser and its step counter stands in for it.
+Both sides get the same queries and the same answers, made beforehand, or, in the rows that say so,
+by ``TensorDict(...)`` and ``History.from_chats`` in each call, as a user's own loop does. GSM8K has
+the data set, the reward and the turn limit; TorchRL's needs the hub for its rows, so its chat
+environment with a ``DataLoadingPrimer``, its reward parser and its step counter stands in for it.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import logging
 import warnings
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from harness import Ratio, compare, report
@@ -73,6 +76,34 @@ def torchrl_bare():
     return work
 
 
+def built_by_user(env_class: Any, history_class: Any, size: int) -> Callable[[], None]:
+    """Reset and step of a side's environment, whose containers are made in each call."""
+    env = env_class(batch_size=(size,), system_prompt=SYSTEM)
+
+    def work():
+        td = env.reset(TensorDict({"query": QUERIES[:size]}, batch_size=(size,)))
+        td["history"].full = history_class.from_chats(CHATS[:size])
+        env.step(td)
+
+    return work
+
+
+def _user_row(size: int) -> Ratio:
+    from torchrl.data.llm import History as TorchRLHistory
+    from torchrl.envs.llm import ChatEnv as TorchRLChatEnv
+
+    from torchrl_llm.data.history import History
+    from torchrl_llm.envs import ChatEnv
+
+    return compare(
+        f"the same, built by the user, batch {size}",
+        built_by_user(ChatEnv, History, size),
+        built_by_user(TorchRLChatEnv, TorchRLHistory, size),
+        aim="0.3",
+        repeats=320 // size,
+    )
+
+
 def ours_task():
     from torchrl_llm.data.history import History
     from torchrl_llm.envs import DatasetChatEnv, GSM8KRewardParser
@@ -126,6 +157,8 @@ def main() -> list[Ratio]:
                 aim="other/ours >= 5",
                 repeats=5,
             ),
+            _user_row(64),
+            _user_row(1),
             compare(
                 "data set, turn limit and GSM8K reward, batch 64: reset + step",
                 ours_task(),

@@ -1,8 +1,20 @@
-"""Folders as runs leave them, written by hand."""
+"""Running a command of the package, and folders as runs leave them, written by hand."""
 
 from __future__ import annotations
 
 import yaml
+
+from torchrl_llm.cli import main
+
+
+def run_command(capture, *arguments):
+    """The status of a command, its standard output and standard error."""
+    try:
+        status = main([*map(str, arguments)])
+    except SystemExit as ended:
+        status = ended.code
+    said = capture.readouterr()
+    return status, said.out, said.err
 
 
 def write_run(folder, config, series):

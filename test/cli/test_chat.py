@@ -15,10 +15,9 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from cli.run_folders import write_run
+from cli.run_folders import run_command, write_run
 
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.cli import main
 from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes.chat_settings import chat_settings
 
@@ -31,12 +30,7 @@ def chat(monkeypatch, capfd):
 
     def run(lines, *arguments):
         monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
-        try:
-            status = main(["chat", *map(str, arguments)])
-        except SystemExit as ended:
-            status = ended.code
-        said = capfd.readouterr()
-        return status, said.out, said.err
+        return run_command(capfd, "chat", *arguments)
 
     return run
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 
 import pytest
-from cli.run_folders import write_run, write_sweep
+from cli.run_folders import run_command, write_run, write_sweep
 
 from torchrl_llm.cli import main
 
@@ -14,16 +15,7 @@ from torchrl_llm.cli import main
 def plot(tmp_path, monkeypatch, capsys):
     """Runs the command in an empty folder; its status, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        try:
-            status = main(["plot", *map(str, arguments)])
-        except SystemExit as ended:
-            status = ended.code
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
+    return partial(run_command, capsys, "plot")
 
 
 def test_a_sweep_is_one_line_a_combination_with_mean_and_deviation_over_its_seeds(plot, tmp_path):

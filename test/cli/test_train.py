@@ -31,7 +31,7 @@ def test_a_page_is_the_main_program_and_knows_what_was_typed(tmp_path, monkeypat
 def test_an_unknown_recipe_and_one_that_is_not_installed_are_told(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         main(["train", "gropo"])
-    assert "there is no recipe 'gropo': did you mean 'grpo'?" in capsys.readouterr().err
+    assert "there is no recipe 'gropo'; did you mean 'grpo'?" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "ppo"])
     assert "it is a loss, torchrl-llm train grpo loss=ppo" in capsys.readouterr().err

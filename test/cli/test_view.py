@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
+from functools import partial
 
 import pytest
-from cli.run_folders import write_run, write_sweep
+from cli.run_folders import run_command, write_run, write_sweep
 from evaluation.report.pages import make_rows, unpacked
 
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.cli import main
 from torchrl_llm.data.rollout_store import RolloutWriter
 from torchrl_llm.modules import load_tokenizer
 
@@ -19,16 +19,7 @@ from torchrl_llm.modules import load_tokenizer
 def view(tmp_path, monkeypatch, capsys):
     """Runs the command in an empty folder; its status, standard output and standard error."""
     monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        try:
-            status = main(["view", *map(str, arguments)])
-        except SystemExit as ended:
-            status = ended.code
-        said = capsys.readouterr()
-        return status, said.out, said.err
-
-    return run
+    return partial(run_command, capsys, "view")
 
 
 @pytest.fixture

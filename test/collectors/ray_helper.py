@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
+import tempfile
 import time
 from pathlib import Path
 
+from collectors import ray_forks
 from collectors.collecting import QUESTIONS, Ending, Failing, make_env, make_policy
+from fork_server import fork_server
 from models_helper import make_tiny_model as _make_tiny_model
 from models_helper import make_tokenizer as _make_tokenizer
 
@@ -17,13 +21,21 @@ from torchrl_llm.modules import TransformersWrapper
 tokenizer = functools.cache(_make_tokenizer)
 
 
+@functools.cache
+def forked_workers():
+    """The program that Ray is to start for Python: workers are forks of this process's server."""
+    path = os.path.join(tempfile.mkdtemp(prefix="forks-"), "server")
+    fork_server().Process(target=ray_forks.serve, args=(path,), daemon=True).start()
+    return f"{sys.executable} -I -S {ray_forks.__file__} {path}"
+
+
 def start_ray(ray, **options):
     """Ray whose actors find this folder's modules; waits longer than Ray does on a busy machine."""
     test = Path(__file__).parents[1]
     paths = [str(test.parent), str(test), *filter(None, [os.environ.get("PYTHONPATH")])]
     env_vars = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     options |= {"include_dashboard": False, "log_to_driver": False}
-    options["runtime_env"] = {"env_vars": env_vars}
+    options["runtime_env"] = {"env_vars": env_vars, "py_executable": forked_workers()}
     for attempts_left in (3, 2, 1, 0):
         try:
             return ray.init(**options)

@@ -22,11 +22,6 @@ def _pool(num=3, **options):
     return AsyncEnvPool([partial(make_env, 1, **options)] * num, stack="lazy")
 
 
-@pytest.fixture
-def policy(tokenizer):
-    return make_policy(tokenizer)
-
-
 def test_trajectories_of_a_pool_come_whole(policy):
     buffer = ReplayBuffer(transform=JoinTurns())
     with LLMCollector(

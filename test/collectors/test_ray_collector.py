@@ -17,7 +17,6 @@ from collectors.ray_helper import (
     make_env,
     model_policy,
     slow_policy,
-    start_ray,
 )
 from waiting import wait_until
 
@@ -33,17 +32,10 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import TensorSource
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 CPUS = 0.25
 PATIENCE_S = 280.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 def _in_steps(**options):
@@ -119,7 +111,7 @@ def test_weights_arrive_under_their_version_and_act(collector, model):
         ids = row["tokens", "full"]
         scores = scorer.backend.token_scores([ids], [own]).log_probs
         torch.testing.assert_close(scores, row["log_probs", "full"][own], atol=1e-5, rtol=1e-5)
-    collector.update_policy_weights_(state_dict=model.state_dict(), version=50)
+    collector.load_weights(TensorSource(engine_weights(model)), version=50)
     assert collector.get_policy_version() == 50
     collector.increment_version()
     assert split_rollout(collector.next())[-1]["trace", "policy_version"].max() == 51

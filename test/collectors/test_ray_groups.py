@@ -9,7 +9,7 @@ from functools import partial
 
 import pytest
 import torch
-from collectors.ray_helper import QUESTIONS, fake_policy, shared_env, start_ray
+from collectors.ray_helper import QUESTIONS, fake_policy, shared_env
 from tensordict import TensorDict
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
@@ -23,16 +23,9 @@ from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.objectives import MCAdvantage, RayMCAdvantage
 
 ray = pytest.importorskip("ray")
-pytestmark = [pytest.mark.ray, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.ray, pytest.mark.timeout(900), pytest.mark.usefixtures("cluster")]
 
 PATIENCE_S = 280.0
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 # -- prompts ------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from collectors.collecting import Failing, make_env, make_policy
+from collectors.collecting import Failing, make_env
 
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.collectors.ray_actor import CollectorHost, PackedBatch
@@ -19,11 +19,6 @@ from torchrl_llm.envs import ids
 @pytest.fixture(autouse=True)
 def _own_number(monkeypatch):
     monkeypatch.setattr(ids, "_numbers", [])
-
-
-@pytest.fixture
-def policy(tokenizer):
-    return make_policy(tokenizer)
 
 
 def _host(policy, channel=None, **options):

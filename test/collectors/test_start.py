@@ -23,11 +23,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import MCAdvantage
 
 
-@pytest.fixture
-def policy(tokenizer):
-    return make_policy(tokenizer)
-
-
 def _collector(env, policy, buffer, **options):
     options.setdefault("dialog_turns_per_batch", 2)
     return LLMCollector(env, policy=policy, replay_buffer=buffer, **options)

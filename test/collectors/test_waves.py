@@ -15,11 +15,6 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.rollouts import ends_trajectory, row_list, sampled_tokens
 
 
-@pytest.fixture
-def policy(tokenizer):
-    return make_policy(tokenizer)
-
-
 def _waves(policy, num_envs=3, **options):
     return LLMCollector(
         make_env(num_envs, **options),

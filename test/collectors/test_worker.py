@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from collectors.collecting import Failing, Gated, make_env, make_policy
+from collectors.collecting import Failing, Gated, make_env
 from waiting import wait_until
 
 from torchrl_llm.collectors import LLMCollector
@@ -24,11 +24,6 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import TensorSource
 
 PATIENCE_S = 60.0
-
-
-@pytest.fixture
-def policy(tokenizer):
-    return make_policy(tokenizer)
 
 
 @pytest.fixture

@@ -38,6 +38,15 @@ def there_and_back(rows, **about):
     return unpack_row_list(packed)
 
 
+def _records(**facts):
+    """Of a prompt, and of a response to it with a support."""
+    ids, source = torch.tensor([5, 6]), torch.tensor([0, 1])
+    prompt = TokenRecord.from_prompt(ids, source, 1, **facts)
+    support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 1]))
+    said = torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP
+    return prompt, prompt.respond(*said, support)
+
+
 def leaves(row):
     """Every leaf by its path, with the classes of the nodes on the way."""
     found = {}
@@ -158,12 +167,7 @@ def test_plain_values_come_back_with_their_types(value):
 
 
 def test_chats_records_and_supports_come_back():
-    ids, source = torch.tensor([5, 6]), torch.tensor([0, 1])
-    prompt = TokenRecord.from_prompt(ids, source, 1, fork_cause="window", earlier_turns=4)
-    support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 1]))
-    record = prompt.respond(
-        torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP, support
-    )
+    prompt, record = _records(fork_cause="window", earlier_turns=4)
     chats = [
         Chat([{"role": "user", "content": "Hi"}], prompt),
         Chat([{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], record),
@@ -313,7 +317,7 @@ def test_bytes_that_are_no_rows_are_refused(data, capsys):
 
 
 def _message():
-    record = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
+    record = _records()[0]
     rows = [
         TensorDict(ids=torch.arange(i + 1), inner=TensorDict(x=torch.ones(2))) for i in range(3)
     ]
@@ -346,24 +350,14 @@ def test_every_cut_and_every_flipped_byte_is_noticed():
 
 def _mutations(header, rng, *, inflate=False):
     """One place of a header replaced by something else, or repeated; an endless supply."""
-    fillers = [
-        None,
-        True,
-        -1,
-        0,
-        1,
-        5,
-        1 << 70,
-        1.5,
-        "x",
-        "",
-        [],
-        {},
-        ["dict", 1],
-        [[0]],
+    fillers = [*(None, True, -1, 0, 1, 5, 1 << 70, 1.5, "x", ""), *([], {}, ["dict", 1], [[0]])]
+    fillers += [
         ["tensor"],
+        ["enum", "Source", 99],
+        ["class", "History", None, {}],
+        ["bytes", "é"],
+        [0, 0, 0],
     ]
-    fillers += [["enum", "Source", 99], ["class", "History", None, {}], ["bytes", "é"], [0, 0, 0]]
     if inflate:
         fillers += [(1 << 20) - 1, 1 << 12, ["stack", 0, ["dict", [], []]], ["dict", [1 << 19], []]]
     while True:
@@ -412,11 +406,7 @@ def test_a_record_that_lies_about_its_length_is_refused():
 
 @pytest.mark.parametrize("num_ids", [2, 4])
 def test_a_support_that_lies_about_its_number_of_ids_is_refused(num_ids):
-    prompt = TokenRecord.from_prompt(torch.tensor([5, 6]), torch.tensor([0, 1]), 1)
-    support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 1]))
-    record = prompt.respond(
-        torch.tensor([7, 8]), torch.tensor([-0.5, -1.0]), 3, FinishReason.STOP, support
-    )
+    record = _records()[1]
     lying = replace(record, support=record.support._replace(token_ids=torch.arange(num_ids)))
     row = TensorDict()
     row.set("chat", NonTensorData(Chat([{"role": "user", "content": "Hi"}], lying)))

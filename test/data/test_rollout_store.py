@@ -254,6 +254,15 @@ def test_a_folder_without_rollouts_is_told(tmp_path):
         RolloutStore(tmp_path / "absent")
 
 
+def test_a_part_of_a_reward_that_is_called_seconds_is_kept_without_its_time(tmp_path):
+    part = {"value": torch.tensor(-0.5), "seconds": torch.tensor(0.1)}
+    row = TensorDict(next=TensorDict(rewards=TensorDict({"seconds": TensorDict(part)})))
+    RolloutWriter(tmp_path).append(1, [row])
+    kept = RolloutStore(tmp_path)[0]["next", "rewards", "seconds"]
+    assert set(kept.keys()) == {"value"}
+    assert kept["value"] == -0.5
+
+
 def test_equal_runs_write_equal_rollouts_whatever_their_tools_took(tmp_path):
     def row(seconds):
         record = ToolResult(ToolCall("add", {"a": 1}), "3", seconds=seconds).record()

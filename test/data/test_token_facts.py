@@ -54,6 +54,17 @@ ROUTE = TokenFact(
 USER = {"role": "user", "content": "Go on"}
 
 
+def _pickled(value):
+    return pickle.loads(pickle.dumps(value))
+
+
+def _safely_sent(packed):
+    return PackedRows.open(encode(packed))
+
+
+WIRES = (_pickled, _safely_sent)
+
+
 def _surprise(ids):
     return ids.float() / 4
 
@@ -202,30 +213,6 @@ def test_another_policy_in_between_leaves_defaults(tokenizer, queries, facts):
         assert values.tolist() == [-0.5] * len(ids)
 
 
-def test_a_collector_yields_rows_with_facts_and_both_wires_carry_them(tokenizer, facts):
-    collector = LLMCollector(
-        make_env(3, turns=2, tool="7"),
-        policy=_policy(tokenizer),
-        dialog_turns_per_batch=6,
-        total_dialog_turns=6,
-    )
-    rows = split_rollout(next(iter(collector)))
-    assert len(rows) == 6
-    for row in rows:
-        _check(row)
-        record = row["history", "full"].chats[0].record
-        assert torch.equal(record.facts["surprise"], row["surprise", "full"])
-    packed = pack_rows(rows)
-    plain = pickle.loads(pickle.dumps(packed)).unpack()
-    safe = PackedRows.open(encode(packed)).unpack()
-    for back in (plain, safe):
-        for old, new in zip(rows, back.unbind(0), strict=True):
-            _check(new)
-            record = new["history", "full"].chats[0].record
-            assert torch.equal(record.facts["route"], old["router", "experts"])
-            assert record.facts["route"].dtype == torch.int16
-
-
 @pytest.mark.parametrize("mode", MODES)
 def test_joined_turns_have_each_turns_own_values(mode, tokenizer, queries, facts):
     rows = split_rollout(_rollout(tokenizer, mode, queries))
@@ -285,7 +272,7 @@ def test_a_loss_reads_a_fact(padded, tokenizer, queries, facts):
     assert loss(td).loss_objective.item() == pytest.approx(-_surprise(sampled).mean().item())
 
 
-@pytest.mark.parametrize("send", ["pickle", "safe"])
+@pytest.mark.parametrize("send", WIRES)
 def test_a_new_fact_is_one_entry_from_the_backend_to_a_loss(send, tokenizer, facts):
     policy = _policy(tokenizer)
     collector = LLMCollector(
@@ -294,13 +281,17 @@ def test_a_new_fact_is_one_entry_from_the_backend_to_a_loss(send, tokenizer, fac
         dialog_turns_per_batch=4,
         total_dialog_turns=4,
     )
-    packed = pack_rows(split_rollout(next(iter(collector))))
-    if send == "pickle":
-        packed = pickle.loads(pickle.dumps(packed))
-    else:
-        packed = PackedRows.open(encode(packed))
+    rows = split_rollout(next(iter(collector)))
+    assert len(rows) == 4
+    sent = send(pack_rows(rows)).unpack()
+    for row in (*rows, *sent.unbind(0)):
+        _check(row)
+        told = row["history", "full"].chats[0].record.facts
+        assert torch.equal(told["surprise"], row["surprise", "full"])
+        assert torch.equal(told["route"], row["router", "experts"])
+        assert told["route"].dtype == torch.int16
     buffer = ReplayBuffer(transform=JoinTurns())
-    buffer.extend(packed.unpack())
+    buffer.extend(sent)
     batch = buffer[:]
     rows = batch.unbind(0)
     assert [row["num_turns"].item() for row in rows] == [2, 2]
@@ -376,7 +367,7 @@ def test_records_extend_cut_pickle_and_answer_with_facts(facts):
     record = _record().extend(torch.tensor([9]), torch.tensor([1]), 3)
     record = record.respond(torch.tensor([10]), torch.tensor([-2.0]), 4, FinishReason.LENGTH)
     wanted = [-0.5, -0.5, 1.0, 2.0, -0.5, -0.5]
-    for twin in (record, pickle.loads(pickle.dumps(record)), copy.deepcopy(record)):
+    for twin in (record, _pickled(record), copy.deepcopy(record)):
         assert twin.facts["surprise"].tolist() == wanted
     assert record.cut(1, 3).facts["surprise"].tolist() == [-0.5, 1.0]
     assert set(record.columns()) == {*RECORD_COLUMNS, "surprise", "route"}
@@ -387,8 +378,8 @@ def test_wires_keep_apart_records_with_and_without_a_fact(facts):
     one = replace(_record(), facts={"surprise": _record().facts["surprise"]})
     chats = [Chat([{"role": "user", "content": "q"}], r) for r in (bare, one, bare)]
     packed = pack_rows(split_batch(TensorDict(history=History.of(chats), batch_size=[3])))
-    for rows in (pickle.loads(pickle.dumps(packed)), PackedRows.open(encode(packed))):
-        back = [chat.record for chat in rows.unpack()["history"].chats]
+    for send in WIRES:
+        back = [chat.record for chat in send(packed).unpack()["history"].chats]
         assert [dict(record.facts).keys() for record in back] == [set(), {"surprise"}, set()]
         assert back[1].facts["surprise"].tolist() == [-0.5, -0.5, 1.0, 2.0]
 
@@ -399,7 +390,7 @@ def test_a_pool_sends_facts_with_defaults_where_only_others_have_them(facts):
         [torch.tensor([5]), torch.tensor([6])], SamplingParams(max_new_tokens=3, num_samples=2)
     )
     groups[1][0] = groups[1][0]._replace(facts={"route": _route(groups[1][0].token_ids)})
-    back = pickle.loads(pickle.dumps(PackedCompletions.of(groups, version=1))).groups()
+    back = _pickled(PackedCompletions.of(groups, version=1)).groups()
     for old, new in zip(chain(*groups), chain(*back), strict=True):
         assert torch.equal(new.facts["route"], old.facts["route"])
     assert (back[1][0].facts["surprise"] == -0.5).all()
@@ -512,4 +503,4 @@ def test_bytes_with_facts_of_another_length_or_type_are_refused(facts):
         chat = Chat([{"role": "user", "content": "q"}], record)
         rows = split_batch(TensorDict(history=History.of([chat]), batch_size=[1]))
         with pytest.raises(DataError, match=message):
-            PackedRows.open(encode(pack_rows(rows)))
+            _safely_sent(pack_rows(rows))

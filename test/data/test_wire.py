@@ -12,7 +12,7 @@ from torchrl_llm.data import Chat, FinishReason, History, Support, TokenRecord
 from torchrl_llm.data.nodes import cell, leaf, new_node, own_rows, typed_node
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
 from torchrl_llm.data.rollouts import split_batch
-from torchrl_llm.data.wire import pack_rows
+from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 
 
 def _chat(length: int, answer: str) -> Chat:
@@ -131,6 +131,36 @@ def test_views_pickle_their_own_part_only():
     rows = lazy_rows([TensorDict({"x": part}) for part in whole.unbind(0)[:10]])
 
     assert len(pickle.dumps(pack_rows(rows))) < 4_000  # the storage alone is 40,000 bytes
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_floats_that_numpy_does_not_know_are_pickled(dtype):
+    rows = [TensorDict(x=torch.tensor([0.5, 2.0]).to(dtype)) for _ in range(2)]
+    back = pickle.loads(pickle.dumps(pack_rows(rows))).unpack()[1]["x"]
+    assert back.dtype == dtype
+    assert back.float().tolist() == [0.5, 2.0]
+
+
+def test_rows_that_were_read_are_pickled_as_before_they_were():
+    packed = pack_rows([TensorDict(ids=torch.ones(n), m=NonTensorData(str(n))) for n in range(50)])
+    before = pickle.dumps(packed)
+    packed.unpack()
+    assert len(pickle.dumps(packed)) <= len(before)
+
+
+@pytest.mark.parametrize("form", [bytes, bytearray])
+def test_rows_that_were_opened_go_on_to_another_process_read_or_not(form):
+    rows = _rows()
+    opened = PackedRows.open(form(encode(pack_rows(rows), {"worker": "a"})))
+    for _ in range(2):
+        there = pickle.loads(pickle.dumps(opened))
+        assert there.about == {"worker": "a"}
+        for row, sent in zip(there.unpack(), rows, strict=True):
+            assert row["history", "full"].chats == sent["history", "full"].chats
+            record = row["history", "full"].chats[0].record
+            assert record.token_ids.equal(sent["history", "full"].chats[0].record.token_ids)
+            assert row["tokens", "full"].equal(sent["tokens", "full"])
+        opened.unpack()
 
 
 def test_own_rows_copies_views_of_large_storages_and_leaves_the_rest():

@@ -81,6 +81,20 @@ def an_env(name, config_class=None):
 # -- defaults -----------------------------------------------------------------------------------
 
 
+def test_no_name_of_ours_can_be_taken_though_ours_was_not_imported_yet(registered, monkeypatch):
+    ours = dict(_registry._entries["environments"])
+    monkeypatch.setitem(_registry._entries, "environments", {})
+    monkeypatch.setattr(_registry, "_load", lambda kind: _registry._entries[kind].update(ours))
+    with pytest.raises(ConfigError, match="'language' among the environments already"):
+        an_env("language")
+
+
+@pytest.mark.parametrize("name", ["", "mine:v2", None])
+def test_an_environment_needs_a_name_that_a_configuration_can_say(name, registered):
+    with pytest.raises(ConfigError, match="an environment needs a name without ':'"):
+        an_env(name)
+
+
 @pytest.mark.parametrize(
     ("made", "defaults"),
     [
@@ -272,9 +286,14 @@ def test_an_environment_of_the_users_brings_its_class_or_gets_the_base(tmp_path,
         walls: list[str] = dataclasses.field(default_factory=list)
         shape: Literal["round", "square"] = "round"
         options: dict[str, Any] = dataclasses.field(default_factory=dict)
+        key: str = dataclasses.field(default="hidden", repr=False)
 
     an_env("maze", MazeConfig)
     an_env("plain")
+    bare = load_config(written(tmp_path, env="maze"))
+    assert (bare.walls, bare.shape, bare.options, bare.key) == ([], "round", {}, "hidden")
+    assert "hidden" not in repr(bare)
+    assert bare.walls is not MazeConfig(env="maze").walls
     given = {"walls": ["north"], "shape": "square", "options": {"deep": [1]}}
     found = load_config(written(tmp_path, env="maze", **given))
     assert {key: getattr(found, key) for key in given} == given

@@ -120,17 +120,6 @@ def test_values_are_averaged_as_the_objective_is():
     assert output.loss_value.item() == pytest.approx((0.3125 + 0.78125) / 4, abs=1e-6)
 
 
-def test_micro_batches_add_up():
-    model = ActorCritic(LOG_PROBS, VALUES)
-    loss = PPOLoss(model)
-    whole = loss(batch())
-    normalizer = loss.normalizer(batch())
-    parts = [loss(make_rows(row), normalizer=normalizer) for row in batch().unbind(0)]
-    for name in ("loss_objective", "loss_value", "value", "value_error"):
-        total = sum(getattr(part, name) for part in parts)
-        torch.testing.assert_close(total, getattr(whole, name))
-
-
 def test_a_critic_of_its_own_values_the_tokens_and_is_a_part_of_the_loss():
     actor, critic = TableActor(LOG_PROBS), ActorCritic([0.0] * 8, VALUES)
     loss = PPOLoss(actor, critic)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from recipes.script import read_metrics, run_main
 
+from torchrl_llm.recipes import launch
+
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo-sync.py"
 SMALL = [
     "train.prompts_per_batch=4",
@@ -15,6 +17,13 @@ SMALL = [
     "optimizer.scheduler=constant",
     "optimizer.warmup_steps=0",
 ]
+
+
+def check_typed(*overrides, name="grpo"):
+    """The overrides for Hydra, checked as those that a user types."""
+    siblings = {"grpo": {"grpo-async": "grpo-async.py"}, "grpo-async": {"grpo": "grpo-sync.py"}}
+    folder = SCRIPT.parent / "config"
+    return launch.check_arguments([*overrides], folder, name, siblings=siblings[name])
 
 
 def run_script(monkeypatch, folder, *overrides):

@@ -13,14 +13,18 @@ import json
 import multiprocessing
 import os
 import random
+import runpy
 import signal
 import socket
+import sys
 from contextlib import suppress
+from multiprocessing import connection
 from pathlib import Path
 
 import torch
 from fork_server import fork_server
 from recipes.script import load_recipe
+from torch.distributed import TCPStore
 
 from torchrl_llm.data.wire import PackedRows, encode
 from torchrl_llm.recipes import launch
@@ -50,16 +54,11 @@ def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=
     With a rank (its number, how many there are, and a free port) as one of several. Who only saves
     trains no step.
     """
-    os.setsid()
     if rank is not None:
         names = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK")
         os.environ |= dict(zip(names, map(str, (*rank, rank[0])), strict=True))
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-    log = os.open(f"{folder}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(log, 1)
-    os.dup2(log, 2)
-    torch.set_num_threads(1)
-    multiprocessing.current_process()._identity = ()  # ids of rows are those of a main process
+    _begin(f"{folder}.log")
     os.fsync = lambda handle: None  # a kill loses nothing of what was handed to the kernel
     if operation is not None:
         kill_at(operation, told)
@@ -70,6 +69,16 @@ def attempt(overrides, folder, operation=None, told=None, rank=None, only_saves=
             run.save()
             break
     end_ranks()
+
+
+def _begin(log):
+    """Be a process of its own that writes into a file."""
+    os.setsid()
+    said = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    torch.set_num_threads(1)
+    multiprocessing.current_process()._identity = ()  # ids of rows are those of a main process
 
 
 def remember_rows(file):
@@ -126,6 +135,49 @@ def run_ranks(folder, overrides, world, *, only_saves=False, path=PAGE):
     for process in processes:
         process.join()
     assert not any(process.exitcode for process in processes), Path(f"{folder}.log").read_text()
+
+
+def run_pages(folder, page, arguments, environ, world=2):
+    """Run a page as torchrun does, in processes that have imported everything.
+
+    As torchrun, it keeps the store of all ranks, and ends the others when one has failed.
+
+    Returns:
+        The first exit code that is none of success, or 0, and what was said.
+    """
+    store, log = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False), folder / "said"
+    shared = {
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(store.port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        **environ,
+    }
+    ranks = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(world)]
+    processes = [
+        fork_server().Process(target=_page, args=(str(page), arguments, rank, str(log)))
+        for rank in ranks
+    ]
+    for process in processes:
+        process.start()
+    failed = 0
+    while running := [process for process in processes if process.is_alive()]:
+        connection.wait([process.sentinel for process in running])
+        found = next((process.exitcode for process in processes if process.exitcode), 0)
+        if found and not failed:
+            failed = found
+            for process in processes:
+                process.terminate()
+    return failed, log.read_text()
+
+
+def _page(page, arguments, environ, log):
+    os.environ |= environ
+    _begin(log)
+    sys.argv = [page, *arguments]
+    sys.path.insert(0, str(Path(page).parent))
+    runpy.run_path(page, run_name="__main__")
 
 
 def run_to_the_end(folder, overrides):

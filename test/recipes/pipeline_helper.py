@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import multiprocessing
 import os
 import runpy
 import sys
 import time
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+
+from fork_server import fork_server
 
 FOLDER = Path(__file__).parents[2] / "sota-implementations" / "pipeline-rl"
 SMALL = [
@@ -41,14 +43,12 @@ class Processes:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._started = Path(folder), []
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torchrl_llm.recipes.ray_collection"])
 
     def start(
         self, script: str, log: str, *arguments: str, environ: dict[str, str] | None = None
-    ) -> multiprocessing.Process:
+    ) -> BaseProcess:
         given = (script, str(self.folder / log), [*arguments, *QUIET], environ or {})
-        process = self._context.Process(target=_main, args=given, daemon=True)
+        process = fork_server().Process(target=_main, args=given, daemon=True)
         process.start()
         self._started.append(process)
         return process

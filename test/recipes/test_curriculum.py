@@ -9,7 +9,6 @@ import torch
 from recipes.grpo_helper import column, run_script, weights
 
 from torchrl_llm.data.row_order import BandOrder, QueueOrder, WeightedOrder
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import load_config
 
 
@@ -71,18 +70,3 @@ def test_an_order_is_made_of_its_keys(values, kind):
     assert type(made.build()) is kind
     argument = "order" if made.follows_results else "shuffle"
     assert list(made.arguments) == ([argument] if values else [])
-
-
-@pytest.mark.parametrize(("values", "problem"), [
-    ({"order": "easy"}, r"curriculum\.order"),
-    ({"band": [0.2, 0.8]}, r"curriculum\.band has no effect with curriculum\.order=shuffle"),
-    ({"order": "queue", "revisit": 2}, r"curriculum\.revisit has no effect .*belongs to band"),
-    ({"order": "band", "visits": 2}, r"curriculum\.visits has no effect .*belongs to queue"),
-    ({"order": "band", "band": [0.5]}, r"curriculum\.band must be \[low, high\], got \[0.5\]"),
-    ({"order": "band", "band": [0.9, 0.1]}, "curriculum.order=band.*rises within"),
-    ({"order": "queue", "visits": 0}, "curriculum.order=queue.*visits must be at least 1"),
-    ({"ordr": "band"}, "unknown key 'curriculum.ordr'"),
-])  # fmt: skip
-def test_curricula_that_cannot_be_are_refused(values, problem):
-    with pytest.raises(ConfigError, match=problem):
-        load_config({"curriculum": values})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import shutil
@@ -138,244 +139,23 @@ def look(*overrides, recipe="grpo", only=None, folder=Path("outputs"), calibrate
     return examine(Subject(config, page, folder=folder, calibrates=calibrates), only=only)
 
 
+def given(arguments, house, **paths):
+    """Arguments as typed, with the folder and its own rows and rewards written out."""
+    own = {"own": f"data={house}/sums.jsonl", "mine": house / "marks_of_mine.py", "house": house}
+    return arguments.format(**own, **paths).split()
+
+
 def told(found):
     return [each for each in found if each.level != "ok"]
 
 
-OWN = ["data={house}/sums.jsonl", "reward={house}/marks_of_mine.py:"]
-# Name: arguments, the check, level, key, and a word of the text.
-FAULTS = {
-    "pad equal to eos": (["model.name={pad_is_eos}"], "padding", "note", "model.name", "im_end"),
-    "a template that drops turns": (
-        ["model.name={drops_turns}"],
-        "turns",
-        "error",
-        "model.chat_template_name",
-        "drops turns",
-    ),
-    "a template without an end of turn": (
-        ["model.name={never_ends}"],
-        "end_of_turn",
-        "warning",
-        "model.chat_template_name",
-        "stop",
-    ),
-    "a template of another tokenizer": (
-        ["model.name={foreign_marks}"],
-        "markers",
-        "warning",
-        "model.chat_template_name",
-        "start_h",
-    ),
-    "a template without tools": (
-        ["model.name={never_ends}", "env.tools=[calculator]"],
-        "turns",
-        "error",
-        "model.chat_template_name",
-        "drops tool calls",
-    ),
-    "no such template": (
-        ["model.chat_template_name=nope"],
-        "prompt_lengths",
-        "error",
-        "model.chat_template_name",
-        "known names",
-    ),
-    "ids beyond the vocabulary": (
-        ["model.name={beyond}"],
-        "vocabulary",
-        "error",
-        "model.name",
-        "'<new>' (330)",
-    ),
-    "a tokenizer that changes texts": (
-        ["model.name={lower}"],
-        "round_trip",
-        "warning",
-        "model.name",
-        "'The answer",
-    ),
-    "no such model": (["model.name={house}/none"], "vocabulary", "error", "model.name", "none"),
-    "a reward that is always 0": (
-        [OWN[0], OWN[1] + "always_zero"],
-        "known_answers",
-        "warning",
-        "reward.function",
-        "always 0",
-    ),
-    "a reward that is always equal": (
-        [OWN[0], OWN[1] + "always_equal"],
-        "known_answers",
-        "error",
-        "reward.function",
-        "the same",
-    ),
-    "a reward that raises": (
-        [OWN[0], OWN[1] + "raises"],
-        "known_answers",
-        "error",
-        "reward.function",
-        'marks_of_mine.py", line 11, in raises',
-    ),
-    "a reward that raises at times": (
-        [OWN[0], OWN[1] + "fails_sometimes"],
-        "known_answers",
-        "warning",
-        "reward.function",
-        "invalid literal",
-    ),
-    "a reward that takes 10 s": (
-        [OWN[0], OWN[1] + "hangs"],
-        "known_answers",
-        "error",
-        "reward.function",
-        "not waited for",
-    ),
-    "a reward that is NaN": (
-        [OWN[0], OWN[1] + "not_a_number"],
-        "known_answers",
-        "error",
-        "reward.function",
-        "finite",
-    ),
-    "a reward that likes what is wrong": (
-        [OWN[0], OWN[1] + "likes_garbage"],
-        "known_answers",
-        "warning",
-        "reward.function",
-        "wrong answers earn more",
-    ),
-    "prompts over the length": (
-        ["env.max_prompt_length=5"],
-        "prompt_lengths",
-        "error",
-        "env.on_overlong",
-        "100% of 256 more",
-    ),
-    "no room in the context": (
-        ["inference_model.max_tokens=4096"],
-        "prompt_lengths",
-        "error",
-        "inference_model.max_tokens",
-        "no room for a prompt",
-    ),
-    "little room in the context": (
-        ["inference_model.max_tokens=2040"],
-        "prompt_lengths",
-        "warning",
-        "inference_model.max_tokens",
-        "the longest 2031",
-    ),
-    "a budget that does not fit": (
-        ["train.micro_token_budget=1000000000", "train.prompts_per_batch=10000"],
-        "needed_memory",
-        "error",
-        "train.micro_token_budget",
-        "would fit",
-    ),
-    "a model that does not fit": (
-        ["model.name={huge}"],
-        "needed_memory",
-        "error",
-        "model.name",
-        "by formula",
-    ),
-    "a disk that is too small": (
-        ["checkpoint.interval=1", "checkpoint.keep_last=null", "train.max_steps=1000000000"],
-        "disk",
-        "error",
-        "checkpoint.keep_last",
-        "end while it saves",
-    ),
-    "held-out rows that are trained on": (
-        ["data={house}/twice.jsonl", "reward=exact", "eval.num_prompts=25"],
-        "overlap",
-        "warning",
-        "data.source",
-        "25 of 25",
-    ),
-    "an answer column that is empty": (
-        ["data={house}/unanswered.jsonl", "reward=exact"],
-        "answers",
-        "error",
-        "data.answer",
-        "row 1",
-    ),
-    "an answer that is empty": (
-        ["data={house}/gaps.jsonl", "reward=exact"],
-        "answers",
-        "warning",
-        "data.answer",
-        "row 4",
-    ),
-    "a column that there is not": (
-        ["data={house}/sums.jsonl", "data.prompt=nope", "reward=exact"],
-        "prompt_lengths",
-        "error",
-        "data.prompt",
-        "nope",
-    ),
-    "groups without variance": (
-        ["data={house}/letters.jsonl", "reward=exact", "inference_model.max_tokens=8"],
-        "groups",
-        "warning",
-        "reward.function",
-        "8 of 8 sampled groups",
-    ),
-    "answers without an end": (
-        [OWN[0], OWN[1] + "first_digit", "inference_model.max_tokens=1"],
-        "groups",
-        "warning",
-        "inference_model.max_tokens",
-        "100% of 64",
-    ),
-    "a task for a larger model": (
-        ["env=tic_tac_toe"],
-        "overlap",
-        "warning",
-        "model.name",
-        "a larger model",
-    ),
-    "a device that is not there": (
-        ["train.device=cuda:7"],
-        "devices",
-        "error",
-        "train.device",
-        "choose another",
-    ),
-    "a learning rate for another size": (
-        ["model.name={large}", "optimizer.lr=1e-3"],
-        "learning",
-        "warning",
-        "optimizer.lr",
-        "0.001",
-    ),
-    "a run that only warms up": (
-        ["optimizer.warmup_steps=90"],
-        "learning",
-        "warning",
-        "optimizer.warmup_steps",
-        "90 of 100",
-    ),
-}
-
+with Path(__file__).with_name("doctor_faults.csv").open(newline="") as file:
+    FAULTS = {row["fault"]: row for row in csv.DictReader(file)}
+"""Name of a planted fault to its arguments, and to the finding that is expected of it."""
 
 # Those of the tables that are looked at in the whole grid alone.
 LATER = {
-    "a template of another tokenizer",
-    "a template without tools",
-    "no such template",
-    "no such model",
-    "a reward that raises at times",
-    "a reward that likes what is wrong",
-    "little room in the context",
-    "a model that does not fit",
-    "an answer that is empty",
-    "a column that there is not",
-    "answers without an end",
-    "a device that is not there",
-    "a learning rate for another size",
-    "a run that only warms up",
+    *(name for name, row in FAULTS.items() if row["grid"] == "full"),
     *("grpo-async", "pipeline-rl", "expert-iteration", "distillation", "imitate", "embedded"),
     *("loss", "estimator", "small groups", "adapters", "packed", "critic", "single answers"),
     *("reference", "dropped prompts", "no evaluation", "tools"),
@@ -390,18 +170,17 @@ def some_of(table):
 
 @pytest.mark.parametrize("name", some_of(FAULTS))
 def test_a_planted_fault_is_found_with_the_key_to_change(name, house, monkeypatch):
-    arguments, check, level, key, word = FAULTS[name]
+    fault = FAULTS[name]
     monkeypatch.setattr(reward, "LONGEST_S", 0.2)
     monkeypatch.setattr(machine, "free_memory", lambda device: 8 * 2**30)
-    assert check in {each.run.__name__ for each in CHECKS}
-    needed = {model for model in MODELS if f"{{{model}}}" in "".join(arguments)}
-    paths = {model: house / model for model in MODELS} | {"house": house}
-    for model in needed:
-        if not paths[model].exists():
+    assert fault["check"] in {each.run.__name__ for each in CHECKS}
+    paths = {model: house / model for model in MODELS}
+    for model in MODELS:
+        if f"{{{model}}}" in fault["arguments"] and not paths[model].exists():
             variant(house, model, **MODELS[model])
-    found = look(*(each.format(**paths) for each in arguments), only=[check])
-    assert [(each.level, each.key) for each in told(found)] == [(level, key)], found
-    assert word in told(found)[0].text
+    found = look(*given(fault["arguments"], house, **paths), only=[fault["check"]])
+    assert [(each.level, each.key) for each in told(found)] == [(fault["level"], fault["key"])]
+    assert fault["word"] in told(found)[0].text
 
 
 @pytest.mark.full
@@ -733,8 +512,7 @@ def test_the_command_takes_at_most_20_s_also_where_a_reward_hangs(house):
     done, seconds = run(*command)
     assert (done.returncode, done.stderr) == (0, "")
     assert seconds < 20, "of one core"
-    own = [each.format(house=house) for each in OWN]
-    done, seconds = run(*command, own[0], own[1] + "hangs")
+    done, seconds = run(*command, *given("{own} reward={mine}:hangs", house))
     assert (done.returncode, done.stderr) == (1, "")
     assert "a reward took more than 5 s and was not waited for" in done.stdout
     assert seconds + reward.LONGEST_S < 20

@@ -148,25 +148,6 @@ def test_demonstrations_follow_from_the_seed(utils):
     assert first(0) == first(0) != first(1)
 
 
-IMPOSSIBLE = [
-    ({"data": {"forgetful": 0.6, "rough": 0.6}}, "together at most 1"),
-    ({"data": {"lessons": 2}}, r"must be in \[0, 1\]"),
-    ({"data": {"hasty": 0.6, "adding": 0.6}}, "together at most 1"),
-    ({"data": {"calls": -1}}, "data.calls must be at least 0"),
-    ({"data": {"ruogh": 0.1}}, "data.rough"),
-    ({"model": {"num_heads": 3}}, "num_heads=3, and that model.hidden_size=128"),
-    ({"model": {"num_heads": 0}}, "model.num_heads must be at least 1"),
-    ({"train": {"batch_size": 0}}, "train.batch_size must be at least 1"),
-    ({"eval": {"batch_size": 0}}, "eval.batch_size must be at least 1"),
-]
-
-
-def test_impossible_settings_are_refused(utils):
-    for values, message in IMPOSSIBLE:
-        with pytest.raises(ConfigError, match=message):
-            utils.load_config(values)
-
-
 def test_the_shipped_tokenizer_is_the_one_that_the_recipe_makes(utils):
     shipped = AutoTokenizer.from_pretrained(embedded_model_path())
     made = utils.make_tokenizer()

@@ -326,43 +326,6 @@ def test_a_server_that_is_not_there_or_has_no_such_model_or_lets_nobody_in(
         run(tmp_path, "tasks=[arithmetic]", "inference_model.url=localhost:8000")
 
 
-IMPOSSIBLE = [
-    (["inference_model.protocol=chat"], "protocol has no effect without inference_model.url"),
-    (["inference_model.request={a: 1}"], "request has no effect without inference_model.url"),
-    (
-        ["inference_model.url=http://h:1", "inference_model.device=cpu"],
-        "device has no effect with inf",
-    ),
-    (
-        ["inference_model.url=http://h:1", "inference_model.max_model_len=9"],
-        "len has no effect with",
-    ),
-    (["inference_model.url=http://h:1", "inference_model.backend=vllm"], "the server answers"),
-    (["inference_model.url=http://h:1", "inference_model.request_timeout_s=0"], "must be above 0"),
-    (
-        ["inference_model.url=http://h:1", "inference_model.request={messages: []}"],
-        r"inference_model.request: \['messages'\] are not the user's",
-    ),
-    (
-        ["inference_model.url=http://h:1", "inference_model.protocol=tokens"]
-        + ["inference_model.request={a: 1}"],
-        "request has no effect with inference_model.protocol=tokens",
-    ),
-    (
-        ["inference_model.url=http://h:1", "inference_model.protocol=chat", "model.name=m"],
-        "model.name=m has no effect on chat completions .inference_model.protocol=chat",
-    ),
-]
-
-
-@pytest.mark.parametrize(("overrides", "message"), IMPOSSIBLE)
-def test_keys_without_effect_are_refused_before_a_server_is_asked(
-    tmp_path, run, overrides, message
-):
-    with pytest.raises(ConfigError, match=message):
-        run(tmp_path, "tasks=[arithmetic]", *overrides)
-
-
 # The policy alone
 
 

@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 import pytest
-from collectors.ray_helper import start_ray
 from recipes.grpo_helper import SMALL, column, rows, weights
 from recipes.script import read_metrics, run_main
 from recipes.test_parallel import torchrun
@@ -26,19 +25,10 @@ from torchrl_llm.trainers import AsyncGRPOConfig, BatchSource, load_config
 
 pytest.importorskip("ray")
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo-async.py"
 FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost", "pending")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    import ray
-
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 def wait_for_cpus():

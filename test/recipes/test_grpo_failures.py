@@ -12,12 +12,13 @@ from itertools import pairwise
 import pytest
 from recipes.grpo_helper import SCRIPT, SMALL, column, rows, run_script
 
+from torchrl_llm._registry import names
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.data import failures
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.recipes import builders
-from torchrl_llm.recipes.tasks import TASKS, task_class
+from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers import BatchSource
 
 FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost", "pending")
@@ -166,7 +167,7 @@ def test_a_task_that_the_model_of_the_package_cannot_learn_is_told_before_anythi
 
 
 def test_the_tasks_say_themselves_what_they_need():
-    small = {name for name in TASKS if not task_class(name).NEEDS_LARGER_MODEL}
+    small = {name for name in names("tasks") if not task_class(name).NEEDS_LARGER_MODEL}
     assert small == {"arithmetic", "calculator", "delegation", "rows"}
     assert not TaskEnv.NEEDS_LARGER_MODEL
 

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 from hydra import compose, initialize_config_dir
-from recipes.grpo_helper import SCRIPT, column, rows, run_script
+from recipes.grpo_helper import SCRIPT, check_typed, column, rows, run_script
 from recipes.script import run_main
 
 from torchrl_llm._registry import _entries, find
 from torchrl_llm.errors import ConfigError, RewardError
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
-from torchrl_llm.recipes.ray_collection import CollectionConfig, make_collecting_env
+from torchrl_llm.recipes.ray_collection import make_collecting_env, of_collectors
 from torchrl_llm.recipes.reward_config import check_function
 from torchrl_llm.rewards import Scorer
-from torchrl_llm.trainers import AsyncGRPOConfig, check_arguments, load_config
+from torchrl_llm.trainers import AsyncGRPOConfig, load_config
 
 CONFIG = SCRIPT.parent / "config"
 FATES = ("trained", "filtered", "truncated", "invalid", "surplus", "pending", "stale")
@@ -64,7 +64,7 @@ def mine(tmp_path, monkeypatch):
 
 def composed(*overrides, name="grpo"):
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        return compose(name, check_arguments(list(overrides)))
+        return compose(name, check_typed(*overrides, name=name))
 
 
 def check_ledger(table):
@@ -191,10 +191,19 @@ def test_a_registered_scorer_of_tokens_is_known_by_its_name(monkeypatch):
 def test_collectors_elsewhere_get_the_components(mine):
     overrides = [f"reward.components.mine._target_={mine}:starts_with_a_digit"]
     with initialize_config_dir(str(CONFIG), version_base="1.3"):
-        values = compose("grpo-async", check_arguments(overrides, AsyncGRPOConfig))
-    config = CollectionConfig.of(load_config(values, AsyncGRPOConfig), device="cpu")
+        values = compose("grpo-async", check_typed(*overrides, name="grpo-async"))
+    config = of_collectors(load_config(values, AsyncGRPOConfig), device="cpu")
     env = make_collecting_env(config)
     assert set(env.reward_spec["rewards"].keys()) == {"task", "mine"}
+
+
+def test_collectors_elsewhere_read_rows_of_ones_own(tmp_path):
+    rows = tmp_path / "rows.csv"
+    rows.write_text("prompt,answer\n" + "".join(f"{i}+1,{i + 1}\n" for i in range(40)))
+    values = {"env": {"dataset": "rows", "repeats": 2}, "eval": {"num_prompts": 4}}
+    values |= {"data": {"source": str(rows)}, "reward": {"function": "exact"}}
+    config = of_collectors(load_config(values, AsyncGRPOConfig), device="cpu")
+    assert make_collecting_env(config).batch_size == (16,)  # half of 16 prompts, two of each
 
 
 def test_expert_iteration_selects_by_the_whole_reward(tmp_path, monkeypatch, mine):
@@ -281,7 +290,7 @@ def test_credit_that_reads_no_reward_refuses_components_that_count():
 
 def test_keys_that_only_the_user_knows_are_new_to_hydra():
     given = ["seed=1", "env.options.player=X", "+env.options.a=1", "reward.components={}"]
-    passed = check_arguments(given)
+    passed = check_typed(*given)
     assert passed == ["seed=1", "++env.options.player=X", "+env.options.a=1", f"++{given[3]}"]
     config = load_config(composed("env=tic_tac_toe", "env.options.player=X"))
     assert config.env.options["player"] == "X"

@@ -96,23 +96,6 @@ def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_slee
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize(
-    ("groups", "match"),
-    [
-        ({"inference_model": {"sleep": True}}, "only an engine of vLLM can sleep"),
-        ({"weight_sync": {"type": "shared"}}, "type=shared does not go with inference_model.sleep"),
-        ({"weight_sync": {"type": "delta"}}, "forgets its weights, and type=load brings all"),
-        (
-            {"weight_sync": {"type": "adapter"}, "train_model": {"lora": {"enabled": True}}},
-            "type=adapter does not go with inference_model.sleep",
-        ),
-    ],
-)
-def test_what_cannot_sleep_is_refused(groups, match):
-    with pytest.raises(ConfigError, match=match):
-        load_config(config(**groups))
-
-
 def test_the_asynchronous_recipe_says_whose_key_it_is():
     with pytest.raises(ConfigError, match=r"a key of grpo-sync\.py"):
         load_config(config(), AsyncGRPOConfig)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
+from modules.backends.vllm.engine_helper import quick_workers
 from recipes.grpo_helper import column, run_script
 from recipes.turns_helper import check_turns, remember_rows
 
@@ -43,7 +44,8 @@ def test_it_trains_on_what_the_engine_samples_with_the_weights_of_each_step(tmp_
 def test_it_trains_with_an_engine_over_two_devices(tmp_path, monkeypatch):
     pytest.importorskip("vllm")
     spread = ["inference_model.num_devices=2", "train.max_steps=2"]
-    table = run_script(monkeypatch, tmp_path, *VLLM, *spread)
+    with quick_workers():
+        table = run_script(monkeypatch, tmp_path, *VLLM, *spread)
     assert all(norm > 0 for norm in column(table, "train/grad_norm"))
     assert max(column(table, "train/kl_to_inference")) < 1e-6
 

@@ -11,9 +11,8 @@ from recipes.script import run_main
 from transformers import AutoModelForCausalLM
 
 from torchrl_llm.envs.games import TicTacToe, play
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.command_keys import KeyTable
-from torchrl_llm.recipes.strict_config import key_table
+from torchrl_llm.recipes.strict_config import valid_keys
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "sft" / "imitate.py"
 SMALL = ["train.batch_size=4", "eval.num_prompts=4"]
@@ -73,26 +72,8 @@ def test_a_careful_player_never_loses_and_a_careless_one_does(utils):
     assert lost(1.0) > 20
 
 
-@pytest.mark.parametrize(
-    ("values", "problem"),
-    [
-        ({"env": {"dataset": "gsm8k"}}, "is no game"),
-        ({"env": {"dataset": "tic_tac"}}, "did you mean 'tic_tac_toe'"),
-        ({"env": {"options": {"size": 3}}}, r"env\.options\.size is no setting"),
-        ({"player": {"careless": 2}}, r"player\.careless must be in \[0, 1\], got 2"),
-        ({"train": {"max_steps": 0}}, r"train\.max_steps must be at least 1"),
-        ({"eval": {"num_prompts": -1}}, r"eval\.num_prompts must be at least 0 or null"),
-        ({"eval": {"max_tokens": 0}}, r"eval\.max_tokens must be at least 1"),
-        ({"player": {"carefull": 1}}, "unknown key 'player.carefull'"),
-    ],
-)
-def test_impossible_settings_are_refused(utils, values, problem):
-    with pytest.raises(ConfigError, match=problem):
-        utils.load_config(values)
-
-
 def test_the_files_have_the_keys_of_the_dataclasses(utils):
     files = KeyTable.read(SCRIPT.parent / "config", "imitate")
-    classes = key_table(utils.ImitateConfig)
-    assert set(classes.plain) - set(files.plain) == {"logging.samples", "logging.rollouts"}
-    assert set(files.plain) - set(classes.plain) == {"env.options.actions"}  # the game's own
+    classes = set(valid_keys(utils.ImitateConfig))
+    assert classes - set(files.plain) == {"logging.samples", "logging.rollouts"}
+    assert set(files.plain) - classes == {"env.options.actions"}  # the game's own

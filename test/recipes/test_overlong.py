@@ -98,21 +98,6 @@ def test_a_resumed_run_is_the_uninterrupted_one(run, tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize(
-    ("train", "match"),
-    [
-        ({"max_seq_len": 1}, "at least 2"),
-        ({"on_overlong": "drop"}, "no effect without train.max_seq_len"),
-        ({"max_seq_len": 64, "on_overlong": "cut"}, "on_overlong"),
-        ({"max_length": 64}, "'train.max_seq_len'"),
-        ({"max_seq_length": 64}, "'train.max_seq_len'"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(train, match):
-    with pytest.raises(ConfigError, match=match):
-        load_config({"train": train})
-
-
 def test_a_limit_beyond_the_context_would_have_no_effect():
     with pytest.raises(ConfigError, match=r"train.max_seq_len=100000 is more than the \d+ tokens"):
         longest_row(load_config({"train": {"max_seq_len": 100000}}))

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipes.kill_helper import run_ranks
+from recipes.kill_helper import run_pages, run_ranks
 from recipes.test_grpo_failures import FATES
 from transformers import AutoModelForCausalLM
 from waiting import wait_until
@@ -36,53 +36,6 @@ SMALL = [
     "optimizer.scheduler=constant",
     "optimizer.warmup_steps=0",
 ]
-
-REFUSED = [
-    ({"train": {"timeout_s": 5.0}}, "timeout_s has no effect with train.parallel=none"),
-    ({"train": {"parallel": "ddp"}, "advantage": {"type": "spo"}}, "know on one rank only"),
-    ({"train": {"parallel": "ddp"}, "advantage": {"type": "batch"}}, "deviation of one rank's"),
-    (
-        {"train": {"parallel": "ddp"}, "reward": {"kl_coeff": 0.1, "kl_target": 6.0}},
-        "steer another reward.kl_coeff on each rank",
-    ),
-    (
-        {
-            "train": {"parallel": "ddp"},
-            "inference_model": {"backend": "vllm", "num_devices": 2},
-            "weight_sync": {"type": "load"},
-        },
-        "an engine of its own",
-    ),
-    (
-        {
-            "train": {"parallel": "fsdp2"},
-            "inference_model": {"backend": "vllm"},
-            "weight_sync": {"type": "shared"},
-        },
-        "cannot sample with a part of the weights",
-    ),
-    (
-        {
-            "train": {"parallel": "ddp", "kl_to_ref_coeff": 0.1},
-            "ref_model": {"num_devices": 1},
-        },
-        "another rank's",
-    ),
-    (
-        {
-            "train": {"parallel": "ddp"},
-            "curriculum": {"order": "queue"},
-            "filter": {"zero_variance": "resample"},
-        },
-        "would share prompts",
-    ),
-]
-
-
-@pytest.mark.parametrize(("values", "message"), REFUSED)
-def test_what_several_ranks_cannot_do_is_refused_at_construction(values, message):
-    with pytest.raises(ConfigError, match=message):
-        load_config(values)
 
 
 def test_one_rank_has_the_rows_of_all_in_the_asynchronous_recipe():
@@ -186,6 +139,12 @@ def torchrun(tmp_path, *arguments, page=PAGE, env=(), shutdown_s=30):
     return done.returncode, done.stdout + done.stderr
 
 
+def ranks(tmp_path, *arguments, page=PAGE, env=()):
+    """The same, in processes that need no seconds to start."""
+    arguments = [*arguments, QUIET, f"hydra.run.dir={tmp_path}/run"]
+    return run_pages(tmp_path, page, arguments, dict(env))
+
+
 def table(tmp_path):
     with (tmp_path / "run" / "metrics.csv").open(newline="") as file:
         return list(csv.DictReader(file))
@@ -214,17 +173,17 @@ runpy.run_path({page!r}, run_name="__main__")
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("start", "fault", "message"),
     [
-        ("error", "rank 1: DataError: this rank has no more"),
-        ("SIGKILL", "another process has ended without a word"),
-        ("SIGTERM", "saved"),
+        pytest.param(torchrun, "error", "rank 1: DataError: this rank has no more", id="error"),
+        pytest.param(ranks, "SIGKILL", "another process has ended without a word", id="SIGKILL"),
+        pytest.param(ranks, "SIGTERM", "saved", id="SIGTERM"),
     ],
 )
-def test_ranks_end_together_and_one_of_them_says_why(fault, message, tmp_path):
+def test_ranks_end_together_and_one_of_them_says_why(start, fault, message, tmp_path):
     page = tmp_path / "faulty.py"
     page.write_text(FAULTY.format(page=str(PAGE)))
-    code, said = torchrun(tmp_path, *SMALL, "train.parallel=ddp", page=page, env={"FAULT": fault})
+    code, said = start(tmp_path, *SMALL, "train.parallel=ddp", page=page, env={"FAULT": fault})
     assert code != 0
     assert message in said
     assert said.count("Error:") - said.count("ChildFailedError:") <= 2, said  # told, and repeated
@@ -260,7 +219,7 @@ runpy.run_path({page!r}, run_name="__main__")
 def test_the_error_of_one_rank_is_not_followed_by_a_traceback_of_another_that_stops(tmp_path):
     page = tmp_path / "fails.py"
     page.write_text(FAILS_AT_THE_END.format(page=str(PAGE)))
-    code, said = torchrun(tmp_path, *SMALL, "train.parallel=ddp", page=page)
+    code, said = ranks(tmp_path, *SMALL, "train.parallel=ddp", page=page)
     assert code != 0
     assert "rank 1: DataError: no room for the last file" in said
     assert "trainers/ranks.py" not in said, said
@@ -305,12 +264,12 @@ def _is_running(pid):
 def test_a_rank_that_does_not_answer_ends_all(tmp_path):
     page = tmp_path / "stopped.py"
     page.write_text(FAULTY.format(page=str(PAGE)))
-    settings = [*SMALL, "train.parallel=ddp", "train.timeout_s=30"]
+    settings = [*SMALL, "train.parallel=ddp", "train.timeout_s=15"]
     # A process that is stopped does not hear torchrun's SIGTERM.
     code, said = torchrun(tmp_path, *settings, page=page, env={"FAULT": "SIGSTOP"}, shutdown_s=1)
     assert code != 0
     assert said.count("did not answer within train.timeout_s; what rank 0 saw of it: ") == 1, said
-    assert "Timed out waiting 30000ms" in said
+    assert "Timed out waiting 15000ms" in said
     assert table(tmp_path)[-1]["train/step"] == "2"
 
 
@@ -336,7 +295,7 @@ def test_what_ranks_refuse_they_say_once(told, message, tmp_path):
     page = tmp_path / "told.py"
     page.write_text(TOLD.format(page=str(PAGE)))
     settings = ["train.parallel=ddp", "train.max_steps=1", "eval.num_prompts=0"]
-    code, said = torchrun(tmp_path, *settings, page=page, env={"TOLD": told})
+    code, said = ranks(tmp_path, *settings, page=page, env={"TOLD": told})
     assert code != 0
     assert said.count(message) == 1, said
     assert not (tmp_path / "run" / "metrics.csv").exists()
@@ -391,7 +350,7 @@ def test_a_run_that_goes_on_is_the_run_uninterrupted(tmp_path):
 
 @pytest.mark.full
 def test_two_ranks_learn_what_one_process_learns(tmp_path):
-    code, said = torchrun(tmp_path, "train.parallel=fsdp2")
+    code, said = ranks(tmp_path, "train.parallel=fsdp2", "train.max_steps=60")
     assert code == 0, said
     rows = table(tmp_path)
     reward = [float(row["train/reward"]) for row in rows if row["train/reward"]]

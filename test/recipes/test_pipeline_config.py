@@ -51,28 +51,6 @@ def test_the_lag_is_the_rule_of_staleness(utils):
     assert config.train.staleness == StalenessRule(max_policy_age=3, on_stale="drop")
 
 
-IMPOSSIBLE = [
-    ("train.max_lag=-1", "max_lag must be at least 0"),
-    ("train.weight_update_frequency=0", "weight_update_frequency must be at least 1"),
-    ("redis.prompts_per_claim=5", "not a multiple of redis.prompts_per_claim=5"),
-    ("redis.prompts_per_claim=0", "prompts_per_claim must be at least 1"),
-    ("redis.timeout_s=0", "timeout_s must be above 0"),
-    ("redis.reconnect_s=-1", "reconnect_s must be at least 0"),
-    ("redis.name=''", "name must not be empty"),
-    ("weight_sync.type=files", "goes with weight_sync.type=files"),
-    ("weight_sync.folder=/tmp/x", "goes with weight_sync.type=files"),
-    ("weight_sync.in_flight=keep", "needs inference_model.backend=vllm"),
-    ("train.on_stale=later", "on_stale"),
-    ("+train.max_policy_age=1", "max_policy_age"),
-]
-
-
-def test_what_is_impossible_is_refused(utils):
-    for override, message in IMPOSSIBLE:
-        with pytest.raises(ConfigError, match=message):
-            utils.load_config(composed(override))
-
-
 SECRET = "kept-to-us"
 
 

@@ -137,30 +137,6 @@ def test_a_price_of_cut_answers_that_no_game_asks_for_is_refused(tmp_path):
         make_train_env(config, policies["X"].tokenizer, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"agents": {"opponent": "checkpoint"}}, "choose agents.shared=true"),
-        ({"agents": {"opponent_interval": 3}}, "no effect without"),
-        ({"agents": {"shared": True, "opponent": "older"}}, "must be one of"),
-        ({"env": {"dataset": "arithmetic"}}, "game of several"),
-        (
-            {"env": {"dataset": "tic_tac_toe_for_two", "options": {"seats": {"O": "random"}}}},
-            "game of several",
-        ),
-        ({"env": {"dataset": "tic_tac_toe_for_two", "repeats": 7}}, "choose a multiple"),
-        ({"env": {"dataset": "tic_tac_toe_for_two", "repeats": 2}}, "at least 4"),
-        ({"agents": {"shard": True}}, "agents.shared"),
-        ({"train": {"kl_to_ref_coeff": 0.1}}, "no reference"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings, why):
-    page = launch.load_page("self-play/self-play.py")
-    settings = {"env": {"dataset": "tic_tac_toe_for_two"}} | settings
-    with pytest.raises(ConfigError, match=why):
-        page.load_config(settings)
-
-
 def test_it_begins_from_a_player_that_is_imitated_once(tmp_path, monkeypatch):
     options = ["agents.imitate_steps=1", "train.max_steps=1", "eval.num_prompts=0"]
     run(monkeypatch, tmp_path, *options)

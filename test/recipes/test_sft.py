@@ -319,26 +319,3 @@ def test_data_that_cannot_be_learned_from_is_told_before_a_model_is_read(
 
 
 DATA = {"data": {"source": "rows.csv"}}
-REFUSED = [
-    ({}, "nothing to learn from: data=FILE"),
-    ({**DATA, "train": {"max_seq_len": 1}}, r"train\.max_seq_len must be at least 2"),
-    ({**DATA, "train": {"max_epochs": 0}}, r"train\.max_epochs must be at least 1"),
-    ({**DATA, "eval": {"max_tokens": 9}}, r"eval\.max_tokens has no effect without reward"),
-    ({"data": {"source": "a", "answer": "b"}}, r"data\.answer has no effect without reward"),
-    ({**DATA, "loss": {"beta": 0.2}}, r"loss\.beta has no effect with loss\.function=sft"),
-    ({**DATA, "loss": {"function": "minor_sft", "reduction": "token_mean"}}, "whole answers"),
-    ({**DATA, "ref_model": {"name": "x"}}, r"ref_model\.name has no effect"),
-    ({**DATA, "logging": {"samples": 3}}, r"logging\.samples has no effect"),
-    ({**DATA, "logging": {"rollouts": "all"}}, r"logging\.rollouts has no effect"),
-    ({**DATA, "reward": {"on_all_invalid": "continue"}}, r"on_all_invalid has no effect"),
-    ({**DATA, "train": {"on_overlong": "cut"}}, r"train\.on_overlong"),
-    ({**DATA, "trian": {}}, "unknown key 'trian'; did you mean 'train'"),
-    ({**DATA, "optimizer": {"name": "Muon"}}, r"optimizer\.name: .*'Muon'; it takes matrices only"),
-    ({**DATA, "model": {"template_kwargs": {"tools": []}}}, r"model\.template_kwargs cannot set"),
-]
-
-
-@pytest.mark.parametrize(("values", "problem"), REFUSED)
-def test_settings_that_no_run_can_have_are_refused(utils, values, problem):
-    with pytest.raises(ConfigError, match=problem):
-        utils.load_config(values)

@@ -85,7 +85,9 @@ def test_the_recipe_trains_with_tools_in_the_prompt(tmp_path, monkeypatch):
 def test_the_evaluation_script_tells_the_model_as_training_did(tmp_path, monkeypatch, show, told):
     monkeypatch.syspath_prepend(str(EVALUATE.parent))
     script = importlib.import_module("evaluate_utils")
-    config = script.load_config({"tasks": ["calculator"], "model": {"show_tools": show}})
+    config = importlib.import_module("evaluate_config").load_config(
+        {"tasks": ["calculator"], "model": {"show_tools": show}}
+    )
     policy = script.make_policy(config)
     prompts = []
 

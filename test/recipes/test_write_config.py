@@ -6,11 +6,11 @@ from typing import Annotated, Literal
 
 import pytest
 
-from torchrl_llm._checked import Ge, Gt, In
-from torchrl_llm._settings import Count, Group, bounds_of, own, several
+from torchrl_llm._checked import Ge, Gt, In, marks_of
+from torchrl_llm._settings import Count, Group, bounded, own, several
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import GRPOConfig, OptimizerConfig, launch
-from torchrl_llm.recipes.strict_config import check_override_keys, from_mapping
+from torchrl_llm.recipes.strict_config import from_mapping
 
 
 @pytest.fixture(scope="module")
@@ -68,12 +68,8 @@ def test_a_key_that_is_declared_is_written_read_checked_and_suggested(writer):
     assert (config.optimizer.half_life, config.optimizer.lr) == (20.0, 1e-4)
     assert config.flat()["optimizer.shape"] == "step"
     assert Recipe().optimizer.bounds is not Recipe().optimizer.bounds
-    for given, problem in {
-        "optimizer.half_live=1": "did you mean 'optimizer.half_life'",
-        "optimizer.half_life.a=1": "unknown key",
-    }.items():
-        with pytest.raises(ConfigError, match=problem):
-            check_override_keys([given], Recipe)
+    with pytest.raises(ConfigError, match=r"did you mean 'optimizer\.half_life'"):
+        from_mapping(Recipe, {"optimizer": {"half_live": 1}})
     with pytest.raises(ConfigError, match=r"optimizer\.half_life must be above 0 or null, got 0"):
         from_mapping(Recipe, {"optimizer": {"half_life": 0}})
 
@@ -117,7 +113,8 @@ def test_every_bound_of_every_recipe_is_held(writer):
     tried = 0
     for group in {*_groups()} - {Bounded}:
         wrong = {Ge: lambda bound: bound.least - 1, Gt: lambda bound: bound.limit, In: lambda _: 2}
-        for name, (bound, *_) in bounds_of(group).items():
+        for name, hint in bounded(group).items():
+            bound = next(mark for mark in marks_of(hint) if type(mark) in wrong)
             with pytest.raises(ConfigError, match=rf"^[\w.]*\b{name} must be "):
                 group(**{**NEEDED.get(group.__name__, {}), name: wrong[type(bound)](bound)})
             tried += 1

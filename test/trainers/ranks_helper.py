@@ -8,8 +8,7 @@ from objectives.rows_helper import TableActor, make_row, make_rows
 from torch.nn.parallel import DistributedDataParallel
 
 from torchrl_llm.objectives import CompositeLoss, Correction, GRPOLoss, SFTLoss
-from torchrl_llm.trainers import global_normalizer, sum_over_ranks
-from torchrl_llm.trainers.ranks import leave_group
+from torchrl_llm.trainers.ranks import Ranks, leave_group, sum_counts
 
 SETTINGS = {
     "token_mean": {"correction": Correction(type="tis")},
@@ -54,14 +53,15 @@ def make_loss(aggregation):
 
 def rank_main(rank, folder, results):
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=2)
-    mine = make_rows(*[rows()[b] for b in RANKS[rank]])
+    ranks, mine = Ranks(rank=rank, world=2), make_rows(*[rows()[b] for b in RANKS[rank]])
     answer = {}
     for aggregation in SETTINGS:
         loss = DistributedDataParallel(make_loss(aggregation))
-        normalizer = global_normalizer(loss.module.normalizer(mine))
+        normalizer = sum_counts(ranks.gather(loss.module.normalizer(mine)))
         output = loss(mine, normalizer=normalizer)
         (output.total_loss() * dist.get_world_size()).backward()
-        metrics = {k: v.item() for k, v in sum_over_ranks(output).metrics().items()}
+        first, second = ranks.gather(output.detach())
+        metrics = {k: v.item() for k, v in (first + second).metrics().items()}
         gradient = loss.module.actor_network.table.grad.tolist()
         answer[aggregation] = (normalizer, gradient, metrics)
     results.put((rank, answer))

@@ -9,7 +9,7 @@ import torch
 from objectives.rows_helper import actor, two_rows
 from torchrl.record.loggers import Logger
 
-from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss
+from torchrl_llm.objectives import CompositeLoss, GRPOLoss, SFTLoss, SFTLossOutput
 from torchrl_llm.trainers.metrics import LossMeter, MetricsTable
 
 
@@ -132,10 +132,10 @@ def test_metrics_of_micro_batches_are_those_of_the_batch(name):
 def test_batches_of_a_step_are_averaged():
     meter = LossMeter()
     for value in (1.0, 4.0):
-        meter.add({"loss_objective": torch.tensor(value)})
-        meter.add({"loss_objective": torch.tensor(value), "late": torch.tensor(1.0)})
-        meter.close()
-    assert meter.metrics() == {"train/loss_objective": 5.0, "train/late": 1.0}
+        for _ in range(2):
+            meter.add(SFTLossOutput(loss_sft=torch.tensor(value)))
+        meter.close(late=1.0)
+    assert meter.metrics() == {"train/loss_sft": 5.0, "train/late": 1.0}
     assert LossMeter().metrics() == {}
 
 

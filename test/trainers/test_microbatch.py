@@ -26,20 +26,12 @@ def test_rows_of_like_length_go_together_longest_first():
     assert plan_micro_batches([2, 9, 3, 8], 18) == [[1, 3], [2, 0]]
 
 
-def test_a_row_longer_than_the_budget_goes_alone():
-    assert plan_micro_batches([5, 100, 5], 10) == [[1], [0, 2]]
-
-
-def test_no_budget_means_one_piece_in_the_given_order():
-    assert plan_micro_batches([3, 1, 2], None) == [[0, 1, 2]]
-    assert plan_micro_batches([], None) == []
-    assert plan_micro_batches([], 10) == []
-
-
-def test_a_budget_below_one_is_refused():
-    for plan in (plan_micro_batches, plan_packed_batches):
-        with pytest.raises(ValueError, match="at least 1"):
-            plan([1], 0)
+@pytest.mark.parametrize("plan", [plan_micro_batches, plan_packed_batches])
+def test_a_row_longer_than_the_budget_goes_alone_and_a_budget_below_one_is_refused(plan):
+    assert plan([5, 100, 5], 10) == [[1], [0, 2]]
+    assert plan([], 10) == []
+    with pytest.raises(ValueError, match="at least 1"):
+        plan([1], 0)
 
 
 def test_pieces_share_the_rows_of_the_batch():
@@ -66,12 +58,6 @@ def test_rows_of_a_group_stay_together_in_packed_pieces():
     assert plan_packed_batches([4, 9, 3, 8], 15, groups=["a", "b", "b", "a"]) == [[1, 2], [3, 0]]
     # Without groups rows go by length: 9, then 8 + 4 + 3 = 15.
     assert plan_packed_batches([4, 9, 3, 8], 15) == [[1], [3, 0, 2]]
-
-
-def test_edges_of_packed_pieces():
-    assert plan_packed_batches([5, 100, 5], 10) == [[1], [0, 2]]
-    assert plan_packed_batches([3, 1, 2], None) == [[0, 1, 2]]
-    assert plan_packed_batches([], 10) == []
 
 
 def test_micro_batches_of_a_packed_layout_follow_the_groups_of_their_rows():

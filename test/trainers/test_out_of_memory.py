@@ -9,7 +9,7 @@ from recipes.grpo_helper import run_script
 from torchrl_llm.errors import ResourceError
 from torchrl_llm.modules import TransformersBackend
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.trainers.out_of_memory import naming_keys
+from torchrl_llm.trainers.run_config import naming_keys
 
 TORCH_SAYS = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB of "

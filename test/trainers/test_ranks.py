@@ -7,9 +7,6 @@ from fork_server import fork_server
 from objectives.rows_helper import make_rows
 from trainers.ranks_helper import SETTINGS, make_loss, rank_main, rows
 
-from torchrl_llm.functional import Normalizer
-from torchrl_llm.trainers import global_normalizer, sum_over_ranks
-
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory):
@@ -39,10 +36,3 @@ def test_gradients_and_metrics_of_two_ranks_are_those_of_one(two_ranks, aggregat
         assert gradient == pytest.approx(loss.actor_network.table.grad.tolist(), abs=1e-12)
         expected = {key: value.item() for key, value in output.metrics().items()}
         assert metrics == pytest.approx(expected, abs=1e-6)
-
-
-def test_one_process_alone_needs_nothing():
-    normalizer = Normalizer(3, 1, {4: 3})
-    assert global_normalizer(normalizer) is normalizer
-    output = make_loss("token_mean")(make_rows(*rows()))
-    assert sum_over_ranks(output).loss_objective == output.loss_objective

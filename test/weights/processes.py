@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 import torch.distributed as dist
+from fork_server import fork_server
 from weights import without_gpu
 
 from torchrl_llm.errors import WorkerError
@@ -27,21 +28,9 @@ from torchrl_llm.modules.model_loading import load_model
 from torchrl_llm.weights import (
     EngineWeights,
     FileWriter,
-    RankZeroWeights,
     VLLMDoubleBufferSyncScheme,
     VLLMTransfer,
     engine_weights,
-)
-
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
-        "torchrl_llm.weights.shared_files",
-        "torchrl_llm.modules",
-        "transformers",
-        "weights.import_vllm",  # where it is installed
-        __name__,
-    ]
 )
 
 VOCABULARY = 64
@@ -75,8 +64,10 @@ class Child:
     """
 
     def __init__(self, make, *arguments):
-        self._connection, theirs = _context.Pipe()
-        self.process = _context.Process(target=_serve, args=(theirs, make, arguments), daemon=True)
+        self._connection, theirs = multiprocessing.Pipe()
+        self.process = fork_server().Process(
+            target=_serve, args=(theirs, make, arguments), daemon=True
+        )
         self.process.start()
         theirs.close()
         self._calls = threading.Lock()  # a caller that gave up leaves a thread that waits
@@ -269,7 +260,7 @@ class EngineHost:
 
 
 class ShardedRank:
-    """One of two ranks that hold a model in shards, and an updater that sends from the first."""
+    """One of two ranks that hold a model in shards, of which the first sends."""
 
     def __init__(self, rank, meeting, model):
         from torch.distributed.fsdp import fully_shard
@@ -281,16 +272,14 @@ class ShardedRank:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self.sampler = TransformersBackend(fresh_like(model))
-        self.made = 0
-        self.updater = RankZeroWeights(self._make)
-
-    def _make(self):
-        self.made += 1
-        return EngineWeights(self.sampler)
+        self.updater = EngineWeights(self.sampler)
 
     def push(self):
-        self.updater.push_weights(self.model)
-        return self.made
+        """Gather with the other rank, and send from the first; whether it was this one."""
+        weights = engine_weights(self.model)
+        if is_first := dist.get_rank() == 0:
+            self.updater.push_weights(weights)
+        return is_first
 
     def differs_from(self, weights):
         """Names of the sampler's weights that are not those given."""

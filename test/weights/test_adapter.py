@@ -15,7 +15,7 @@ from weights.learner import Learner, assert_same_model
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends import TransformersBackend
-from torchrl_llm.weights import AdapterWeights, CanaryCheck, EngineWeights
+from torchrl_llm.weights import AdapterWeights, CanaryCheck, DeltaWeights, EngineWeights
 from torchrl_llm.weights.weight_source import AdapterSource, TensorSource, load_into
 
 
@@ -32,31 +32,31 @@ def _with_lora(model, **options):
         return get_peft_model(model, LoraConfig(**{**settings, **options})).eval()
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_sampler_follows_ten_steps_of_an_adapter(make_tiny_model, merge):
-    learner = Learner(_with_lora(make_tiny_model()))
-    own = make_tiny_model() if merge else _with_lora(make_tiny_model(), seed=3)
+@pytest.mark.parametrize("kind", [AdapterWeights, DeltaWeights])
+def test_a_sampler_follows_ten_steps_of_an_adapter(make_tiny_model, kind):
+    learner, merged = Learner(_with_lora(make_tiny_model())), kind is DeltaWeights
+    own = make_tiny_model() if merged else _with_lora(make_tiny_model(), seed=3)
     sampler = TransformersBackend(own, eos_token_ids=(2,))
-    base = own.get_base_model().model.norm.weight if not merge else own.model.norm.weight
+    base = own.model.norm.weight if merged else own.get_base_model().model.norm.weight
     before = base.clone()
     canary = CanaryCheck(learner.reference, tolerance=1e-4)
-    updater = AdapterWeights(sampler, model=learner.model, merge=merge, canary=canary)
+    updater = kind(sampler, model=learner.model, canary=canary)
     for _ in range(10):
         learner.step()
         updater.push_weights()
-        assert_same_model(sampler, learner.reference, tolerance=2e-5 if merge else 0.0)
-    # Two layers, two adapted modules each: A and B, or the merged weight and one bias.
-    assert updater.receipts[0].num_tensors == (6 if merge else 8)
+        assert_same_model(sampler, learner.reference, tolerance=2e-5 if merged else 0.0)
+    # Two layers, two adapted modules each: A and B, or the merged weight.
+    assert updater.receipts[0].num_tensors == (4 if merged else 8)
     assert torch.equal(base, before)
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_a_compiled_model_is_looked_into(make_tiny_model, merge):
+@pytest.mark.parametrize("kind", [AdapterWeights, DeltaWeights])
+def test_a_compiled_model_is_looked_into(make_tiny_model, kind):
     learner = Learner(_with_lora(make_tiny_model()))
-    own = make_tiny_model() if merge else _with_lora(make_tiny_model(), seed=3)
+    own = make_tiny_model() if kind is DeltaWeights else _with_lora(make_tiny_model(), seed=3)
     sampler = TransformersBackend(own, eos_token_ids=(2,))
     wrapped = torch.compile(learner.model)  # compiles when it is called, which it is not here
-    AdapterWeights(sampler, model=wrapped, merge=merge).push_weights()
+    kind(sampler, model=wrapped).push_weights()
     assert_same_model(sampler, learner.reference)
 
 
@@ -64,17 +64,18 @@ def test_a_layer_trained_as_a_whole_beside_the_adapter_is_sent_merged(make_tiny_
     options = {"tie_word_embeddings": False}
     learner = Learner(_with_lora(make_tiny_model(**options), modules_to_save=["lm_head"]))
     sampler = TransformersBackend(make_tiny_model(**options), eos_token_ids=(2,))
-    updater = AdapterWeights(sampler, model=learner.model, merge=True)
-    learner.step()
-    updater.push_weights()
-    assert_same_model(sampler, learner.reference)
-    assert updater.receipts[0].num_tensors == 7
+    updater = DeltaWeights(sampler, model=learner.model)
+    for num_sent in (27, 5):  # all, then the merged weights of two layers and the head
+        learner.step()
+        updater.push_weights()
+        assert_same_model(sampler, learner.reference)
+        assert updater.num_sent == num_sent
 
 
 def test_an_adapter_for_a_sampler_without_one_is_refused(make_tiny_model):
     trained = _with_lora(make_tiny_model())
     bare = TransformersBackend(make_tiny_model(), eos_token_ids=(2,))
-    with pytest.raises(WeightUpdateError, match=r"no PEFT model .*\(AdapterWeights\(merge=True\)"):
+    with pytest.raises(WeightUpdateError, match=r"no PEFT model .*\(EngineWeights or DeltaWeights"):
         AdapterWeights(bare, model=trained).push_weights()
     other = _with_lora(make_tiny_model(), target_modules=["q_proj", "down_proj", "v_proj"])
     with pytest.raises(WeightUpdateError, match="4 weights of the sampler's adapter were not sent"):

@@ -10,7 +10,7 @@ from tensordict import TensorDict
 from torch import nn
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.weights import InProcessWeights, SharedWeights, named_weights
+from torchrl_llm.weights import InProcessWeights, named_weights
 
 
 class _Tied(nn.Module):
@@ -74,15 +74,6 @@ def test_wrong_names_and_shapes_leave_the_policy_as_it_was():
     assert torch.equal(policy.weight, before)
     with pytest.raises(ConfigError, match="got int"):
         updater.push_weights(3)
-
-
-def test_shared_weights_are_checked_by_their_memory():
-    trained = _Tied()
-    updater = _bound(SharedWeights(), _Policy(trained))
-    updater.push_weights(trained)
-    updater.push_weights(None)
-    with pytest.raises(ConfigError, match="not the memory"):
-        updater.push_weights(_Tied())
 
 
 def test_an_updater_serves_one_collector():

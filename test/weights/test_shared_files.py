@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from weights.processes import (
-    Child,
     ChildBackend,
     FolderListener,
     FolderWriter,
@@ -18,6 +17,7 @@ from weights.processes import (
     trained_fake,
 )
 
+from torchrl_llm.compat import vllm_weight_sync
 from torchrl_llm.errors import ResourceError, WeightUpdateError
 from torchrl_llm.weights import (
     CanaryCheck,
@@ -28,20 +28,6 @@ from torchrl_llm.weights import (
     shared_files,
 )
 from torchrl_llm.weights.shared_files import newest_update
-
-
-@pytest.fixture
-def children():
-    started = []
-
-    def start(make, *arguments):
-        started.append(Child(make, *arguments))
-        return started[-1]
-
-    yield start
-    for child in started:
-        child.kill()
-
 
 WEIGHTS = {
     "model.a.weight": torch.randn(3, 2).bfloat16(),
@@ -147,6 +133,29 @@ def test_an_empty_folder_has_nothing_and_is_waited_for(tmp_path):
     receiver = VLLMDoubleBufferSyncScheme(tmp_path / "none").create_receiver(fake())
     assert receiver.poll_and_apply(timeout=0.2) is False
     assert time.monotonic() - started < 3
+
+
+def test_the_first_file_of_another_sender_in_an_emptied_folder_is_taken(tmp_path):
+    receiver = VLLMDoubleBufferSyncScheme(tmp_path).create_receiver(fake())
+    for seed in (1, 2):
+        writer = FileWriter(tmp_path)
+        path = writer.write(engine_weights(trained_fake(seed)), version=1).path
+        writer.close()
+        assert receiver.poll_and_apply(timeout=0) is True
+        assert answer(receiver.backend) == answer(fake(seed))
+        assert receiver.poll_and_apply(timeout=0) is False
+        path.unlink()
+
+
+def test_a_receiver_that_the_sender_has_overtaken_looks_again(tmp_path, monkeypatch):
+    writer = FileWriter(tmp_path)
+    weights = engine_weights(trained_fake(1))
+    late, *_ = [writer.write(weights, version=number) for number in (1, 2, 3)]
+    receiver = VLLMDoubleBufferSyncScheme(tmp_path).create_receiver(fake())
+    found = iter([(1, late), newest_update(tmp_path)])
+    monkeypatch.setattr(vllm_weight_sync, "newest_update", lambda folder: next(found))
+    assert receiver.poll_and_apply(timeout=0) is True
+    assert receiver.version == 3
 
 
 def test_only_one_sender_writes_to_a_folder(tmp_path):

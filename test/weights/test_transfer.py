@@ -12,7 +12,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from weights.processes import Child, ChildBackend, TransferLearner, answer, fake, fake_of_vllm
+from weights.processes import ChildBackend, TransferLearner, answer, fake, fake_of_vllm
 from weights.processes import trained_fake as trained
 from weights.without_gpu import StoreGroup, install
 
@@ -39,19 +39,6 @@ KINDS = pytest.mark.parametrize("kind", ["nccl", "ipc"])
 def transfer(monkeypatch):
     install()
     monkeypatch.setattr(StoreGroup, "before", None)
-
-
-@pytest.fixture
-def children():
-    started = []
-
-    def start(make, *arguments):
-        started.append(Child(make, *arguments))
-        return started[-1]
-
-    yield start
-    for child in started:
-        child.kill()
 
 
 def push(kind, *engines, timeout_s=30.0, **options):

@@ -270,18 +270,18 @@ def _with_lora(model, **options):
     return get_peft_model(model, LoraConfig(**{**settings, **options})).eval()
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_an_adapter_follows_ten_optimizer_steps(llama, merge):
+@pytest.mark.parametrize("kind", [AdapterWeights, DeltaWeights])
+def test_an_adapter_follows_ten_optimizer_steps(llama, kind):
     base = load_model(dtype="float32").eval()
     EngineWeights(llama, model=base).push_weights()
     learner = Learner(_with_lora(base), lr=3e-3)
     canary = CanaryCheck(learner.reference)
-    updater = AdapterWeights(llama, model=learner.model, merge=merge, canary=canary)
+    updater = kind(llama, model=learner.model, canary=canary)
     updater.version = llama.version
     _follow(learner, updater, llama)
     # Neither embedding nor o_proj, k_proj, up_proj and norms were sent.
-    sent = updater.receipts[0]
-    assert (sent.num_tensors, sent.num_bytes < 200_000) == ((8, False) if merge else (16, True))
+    sent, expected = updater.receipts[0], (16, True) if kind is AdapterWeights else (8, False)
+    assert (sent.num_tensors, sent.num_bytes < 200_000) == expected
 
 
 def test_an_adapter_that_an_engine_cannot_take_is_refused(llama, qwen, make_tiny_model):

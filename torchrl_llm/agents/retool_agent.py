@@ -9,7 +9,7 @@ from typing import Any
 from torchrl_llm._registry import register
 from torchrl_llm.agents.react_agent import ReActAgent
 from torchrl_llm.envs.transforms.context_strategy import chat_env_of
-from torchrl_llm.sandbox.interface import MEMORY_BYTES, Limits
+from torchrl_llm.sandbox.interface import MEMORY_BYTES, Limits, Sandbox
 from torchrl_llm.tools import CodeBlockParser, PythonTool, Tool, ToolResult, ToolTransform
 
 
@@ -70,17 +70,15 @@ class ReToolAgent(ReActAgent):
         >>> env.close()
     """
 
-    sandbox: str | None = None
+    sandbox: str | Sandbox | None = None
     memory_bytes: int = MEMORY_BYTES
 
     def make_transforms(self, acting: Sequence[Tool] = ()) -> list[ToolTransform]:
         """See :meth:`Agent.make_transforms`; code comes first."""
+        has_own = isinstance(self.sandbox, Sandbox)
+        limits = None if has_own else Limits(memory_bytes=self.memory_bytes)
         code = CodeTransform(
-            PythonTool(
-                timeout=self.timeout,
-                sandbox=self.sandbox,
-                limits=Limits(memory_bytes=self.memory_bytes),
-            ),
+            PythonTool(timeout=self.timeout, sandbox=self.sandbox, limits=limits),
             max_auxiliary_turns=self.max_auxiliary_turns,
             accept_cut=self.accept_cut,
         )

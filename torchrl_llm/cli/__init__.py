@@ -8,14 +8,14 @@ Next: ``torchrl_llm.recipes.launch`` begins a recipe's page.
 
 from __future__ import annotations
 
-import ast
-import difflib
 import importlib
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torchrl_llm._registry import did_you_mean
+from torchrl_llm.cli._options import listing, summary
 from torchrl_llm.recipes.launch import tells_errors
 
 _WRONG_USE = 2
@@ -35,13 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = commands()
     if name in ("-h", "--help"):
-        sys.stdout.write(_help(known))
+        usage = "usage: torchrl-llm COMMAND [...]"
+        more = "torchrl-llm COMMAND --help tells more of each."
+        sys.stdout.write(f"{usage}\n\n{listing(known)}\n{more}\n")
         return 0
     if name not in known:
-        near = difflib.get_close_matches(name, known, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, known) or "."
         sys.stderr.write(
-            f"torchrl-llm has no command {name!r}; {hint}There are {', '.join(known)}\n"
+            f"torchrl-llm has no command {name!r}{hint} There are {', '.join(known)}\n"
         )
         return _WRONG_USE
     try:
@@ -60,24 +61,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def commands() -> dict[str, str]:
     """Each command, with the line that says what it does."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
-    return {file.stem: _first_line(file) for file in files}
-
-
-def _first_line(file: Path) -> str:
-    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return text.partition("\n")[0].replace("``", "")
-
-
-def _help(known: dict[str, str]) -> str:
-    width = max(map(len, known))
-    lines = [f"  {name:{width}}  {line}" for name, line in known.items()]
-    return "\n".join(
-        [
-            "usage: torchrl-llm COMMAND [...]",
-            "",
-            *lines,
-            "",
-            "torchrl-llm COMMAND --help tells more of each.",
-            "",
-        ]
-    )
+    return {file.stem: summary(file) for file in files}

@@ -8,9 +8,11 @@ option that may be repeated.
 from __future__ import annotations
 
 import argparse
+import ast
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 from torchrl_llm._settings import Group, sentences
@@ -26,6 +28,26 @@ class Word(NamedTuple):
     """
 
     shown: str
+
+
+def summary(file: Path) -> str:
+    """The first line of a module's docstring, as plain text.
+
+    Args:
+        file: the module's.
+    """
+    text = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return text.partition("\n")[0].replace("``", "")
+
+
+def listing(found: Mapping[str, str]) -> str:
+    """A line for each name, with what is said of it.
+
+    Args:
+        found: name to a line of text.
+    """
+    width = max(map(len, found), default=0)
+    return "".join(f"  {name:{width}}  {line}\n" for name, line in found.items())
 
 
 def make_parser(options: type[Group], name: str, **words: str) -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from torchrl_llm._registry import summaries
 from torchrl_llm._settings import Group
-from torchrl_llm.cli._options import Word, parse
+from torchrl_llm.cli._options import Word, listing, parse
 from torchrl_llm.cli.train import recipe_summaries
 
 RECIPES = "recipes"
@@ -60,7 +60,4 @@ def main(arguments: Sequence[str]) -> int:
 
 def _print_kind(kind: str) -> None:
     found = recipe_summaries() if kind == RECIPES else summaries(_REGISTERED.get(kind, kind))
-    width = max(map(len, found), default=0)
-    sys.stdout.write(f"{kind}: {HOW[kind]}\n")
-    for name, line in found.items():
-        sys.stdout.write(f"  {name:{width}}  {line}\n")
+    sys.stdout.write(f"{kind}: {HOW[kind]}\n{listing(found)}")

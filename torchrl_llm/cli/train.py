@@ -5,12 +5,12 @@ It runs the recipe's page, as ``python sota-implementations/grpo/grpo-sync.py`` 
 
 from __future__ import annotations
 
-import ast
-import difflib
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
+from torchrl_llm._registry import did_you_mean
+from torchrl_llm.cli._options import listing, summary
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes import launch
 
@@ -41,14 +41,15 @@ def main(arguments: Sequence[str]) -> int:
     """
     name, *overrides = arguments or ["--help"]
     if name in ("-h", "--help"):
-        sys.stdout.write(_help())
+        usage = "usage: torchrl-llm train RECIPE [KEY=VALUE ...]"
+        more = "torchrl-llm train RECIPE --help shows its keys."
+        sys.stdout.write(f"{usage}\n\n{listing(recipe_summaries())}\n{more}\n")
         return 0
     if name not in RECIPES:
-        near = difflib.get_close_matches(name, RECIPES, 1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
+        hint = did_you_mean(name, RECIPES) or "."
         if (launch.PAGES / "grpo" / "config" / "loss" / f"{name}.yaml").is_file():
-            hint = f"it is a loss, torchrl-llm train grpo loss={name}. "
-        raise ConfigError(f"there is no recipe {name!r}: {hint}There are {', '.join(RECIPES)}")
+            hint = f"; it is a loss, torchrl-llm train grpo loss={name}."
+        raise ConfigError(f"there is no recipe {name!r}{hint} There are {', '.join(RECIPES)}")
     run_page(RECIPES[name], f"torchrl-llm train {name}", overrides)
     return 0
 
@@ -81,16 +82,4 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
 
 def recipe_summaries() -> dict[str, str]:
     """Each recipe, with the line that says what it does."""
-    found = {}
-    for name, path in RECIPES.items():
-        text = (launch.PAGES / path).read_text(encoding="utf-8")
-        about = ast.get_docstring(ast.parse(text)) or ""
-        found[name] = about.partition("\n")[0].replace("``", "")
-    return found
-
-
-def _help() -> str:
-    lines = ["usage: torchrl-llm train RECIPE [KEY=VALUE ...]", ""]
-    width = max(map(len, RECIPES))
-    lines += [f"  {name:{width}}  {about}" for name, about in recipe_summaries().items()]
-    return "\n".join([*lines, "", "torchrl-llm train RECIPE --help shows its keys.", ""])
+    return {name: summary(launch.PAGES / path) for name, path in RECIPES.items()}

@@ -18,21 +18,6 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, load_
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 
-def given_weights(*candidates: Weights | None) -> Weights | None:
-    """The one source of weights among the names that TorchRL has for it; ``None`` without any.
-
-    Args:
-        candidates: ``policy_or_weights``, ``weights``, ``policy`` and ``state_dict``.
-
-    Raises:
-        ConfigError: more than one.
-    """
-    given = [each for each in candidates if each is not None]
-    if len(given) > 1:
-        raise ConfigError("pass the weights once")
-    return given[0] if given else None
-
-
 class VersionedCollector(BaseCollector):
     """Base of the collectors: TorchRL's names for versions, weights and the size of a batch."""
 
@@ -76,7 +61,11 @@ class VersionedCollector(BaseCollector):
             ConfigError: more than one source, or weights that are not the policy's.
             WeightUpdateError: they did not arrive; the version is the old one then.
         """
-        self._update(given_weights(policy_or_weights, weights, policy, state_dict))
+        named = (policy_or_weights, weights, policy, state_dict)
+        given = [each for each in named if each is not None]
+        if len(given) > 1:
+            raise ConfigError("pass the weights once")
+        self._update(given[0] if given else None)
 
     def set_weight_updater(self, weight_updater: Any) -> bool:
         """Replace the updater; returns ``True``, as TorchRL's does.

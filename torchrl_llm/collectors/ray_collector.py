@@ -18,7 +18,6 @@ from functools import partial
 from typing import Annotated, Any
 
 from tensordict import TensorDictBase
-from torch import nn
 from torchrl._utils import logger
 from torchrl.data import RayReplayBuffer as CoreRayReplayBuffer
 from torchrl.data import ReplayBuffer as CoreReplayBuffer
@@ -29,7 +28,7 @@ from torchrl_llm._ray import RemoteObject, check_resources, require_ray
 from torchrl_llm._registry import FullSignature
 from torchrl_llm._threads import BackgroundLoop
 from torchrl_llm.collectors.llm_collector import LLMCollector
-from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights, given_weights
+from torchrl_llm.collectors.policy_versions import VersionedCollector, Weights
 from torchrl_llm.collectors.ray_actor import CollectorHost, InFlight, PackedBatch, actor_options
 from torchrl_llm.collectors.transport.channel import RowChannel
 from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
@@ -384,41 +383,9 @@ class RayLLMCollector(VersionedCollector):
 
     # -- weights and versions ---------------------------------------------------------------------
 
-    def update_policy_weights_(
-        self,
-        policy_or_weights: Weights | None = None,
-        *,
-        weights: TensorDictBase | Mapping[str, Any] | None = None,
-        policy: nn.Module | None = None,
-        state_dict: Mapping[str, Any] | None = None,
-        version: int | None = None,
-    ) -> None:
-        """Bring weights to the policy in the actor, under the next version.
-
-        They are copied before this returns, so that training may go on; see ``wait_for_updates``
-        for when they have arrived. A collector that is being restarted gets them before it
-        samples.
-
-        Args:
-            policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
-                Without any, only the version counts up.
-            weights: the same by another name of TorchRL's.
-            policy: the same.
-            state_dict: the same.
-            version: number of these weights; one more than the last by default.
-
-        Raises:
-            ConfigError: more than one source, or weights that are not the policy's.
-            WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: the collector is dead and may not be restarted.
-        """
-        given = given_weights(policy_or_weights, weights, policy, state_dict)
-        self._update(given, version)
-
-    def _update(self, weights: Weights | None, version: int | None = None) -> None:
+    def _update(self, weights: Weights | None) -> None:
         self.check()
-        version = self.policy_version + 1 if version is None else version
-        source = None
+        source, version = None, self.policy_version + 1
         if self.weight_updater is not None:
             self.weight_updater.push_weights(weights)
         elif weights is not None:

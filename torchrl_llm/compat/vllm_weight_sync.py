@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
 from torchrl_llm._log import tell_once
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.modules.remote import EnginePool
@@ -36,6 +36,7 @@ Strategy = Literal["tensordict", "state_dict"]
 Weights = nn.Module | TensorDictBase | Mapping[str, Any]
 
 _POLL_S = 0.05
+_TRIES = 3
 
 
 def backend_of(engine: Any) -> Backend:
@@ -374,7 +375,7 @@ class VLLMDoubleBufferWeightReceiver:
         self._folder, self.backend = scheme.local_addr, backend_of(vllm_engine)
         self.version: int | None = None
         self.receipts: list[WeightReceipt] = []
-        self._seen: Path | None = None
+        self._seen: tuple[Path, str] | None = None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
         """Take weights that are here already, under the next version.
@@ -402,17 +403,27 @@ class VLLMDoubleBufferWeightReceiver:
         Raises:
             WeightUpdateError: there were, and they did not arrive whole; the old ones stay.
         """
-        end = time.monotonic() + timeout
+        end, tries = time.monotonic() + timeout, 0
         while True:
-            found = newest_update(self._folder)
-            if found is not None and found[1].path != self._seen:
-                version, source = found
-                self._seen = source.path
-                self.receipts = self.backend.update_weights(source, version=version)
-                self.version = version
-                return True
-            if time.monotonic() >= end:
-                return False
+            seen = self._seen
+            try:
+                found = newest_update(self._folder)
+                # Another writer counts its files from one in an empty folder.
+                seen = found and (found[1].path, found[1].counter)
+                if seen != self._seen and found is not None:
+                    version, source = found
+                    self.receipts = self.backend.update_weights(source, version=version)
+                    self._seen, self.version = seen, version
+                    return True
+            except WeightUpdateError:
+                # Overtaken by the sender, or a file system that was late: look again.
+                tries += 1
+                if tries == _TRIES:
+                    self._seen = seen
+                    raise
+            else:
+                if time.monotonic() >= end:
+                    return False
             time.sleep(_POLL_S)
 
 

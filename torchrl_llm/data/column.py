@@ -229,25 +229,14 @@ class Column(NonTensorStack):
         self.__dict__["_is_locked"] = False
         return []
 
-    @property
-    def _is_shared(self) -> bool:
-        return False
-
-    @_is_shared.setter
-    def _is_shared(self, value: bool) -> None:
-        pass
-
-    @property
-    def _is_memmap(self) -> bool:
-        return False
-
-    @_is_memmap.setter
-    def _is_memmap(self, value: bool) -> None:
-        pass
+    # Whatever is set stays without meaning.
+    _is_shared = _is_memmap = property(lambda self: False, lambda self, value: None)
 
     def to(self, *args: Any, **kwargs: Any) -> Column:
-        """Itself: objects have no device and no dtype."""
+        """Itself: objects have no device, no dtype and no dimension names."""
         return self
+
+    rename_ = refine_names = to
 
     @mapped_with_its_rows
     def _memmap_(self, *args: Any, **kwargs: Any) -> Any:
@@ -262,25 +251,10 @@ class Column(NonTensorStack):
     def names(self, value: Any) -> None:
         pass
 
-    def _has_names(self) -> bool:
-        return False
-
-    def _maybe_names(self) -> None:
+    def _nothing(self, *args: Any, **kwargs: Any) -> None:
         return None
 
-    def _set_names(self, *args: Any, **kwargs: Any) -> None:
-        return None
-
-    def rename_(self, *args: Any, **kwargs: Any) -> Column:
-        """Itself: columns carry no dimension names."""
-        return self
-
-    def refine_names(self, *args: Any) -> Column:
-        """Itself: columns carry no dimension names."""
-        return self
-
-    def _check_dim_name(self, name: Any) -> None:
-        return None
+    _has_names = _maybe_names = _set_names = _check_dim_name = _nothing
 
 
 def set_as_column(self: Any, key: str, value: Any, **how: Any) -> Any:

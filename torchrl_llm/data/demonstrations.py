@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Self
 from tensordict import LazyStackedTensorDict, TensorDict
 from torch import Tensor
 
+from torchrl_llm.data import conversation_rules
 from torchrl_llm.data.chat import chat_of
 from torchrl_llm.data.column_names import (
     MESSAGES,
@@ -28,13 +29,6 @@ from torchrl_llm.data.column_names import (
     first_column,
     joined_prompt,
     prompt_columns,
-)
-from torchrl_llm.data.conversation_rules import (
-    check_conversation,
-    check_written,
-    keep_turns,
-    learned_turns,
-    with_marks,
 )
 from torchrl_llm.data.overlong import OnOverlong
 from torchrl_llm.data.ragged import lazy_rows
@@ -258,8 +252,8 @@ class Demonstrations(Sequence[Demonstration]):
                         "message of every conversation; leave one of the two out"
                     )
                 messages.insert(0, {"role": "system", "content": self._system_prompt})
-            check_conversation(messages)
-            learned_turns(messages)
+            conversation_rules.check_conversation(messages)
+            conversation_rules.learned_turns(messages)
         except DataError as error:
             raise DataError(f"{self.where(index)}: {error}") from error
         return messages
@@ -286,11 +280,13 @@ class Demonstrations(Sequence[Demonstration]):
         messages, tools = self.messages(index), self.tools(index)
         try:
             encoded = self.formatter.encode_demonstration(messages, tools=tools)
-            marked = with_marks(messages)
-            check_written(
+            marked = conversation_rules.with_marks(messages)
+            conversation_rules.check_written(
                 marked, self.formatter.render(marked, add_generation_prompt=False, tools=tools)
             )
-            learned = keep_turns(encoded.assistant, learned_turns(messages)).clone()
+            learned = conversation_rules.keep_turns(
+                encoded.assistant, conversation_rules.learned_turns(messages)
+            ).clone()
         except (DataError, TemplateError, TokenizerError) as error:
             raise DataError(f"{self.where(index)}: {error}") from error
         ids = encoded.token_ids

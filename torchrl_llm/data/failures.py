@@ -20,7 +20,7 @@ from typing import NamedTuple
 from tensordict import TensorDictBase
 from torchrl._utils import logger
 
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.row_text import row_text
 from torchrl_llm.errors import TorchRLLLMError

@@ -32,7 +32,7 @@ from torchrl_llm.data.text.templates import (  # noqa: F401
     remove_chat_template,
     resolve_template,
 )
-from torchrl_llm.data.text.whole_chats import encode_chats, read_text, render_chats
+from torchrl_llm.data.text.whole_chats import WholeChats, read_text
 from torchrl_llm.data.tokenize_options import TokenizeOptions
 from torchrl_llm.errors import DataError, TokenizerError
 
@@ -357,20 +357,22 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         spec = resolve_template(tokenizer, chat_template, chat_template_name)
         batch, chats = grids.conversations(self._tensordict)
         chats = [grids.without_placeholders(chat) for chat in chats]
-        how = {
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            "variables": template_variables,
-            "strict": strict,
-        }
+        how = WholeChats(
+            spec=spec,
+            tokenizer=tokenizer,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=template_variables,
+            strict=strict,
+        )
         if not options.ids:
-            return grids.nested(render_chats(chats, spec, tokenizer, **how), batch)
+            return grids.nested(how.texts(chats), batch)
         if tokenizer is None:
             raise TokenizerError("token ids need a tokenizer; for text pass tokenize=False")
         if len(batch) > 1:
             raise DataError(f"ids need at most one batch dimension, got batch size {list(batch)}")
-        encoded = encode_chats(chats, spec, tokenizer, assistant_mask=options.assistant_mask, **how)
+        encoded = how.encoded(chats, assistant_mask=options.assistant_mask)
         return options.finish(encoded, tokenizer, bool(batch))
 
 

@@ -14,12 +14,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from torchrl_llm.data.content import (  # noqa: F401
-    ContentBase,
-    ContentType,
-    content_items,
-    rebuild_content,
-)
+from torchrl_llm.data import content as contents
 from torchrl_llm.errors import DataError
 
 _THINK_MARKS = re.compile("<think>|</think>")
@@ -54,12 +49,12 @@ def canonical_message(message: Mapping[str, Any], where: str = "message") -> dic
         return {"role": role, "content": content}
     if content is None:
         content = ""
-    elif isinstance(content, ContentBase):
-        content = content_items(content)
+    elif isinstance(content, contents.ContentBase):
+        content = contents.content_items(content)
     elif isinstance(content, (list, tuple)) and all(
-        isinstance(part, (Mapping, ContentBase)) for part in content
+        isinstance(part, (Mapping, contents.ContentBase)) for part in content
     ):
-        content = [item for part in content for item in content_items(part)]
+        content = [item for part in content for item in contents.content_items(part)]
     elif not isinstance(content, str):
         raise DataError(
             f"{where} ({role}): content must be a string or a list of content items (mappings "

@@ -24,11 +24,7 @@ from torch import Tensor
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.enums import MaskReason, TruncationReason
 from torchrl_llm.data.nodes import Path, leaf, new_node, plain_node, set_copied
-from torchrl_llm.data.replay_buffers.trajectory_queues import (
-    CUT_TOKENS,
-    group_value,
-    trajectory_of,
-)
+from torchrl_llm.data.replay_buffers import trajectory_queues
 from torchrl_llm.data.rollouts import invalidate_reward, mask_trained, sampled_tokens
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.token_facts import FACTS
@@ -100,7 +96,7 @@ class LengthRule:
             return FittedRows.of(rows)
         if self.on_overlong == "error":
             raise OverlongError(self._refusal(rows, too_long.index(True)))
-        names = [trajectory_of(row) or index for index, row in enumerate(rows)]
+        names = [trajectory_queues.trajectory_of(row) or index for index, row in enumerate(rows)]
         overlong = {name for name, long in zip(names, too_long, strict=True) if long}
         fitted = FittedRows([], [], [], 0, len(overlong))
         cut_tokens = 0
@@ -118,7 +114,7 @@ class LengthRule:
         row, told = rows[at], ""
         for name in ("group_id", "traj_id", "turn"):
             value = leaf(row, (name,))
-            told += "" if value is None else f", {name}={group_value(value)}"
+            told += "" if value is None else f", {name}={trajectory_queues.group_value(value)}"
         prompt = leaf(row, ("tokens", "prompt"))
         asked = "" if prompt is None else f", {prompt.shape[0]} of them before its last answer"
         return (
@@ -183,9 +179,9 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
     cut = _copy(row)
     for path, value in (changed | _flags(row)).items():
         set_copied(cut, path, value)
-    before = leaf(row, (CUT_TOKENS,))
+    before = leaf(row, (trajectory_queues.CUT_TOKENS,))
     number = sampled_tokens(row) - sampled_tokens(cut) + (0 if before is None else int(before))
-    set_copied(cut, (CUT_TOKENS,), torch.tensor(number))
+    set_copied(cut, (trajectory_queues.CUT_TOKENS,), torch.tensor(number))
     return cut
 
 

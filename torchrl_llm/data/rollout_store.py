@@ -348,10 +348,12 @@ def _block(step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | Non
     packed = pack_rows(rows)
     if not packed.num_rows:
         raise DataError(f"no rows of step {step} to write")
-    packed.columns = [c for c in packed.columns if not c.path[-1].endswith("seconds")]
+    packed.columns = [
+        c for c in packed.columns if c.kind == "node" or not c.path[-1].endswith("seconds")
+    ]
     objects = packed.table.objects
     for column in packed.columns:
-        for place in set(column.content) if column.path == _CALLS else ():
+        for place in set(column.content) if column[:2] == (_CALLS, "object") else ():
             objects[place] = tuple(
                 {name: fact for name, fact in call.items() if name != "seconds"}
                 for call in objects[place]

@@ -19,22 +19,9 @@ import numpy as np
 import torch
 
 from torchrl_llm._imports import require
+from torchrl_llm.data import table_cells, table_files
 from torchrl_llm.data.row_order import ROW_ID, RowOrder, shuffled
-from torchrl_llm.data.table_cells import (
-    holds_structs,
-    plain_row,
-    uncertain_columns,
-    whole_columns,
-    without_padding,
-)
-from torchrl_llm.data.table_files import (
-    Row,
-    check_columns,
-    choose_split,
-    is_table,
-    read_jsonl,
-    read_table,
-)
+from torchrl_llm.data.table_files import Row, read_jsonl
 from torchrl_llm.errors import ConfigError, DataError
 
 __all__ = ["GeneratedRows", "MappedRows", "Row", "RowLoader", "load_rows", "read_jsonl"]
@@ -69,13 +56,13 @@ def load_rows(
     """
     columns = tuple(columns)
     if isinstance(source, Path) or (isinstance(source, str) and _is_path(source)):
-        rows = read_table(source, columns=columns, split=split)
+        rows = table_files.read_table(source, columns=columns, split=split)
         return rows if isinstance(rows, list) else load_rows(rows, columns=columns)
     if isinstance(source, str):
         return _load_hub(source, columns, name, split)
     if hasattr(source, "keys"):
         _check_not_columns(source)
-        source = choose_split(source, split)
+        source = table_files.choose_split(source, split)
     if not (hasattr(source, "__len__") and hasattr(source, "__getitem__")):
         raise DataError(
             "a dataset is a sequence of dicts, a path or a hub id, "
@@ -91,15 +78,17 @@ def load_rows(
         where = f"row {number} of the dataset"
         if not isinstance(row, Mapping):
             raise DataError(f"{where} must be a dict, got {type(row).__name__}")
-        check_columns(row, columns, where)
+        table_files.check_columns(row, columns, where)
     features = getattr(source, "features", None) or {}
-    if any(map(holds_structs, features.values())):
+    if any(map(table_cells.holds_structs, features.values())):
         return MappedRows(source, partial(_unpadded, features))
     return source
 
 
 def _unpadded(features: Mapping[str, Any], row: Row) -> Row:
-    return {name: without_padding(value, features.get(name)) for name, value in row.items()}
+    return {
+        name: table_cells.without_padding(value, features.get(name)) for name, value in row.items()
+    }
 
 
 def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
@@ -113,20 +102,20 @@ def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
         looked at and whose rows are made plain as they are read.
     """
     if isinstance(rows, (list, tuple)):
-        if not (columns := uncertain_columns(rows)):
+        if not (columns := table_cells.uncertain_columns(rows)):
             return list(rows)
-        whole = whole_columns(rows, columns)
-        return [plain_row(row, whole, columns) for row in rows]
+        whole = table_cells.whole_columns(rows, columns)
+        return [table_cells.plain_row(row, whole, columns) for row in rows]
     table = rows.rows if isinstance(rows, MappedRows) else rows
     whole, narrow = [], {}
     for name, feature in (getattr(table, "features", None) or {}).items():
         dtype = str(getattr(feature, "dtype", ""))
         if dtype.startswith("float"):
             cells = table.data.column(name).to_pylist()
-            whole += whole_columns([{name: cell} for cell in cells], [name])
+            whole += table_cells.whole_columns([{name: cell} for cell in cells], [name])
         if dtype in ("float16", "float32"):
             narrow[name] = getattr(np, dtype)
-    return MappedRows(rows, partial(plain_row, whole=whole, narrow=narrow))
+    return MappedRows(rows, partial(table_cells.plain_row, whole=whole, narrow=narrow))
 
 
 def _check_not_columns(source: Any) -> None:
@@ -145,7 +134,7 @@ def _check_not_columns(source: Any) -> None:
 
 
 def _is_path(source: str) -> bool:
-    return is_table(source) or Path(source).expanduser().exists()
+    return table_files.is_table(source) or Path(source).expanduser().exists()
 
 
 def _load_hub(
@@ -153,7 +142,7 @@ def _load_hub(
 ) -> Sequence[Row]:
     datasets = require("datasets", extra="data", feature=f"loading {source!r} from the hub")
     try:
-        loaded = choose_split(datasets.load_dataset(source, name), split)
+        loaded = table_files.choose_split(datasets.load_dataset(source, name), split)
     except Exception as error:  # whatever the network, the hub or the loader raises
         raise DataError(
             f"cannot load {source!r} (configuration {name!r}, split {split!r}) from the hub: "

@@ -57,6 +57,7 @@ _SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     ),
 }
 _READERS = {kind.__name__: read for kind, (_, read) in _SCALARS.items()}
+_COLLECTIONS = {kind.__name__: kind for kind in (list, tuple, set, frozenset)}
 _ENUMS = {name: getattr(enums, name) for name in enums.__all__}
 _CLASSES: dict[str, type] = {
     "History": History,
@@ -140,7 +141,7 @@ class ValueWriter:
         kind = type(value)
         if value is None or kind in (bool, int, float, str):
             return value
-        if kind in (list, tuple, set, frozenset):
+        if kind in _COLLECTIONS.values():
             return [kind.__name__, *map(self.value, value)]
         if kind is dict or kind is ContentItem:
             name = "dict" if kind is dict else "content"
@@ -224,14 +225,9 @@ class ValueReader:
             check(type(value) is not dict, "a JSON object where a value should be")
             return value
         match value:
-            case ["list", *items]:
-                return [self.value(item) for item in items]
-            case ["tuple", *items]:
-                return tuple(self.value(item) for item in items)
-            case ["set", *items]:
-                return set(_hashable([self.value(item) for item in items]))
-            case ["frozenset", *items]:
-                return frozenset(_hashable([self.value(item) for item in items]))
+            case ["list" | "tuple" | "set" | "frozenset" as name, *items]:
+                values = [self.value(item) for item in items]
+                return _COLLECTIONS[name](_hashable(values) if "set" in name else values)
             case ["dict", *items]:
                 keys = _hashable([self.value(key) for key, _ in items])
                 return dict(zip(keys, [self.value(item) for _, item in items], strict=True))

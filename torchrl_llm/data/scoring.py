@@ -9,8 +9,9 @@ Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N`` selected tokens, ``
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -132,6 +133,18 @@ class ScoreExtras:
     log_probs: bool = True
     detach_log_probs: bool = False
 
+    def of_rows(self, select: Sequence[Tensor]) -> Iterator[ScoreExtras]:
+        """The same for each row by itself, with the row's part of the support.
+
+        Args:
+            select: ``B`` bool tensors ``[T_b]``, the selected tokens.
+        """
+        start = 0
+        for stop in accumulate(int(mask.sum()) for mask in select):
+            own = self.support and self.support.span(start, stop)
+            yield replace(self, support=own)
+            start = stop
+
 
 class TokenScores(NamedTuple):
     """Scores of the selected tokens of a batch, flat and in row-major order.
@@ -154,6 +167,18 @@ class TokenScores(NamedTuple):
     divergence: Tensor | None = None
     states: HeadStates | None = None
     greedy: Tensor | None = None
+
+    @classmethod
+    def join(cls, parts: Sequence[TokenScores], *, entropy: bool) -> TokenScores:
+        """Log-probs (and entropies) of runs of tokens that follow each other; there may be none.
+
+        Args:
+            parts: the scores of each run.
+            entropy: whether they have entropies.
+        """
+        none = torch.zeros(0)
+        log_probs = torch.cat([none, *(part.log_probs for part in parts)])
+        return cls(log_probs, torch.cat([none, *(p.entropy for p in parts)]) if entropy else None)
 
 
 class TokenScorer(ABC):

@@ -62,13 +62,7 @@ class ColumnSpec(NonTensor):
             return NonTensor(torch.Size(sizes), example_data=self.example_data, batched=True).rand()
         return Column.of([self.example_data] * sizes[0])
 
-    def zero(self, shape: Iterable[int] | None = None) -> Any:
-        """The same as :meth:`rand`."""
-        return self.rand(shape)
-
-    def one(self, shape: Iterable[int] | None = None) -> Any:
-        """The same as :meth:`rand`."""
-        return self.rand(shape)
+    zero = one = rand
 
     def is_in(self, val: Any) -> bool:
         """Whether ``val`` is non-tensor data with one object per row."""
@@ -134,13 +128,8 @@ class RaggedSpec(Composite):
             }
         )
 
-    def rand(self, shape: Iterable[int] | None = None) -> Any:
-        """The same as :meth:`zero`: token 0 is in every vocabulary, a random integer is not."""
-        return self.zero(shape)
-
-    def one(self, shape: Iterable[int] | None = None) -> Any:
-        """The same as :meth:`zero`."""
-        return self.zero(shape)
+    # Token 0 is in every vocabulary, a random integer is not.
+    rand = one = zero
 
     def is_in(self, val: Any) -> bool:
         """Whether every row has the columns with the right dtypes, ragged or dense."""

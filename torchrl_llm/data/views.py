@@ -23,11 +23,7 @@ from tensordict import LazyStackedTensorDict, TensorClass, TensorDict
 from torch import Tensor
 from torchrl.data import Composite, NonTensor, Unbounded
 
-from torchrl_llm.compat.mixins.conversions import (
-    ChatConversions,
-    TextConversions,
-    TokensConversions,
-)
+from torchrl_llm.compat.mixins import conversions
 from torchrl_llm.data.column import Column, mapped_with_its_rows, set_as_column
 from torchrl_llm.data.history import History
 from torchrl_llm.data.ragged import lazy_rows, ragged_rows, read_rows
@@ -65,7 +61,7 @@ class _View:
         return Composite(leaves, shape=shape[:-1], data_cls=cls)
 
 
-class Tokens(TokensConversions, TensorClass["nocast"], _View):
+class Tokens(conversions.TokensConversions, TensorClass["nocast"], _View):
     """Token ids of a batch of rows.
 
     Attributes:
@@ -154,7 +150,7 @@ class TokenSupport(TensorClass["nocast"], _View):
     counts: Tensor | None = None
 
 
-class Text(TextConversions, TensorClass["nocast"]):
+class Text(conversions.TextConversions, TensorClass["nocast"]):
     """The decoded view of a row, a string each.
 
     Attributes:
@@ -176,7 +172,7 @@ class Text(TextConversions, TensorClass["nocast"]):
         return Composite(leaves, shape=shape, data_cls=cls)
 
 
-class ChatHistory(ChatConversions, TensorClass["nocast"]):
+class ChatHistory(conversions.ChatConversions, TensorClass["nocast"]):
     """The conversations of a batch, each field a :class:`~torchrl_llm.data.history.History`.
 
     Attributes:

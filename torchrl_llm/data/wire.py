@@ -36,20 +36,11 @@ from tensordict import (
 )
 from torch import Tensor
 
+from torchrl_llm.data import safe_bytes
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.nodes import Path, cell, new_node, plain_node, typed_node
 from torchrl_llm.data.ragged import RaggedColumn, lazy_rows
 from torchrl_llm.data.record import TokenRecord
-from torchrl_llm.data.safe_bytes import (
-    CLAIM_BYTES,
-    MALFORMED,
-    MAX_DEPTH,
-    check,
-    check_depth,
-    from_bytes,
-    to_bytes,
-    told,
-)
 from torchrl_llm.data.safe_values import (
     MAX_ROWS,
     ValueReader,
@@ -109,6 +100,9 @@ class _Table:
     # Of the row that is read: its chats share their records as they did before.
     row_records: dict[int, TokenRecord] = field(default_factory=dict)
     _cells: dict[int, NonTensorData] = field(default_factory=dict)
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return _slots(self, row_records={}, _cells={})
 
     def cell(self, place: int) -> NonTensorData:
         """The cell of an object; one for all rows that have it, where it is no chat."""
@@ -174,16 +168,19 @@ class PackedRows:
         Raises:
             DataError: the bytes are cut short, damaged or no such rows.
         """
-        message, copied = from_bytes(buffer, start), isinstance(buffer, bytes)
-        opener = _Opener(message.tensors, message.head.num_bytes // CLAIM_BYTES, copied)
+        message, copied = safe_bytes.from_bytes(buffer, start), isinstance(buffer, bytes)
+        opener = _Opener(message.tensors, message.head.num_bytes // safe_bytes.CLAIM_BYTES, copied)
         try:
             packed = opener.rows(typed(message.about, dict))
             for place in range(len(packed.table.objects)) if copied else ():
                 if type(packed.table.objects[place]) is _Chat:
                     packed.table.cell(place)
-        except MALFORMED as error:
-            raise told("a message holds no rows", error) from None
+        except safe_bytes.MALFORMED as error:
+            raise safe_bytes.told("a message holds no rows", error) from None
         return packed
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        return _slots(self, _plan=None, _reads=0)
 
     def __len__(self) -> int:
         return self.num_rows
@@ -200,8 +197,8 @@ class PackedRows:
         self.table.row_records.clear()
         try:
             return new_node(self.read(index))
-        except MALFORMED as error:
-            raise told(f"row {index} is malformed", error) from None
+        except safe_bytes.MALFORMED as error:
+            raise safe_bytes.told(f"row {index} is malformed", error) from None
 
     def unpack(self) -> LazyStackedTensorDict:
         """All rows as a lazy stack of batch size ``[N]``.
@@ -247,6 +244,11 @@ class PackedRows:
                 content = content.split() if cut and kind == "tensor" else content
                 leaves.append((parent, name, where, content))
         return len(slots), leaves, nodes
+
+
+def _slots(of: Any, **anew: Any) -> tuple[None, dict[str, Any]]:
+    """What a pickle keeps of slots: not what reading has left in some of them."""
+    return None, {name: getattr(of, name) for name in of.__slots__} | anew
 
 
 def _where(rows: list[int] | None) -> dict[int, int] | None:
@@ -314,7 +316,7 @@ def encode(
         raise DataError(f"a message holds fewer than {MAX_ROWS} rows, got {packed.num_rows}")
     encoder = _Encoder(packed.table)
     header = encoder.header(packed, about or {})
-    return to_bytes(header, encoder.tensors, tags=tags, claims=encoder.claims)
+    return safe_bytes.to_bytes(header, encoder.tensors, tags=tags, claims=encoder.claims)
 
 
 # -- packing --------------------------------------------------------------------------------------
@@ -479,8 +481,8 @@ class _Encoder(ValueWriter):
             else:
                 written = self.value(value)
             text = _to_json(written).encode()
-            if text.count(b"[") > MAX_DEPTH:
-                check_depth(written)
+            if text.count(b"[") > safe_bytes.MAX_DEPTH:
+                safe_bytes.check_depth(written)
             found = self._known[place] = self._texts.setdefault(text, len(self._texts))
         return found
 
@@ -522,13 +524,16 @@ class _Texts:
     """Objects as one text after the other, each read when it is asked for."""
 
     def __init__(self, text: Tensor, lengths: list[int], read: Callable[[Any], Any]) -> None:
-        check(text.ndim == 1 and text.dtype == torch.uint8, "texts of another type")
+        safe_bytes.check(text.ndim == 1 and text.dtype == torch.uint8, "texts of another type")
         self._text, self._ends = memoryview(text.numpy()), [0, *accumulate(lengths)]
         self._read, self._known = read, {}
-        check(self._ends[-1] <= len(text), "texts of other lengths")
+        safe_bytes.check(self._ends[-1] <= len(text), "texts of other lengths")
 
     def __len__(self) -> int:
         return len(self._ends) - 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return list, ([self[place] for place in range(len(self))],)
 
     def __getitem__(self, place: int) -> Any:
         if place not in self._known:
@@ -538,7 +543,7 @@ class _Texts:
                 _, messages, record = value
                 # Each stands before it, so that no chat holds itself.
                 is_chat = all(type(self[p]) is dict for p in naturals(messages, place))
-                check(is_chat and type(record) is int, "no chat")
+                safe_bytes.check(is_chat and type(record) is int, "no chat")
                 self._known[place] = _Chat(messages, record)
             else:
                 self._known[place] = self._read(value)
@@ -567,14 +572,14 @@ class _Opener(ValueReader):
         have: dict[Path, set[int]] = {(): set(every)}
         taken: dict[Path, set[int]] = {}
         for path, kind, where, content in typed(written, list):
-            check(0 < len(typed(path, list)) <= _MAX_PATH, "a key of impossible length")
+            safe_bytes.check(0 < len(typed(path, list)) <= _MAX_PATH, "a key of impossible length")
             path = tuple(typed(name, str) for name in path)
             places = None if where is None else self._numbers(where, num_rows)
             rows = set(every if places is None else places)
             self.claim(len(rows))
-            check(places is None or len(rows) == len(places), "a row twice in a column")
-            check(rows <= have.get(path[:-1], set()), f"{path} stands nowhere")
-            check(not rows & taken.get(path, set()), f"the key {path} twice in a row")
+            safe_bytes.check(places is None or len(rows) == len(places), "a row twice in a column")
+            safe_bytes.check(rows <= have.get(path[:-1], set()), f"{path} stands nowhere")
+            safe_bytes.check(not rows & taken.get(path, set()), f"the key {path} twice in a row")
             taken[path] = taken.get(path, set()) | rows
             if kind == "node":
                 have[path] = have.get(path, set()) | rows
@@ -584,10 +589,12 @@ class _Opener(ValueReader):
 
     def _numbers(self, place: Any, limit: int, count: int | None = None) -> list[int]:
         array = self.view(place)
-        check(array.dtype == torch.int64 and array.ndim == 1, "numbers of another type")
-        check(count is None or len(array) == count, "a column is too short or too long")
+        safe_bytes.check(array.dtype == torch.int64 and array.ndim == 1, "numbers of another type")
+        safe_bytes.check(count is None or len(array) == count, "a column is too short or too long")
         values = array.tolist()
-        check(not values or (min(values) >= 0 and max(values) < limit), "a number out of range")
+        safe_bytes.check(
+            not values or (min(values) >= 0 and max(values) < limit), "a number out of range"
+        )
         return values
 
     def _content(self, kind: str, content: Any, count: int) -> Any:
@@ -597,13 +604,13 @@ class _Opener(ValueReader):
             return self._numbers(content, len(self._table.objects), count)
         if kind == "whole":
             nodes = [self.node(node) for node in typed(content, list)]
-            check(len(nodes) == count, "a column is too short or too long")
+            safe_bytes.check(len(nodes) == count, "a column is too short or too long")
             return _Whole(nodes)
         values, lengths = content
         array = self._array(values)
-        check(kind == "tensor" and array.ndim > 0, "a column without a row dimension")
+        safe_bytes.check(kind == "tensor" and array.ndim > 0, "a column without a row dimension")
         if lengths is not None:
             lengths = self._numbers(lengths, array.shape[0] + 1, count)
         held = count if lengths is None else sum(lengths)
-        check(array.shape[0] == held, "a column is too short or too long")
+        safe_bytes.check(array.shape[0] == held, "a column is too short or too long")
         return RaggedColumn(array, lengths)

@@ -30,7 +30,7 @@ Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of a
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -181,12 +181,35 @@ def chunked_greedy_ids(
     return best
 
 
-def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
+def check_head(hidden: Tensor, weight: Tensor, temperature: Any, whose: str = "") -> None:
+    """Refuse states, a weight and a temperature that do not fit.
+
+    Args:
+        hidden: to be ``[N, D]``.
+        weight: to be ``[V, D]``.
+        temperature: to be a number above 0 or ``[N]``.
+        whose: for the message, as ``" of the teacher"``.
+
+    Raises:
+        ValueError: what does not fit.
+    """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
-            f"hidden states must be [N, D] and the weight [V, D], got {tuple(hidden.shape)} "
-            f"and {tuple(weight.shape)}"
+            f"hidden states{whose} must be [N, D] and the weight{whose} [V, D], got "
+            f"{tuple(hidden.shape)} and {tuple(weight.shape)}"
         )
+    if isinstance(temperature, Tensor):
+        if temperature.shape != hidden.shape[:1]:
+            raise ValueError(
+                f"temperature must be a number or [{hidden.shape[0]}], got "
+                f"{tuple(temperature.shape)}"
+            )
+    elif not temperature > 0:
+        raise ValueError(f"temperature must be positive, got {temperature}")
+
+
+def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
+    check_head(hidden, weight, temperature)
     if targets.shape != hidden.shape[:1]:
         raise ValueError(
             f"targets must be [{hidden.shape[0]}], one per hidden state, got {tuple(targets.shape)}"
@@ -201,14 +224,6 @@ def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
                 f"low_rank must be [{expected[0]}, R] and [{expected[1]}, R], got "
                 f"{tuple(states.shape)} and {tuple(columns.shape)}"
             )
-    if isinstance(temperature, Tensor):
-        if temperature.shape != hidden.shape[:1]:
-            raise ValueError(
-                f"temperature must be a number or [{hidden.shape[0]}], got "
-                f"{tuple(temperature.shape)}"
-            )
-    elif not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
 
 
 def _will_return(hidden: Tensor, weight: Tensor) -> bool:

@@ -17,6 +17,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchrl_llm.functional.chunked_head import check_head
 from torchrl_llm.functional.head_tiles import (
     HeadGradients,
     HeadSettings,
@@ -162,24 +163,13 @@ def _check_direction(direction: str) -> None:
 
 
 def _check(hidden, weight, teacher_hidden, teacher_weight, temperature) -> None:
-    for name, states, head in (
-        ("the model", hidden, weight),
-        ("the teacher", teacher_hidden, teacher_weight),
-    ):
-        if states.ndim != 2 or head.ndim != 2 or states.shape[1] != head.shape[1]:
-            raise ValueError(
-                f"the states of {name} must be [N, D] and its weight [V, D], got "
-                f"{tuple(states.shape)} and {tuple(head.shape)}"
-            )
+    check_head(hidden, weight, temperature, " of the model")
+    check_head(teacher_hidden, teacher_weight, 1.0, " of the teacher")
     if hidden.shape[0] != teacher_hidden.shape[0] or weight.shape[0] != teacher_weight.shape[0]:
         raise ValueError(
             f"model and teacher must predict the same tokens over one vocabulary, got "
             f"{hidden.shape[0]} and {teacher_hidden.shape[0]} tokens, {weight.shape[0]} and "
             f"{teacher_weight.shape[0]} ids"
-        )
-    if isinstance(temperature, Tensor) and temperature.shape != hidden.shape[:1]:
-        raise ValueError(
-            f"temperature must be a number or [{hidden.shape[0]}], got {tuple(temperature.shape)}"
         )
 
 

@@ -29,12 +29,7 @@ import math
 import torch
 from torch import Tensor
 
-from torchrl_llm.functional.ratios import (
-    Level,
-    geometric_log_ratio,
-    level_log_ratio,
-    sequence_log_ratio,
-)
+from torchrl_llm.functional import ratios
 
 MAX_LOG_RATIO = 20.0
 """Larger log-ratios count as this one: exp(20) = 5e8 is far beyond any ratio that means something
@@ -107,7 +102,7 @@ def gspo(
     num_rows: int,
     low: float = 3e-4,
     high: float = 4e-4,
-    level: Level = "geometric",
+    level: ratios.Level = "geometric",
 ) -> tuple[Tensor, Tensor]:
     r"""Group sequence policy optimisation, :math:`-\min(s A, \mathrm{clip}(s, 1 - l, 1 + h) A)`.
 
@@ -135,7 +130,7 @@ def gspo(
         >>> gspo(log_ratio, torch.ones(3), row, 2, 0.2, 0.2)
         (tensor([-1.1052, -1.1052, -1.0000]), tensor([False, False, False]))
     """
-    log_ratio = level_log_ratio(log_ratio_N.double(), row_N, num_rows, level)
+    log_ratio = ratios.level_log_ratio(log_ratio_N.double(), row_N, num_rows, level)
     loss, clipped = ppo_clip(log_ratio, advantage_N, low, high)
     return loss.to(torch.promote_types(log_ratio_N.dtype, advantage_N.dtype)), clipped
 
@@ -147,7 +142,7 @@ def gspo_token(
     num_rows: int,
     low: float = 3e-4,
     high: float = 4e-4,
-    level: Level = "geometric",
+    level: ratios.Level = "geometric",
 ) -> tuple[Tensor, Tensor]:
     r"""GSPO's token variant: the sequence's ratio in value, the token's own gradient.
 
@@ -175,7 +170,7 @@ def gspo_token(
         >>> torch.autograd.grad(loss.sum(), log_ratio)
         (tensor([-1.1052, -0.0000]),)
     """
-    log_ratio = level_log_ratio(log_ratio_N.detach().double(), row_N, num_rows, level)
+    log_ratio = ratios.level_log_ratio(log_ratio_N.detach().double(), row_N, num_rows, level)
     log_ratio = log_ratio + (log_ratio_N - log_ratio_N.detach())
     loss, clipped = ppo_clip(log_ratio, advantage_N, low, high)
     return loss.to(torch.promote_types(log_ratio_N.dtype, advantage_N.dtype)), clipped
@@ -225,7 +220,7 @@ def gmpo(
     capped = torch.where(advantage_N > 0, log_ratio_N.clamp(max=high), log_ratio_N)
     bounded = torch.where(advantage_N < 0, capped.clamp(min=-low), capped)
     clipped = (bounded != log_ratio_N).detach()
-    mean = geometric_log_ratio(bounded.double(), row_N, num_rows).clamp(max=MAX_LOG_RATIO)
+    mean = ratios.geometric_log_ratio(bounded.double(), row_N, num_rows).clamp(max=MAX_LOG_RATIO)
     loss = -mean.exp()[row_N] * advantage_N
     return loss.to(torch.promote_types(log_ratio_N.dtype, advantage_N.dtype)), clipped
 
@@ -275,7 +270,7 @@ def sequence_weights(
         tensor([2.0000, 2.0000, 0.3679])
     """
     # The exponent stays float64: of a sum near 20, float32 leaves a ratio six digits.
-    log_weights = sequence_log_ratio(log_ratio_N.detach().double(), row_N, num_rows)
+    log_weights = ratios.sequence_log_ratio(log_ratio_N.detach().double(), row_N, num_rows)
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp().clamp(max=maximum)
     return weights.to(log_ratio_N.dtype)[row_N]
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from torchrl_llm._checked import Ge
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm._settings import Count, Group, check_types, ensure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.environment import env_class

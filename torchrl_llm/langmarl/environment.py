@@ -411,7 +411,7 @@ def register_env(name: str) -> Callable[[type[BaseEnvironment]], type[BaseEnviro
         name: what configurations call it.
 
     Raises:
-        ConfigError: what is no environment, or a name that another class has.
+        ConfigError: what is no environment, or a name that another class has, or that is none.
 
     Example:
         >>> @register_env("echo")
@@ -424,6 +424,9 @@ def register_env(name: str) -> Callable[[type[BaseEnvironment]], type[BaseEnviro
     """
 
     def decorate(cls: type[BaseEnvironment]) -> type[BaseEnvironment]:
+        if not isinstance(name, str) or not name or ":" in name:
+            raise ConfigError(f"an environment needs a name without ':', got {name!r}")
+        names("environments")  # those that are here come first, whoever is imported first
         return register("environments", name)(_checked_class(f"register_env({name!r})", cls))
 
     return decorate

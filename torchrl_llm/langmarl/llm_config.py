@@ -18,7 +18,7 @@ from typing import Annotated, Any, Self
 from urllib.parse import urlsplit
 
 from torchrl_llm._checked import Ge, Gt
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm._settings import Count, Group, check_types, ensure, own
 from torchrl_llm.errors import ConfigError

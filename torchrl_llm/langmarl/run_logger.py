@@ -8,7 +8,7 @@ from numbers import Real
 from typing import Any
 
 from torchrl_llm._log import tell_once
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm._run_log import printable, say
 from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.langmarl.store import BaseStore, run_folder

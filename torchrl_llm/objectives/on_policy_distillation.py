@@ -16,15 +16,9 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm._checked import Ge, Gt, checked
+from torchrl_llm.data import scoring
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.replay_buffers.trajectory_queues import group_value
-from torchrl_llm.data.scoring import (
-    HeadStates,
-    ScoreExtras,
-    TokenScorer,
-    TokenScores,
-    check_same_vocabulary,
-)
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import k2, ppo_clip, truncated_weights
 from torchrl_llm.objectives import policy_loss as base
@@ -140,7 +134,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         actor_network: base.Actor,
         *,
         estimator: Estimator = "advantage",
-        teachers: TokenScorer | Mapping[str, TokenScorer] | None = None,
+        teachers: scoring.TokenScorer | Mapping[str, scoring.TokenScorer] | None = None,
         divergence: Literal["reverse", "forward"] = "reverse",
         coeff: Annotated[float, Gt(0)] = 1.0,
         outcome_coeff: Annotated[float, Ge(0)] = 0.0,
@@ -155,14 +149,14 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         self.clip_epsilon = (1.0, float("inf")) if clip_epsilon is None else clip_epsilon
         super().__init__(actor_network, aggregation=aggregation, **settings)
         named = {} if teachers is None else teachers
-        self._one_teacher = isinstance(teachers, TokenScorer)
+        self._one_teacher = isinstance(teachers, scoring.TokenScorer)
         # A plain dictionary, which nn.Module does not look into.
         self._teachers = {"the teacher": teachers} if self._one_teacher else dict(named)
         for name, teacher in self._teachers.items():
-            check_same_vocabulary(self.scorer, teacher, names=("the student", name))
+            scoring.check_same_vocabulary(self.scorer, teacher, names=("the student", name))
 
     @property
-    def teachers(self) -> dict[str, TokenScorer]:
+    def teachers(self) -> dict[str, scoring.TokenScorer]:
         """The teachers by name; empty where their log-probs are read from the rows."""
         return dict(self._teachers)
 
@@ -190,14 +184,14 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         """See :func:`~torchrl_llm.functional.ppo_clip`."""
         return base.Surrogate(*ppo_clip(tokens.log_ratio, tokens.advantage, *self.clip_epsilon))
 
-    def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
+    def extras(self, tensordict: Any, rows: TokenRows) -> scoring.ScoreExtras | None:
         """The teachers' distributions, where the divergence is over the vocabulary."""
         extras = super().extras(tensordict, rows)
         if self.estimator != "full_vocabulary":
             return extras
         states, index = self._states(tensordict, rows)
         return replace(
-            extras or ScoreExtras(),
+            extras or scoring.ScoreExtras(),
             teachers=states,
             teacher_index=index,
             divergence=self.divergence,
@@ -215,7 +209,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         tensordict: Any,
         rows: TokenRows,
         tokens: base.PolicyTokens,
-        scores: TokenScores,
+        scores: scoring.TokenScores,
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
@@ -252,7 +246,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
 
     def _states(
         self, tensordict: Any, rows: TokenRows
-    ) -> tuple[tuple[HeadStates, ...], Tensor | None]:
+    ) -> tuple[tuple[scoring.HeadStates, ...], Tensor | None]:
         """The states of each teacher for its tokens, and which teacher each token has."""
         if self._one_teacher:
             (teacher,) = self._teachers.values()
@@ -276,8 +270,10 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
             self.in_keys.append(keys.teacher_log_prob)
 
 
-def _states_of(teacher: TokenScorer, sequences: list[Tensor], select: list[Tensor]) -> HeadStates:
-    asked = ScoreExtras(states=True, log_probs=False)
+def _states_of(
+    teacher: scoring.TokenScorer, sequences: list[Tensor], select: list[Tensor]
+) -> scoring.HeadStates:
+    asked = scoring.ScoreExtras(states=True, log_probs=False)
     with torch.no_grad():
         states = teacher.token_scores(sequences, select, extras=asked).states
     if states is None:
@@ -296,10 +292,10 @@ def _check_together(
             "teachers belong to estimator='full_vocabulary', and are needed there; for the others "
             "RetrieveTeacherLogProb writes their log-probs into the rows"
         )
-    if teachers is not None and not isinstance(teachers, TokenScorer):
+    if teachers is not None and not isinstance(teachers, scoring.TokenScorer):
         if not isinstance(teachers, Mapping) or not teachers:
             raise ConfigError(f"teachers must be a TokenScorer or some by name, got {teachers!r}")
-        wrong = [name for name, one in teachers.items() if not isinstance(one, TokenScorer)]
+        wrong = [name for name, one in teachers.items() if not isinstance(one, scoring.TokenScorer)]
         if wrong:
             raise ConfigError(f"the teachers {wrong} are not TokenScorers")
     if divergence == "forward" and estimator != "full_vocabulary":

@@ -24,7 +24,6 @@ from torchrl_llm.recipes.grpo_config import (
     AsyncGRPOConfig as AsyncGRPOConfig,
     GRPOConfig as GRPOConfig,
     GRPOGroups as GRPOGroups,
-    check_arguments as check_arguments,
     load_config as load_config,
 )
 from torchrl_llm.recipes.objective_groups import (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from dataclasses import fields
 from typing import Any, Literal
 
 from torchrl_llm._settings import Group, ensure, naming, several
@@ -37,13 +37,9 @@ class CurriculumConfig(Group, key="curriculum"):
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in fields(self)[1:]:
-            default = key.default_factory() if key.default is MISSING else key.default
             owner = next(order for order, read in _READ.items() if key.name in read)
-            ensure(
-                self.order == owner or getattr(self, key.name) == default,
-                f"curriculum.{key.name} has no effect with curriculum.order={self.order}; it "
-                f"belongs to {owner}",
-            )
+            where = f"with curriculum.order={self.order}; it belongs to {owner}"
+            self.only(key.name, self.order == owner, where)
         ensure(len(self.band) == 2, f"curriculum.band must be [low, high], got {self.band}")
         with naming(f"curriculum.order={self.order}"):
             self.build()

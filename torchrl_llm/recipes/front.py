@@ -36,7 +36,7 @@ from torchrl_llm.trainers.run_folder import (
 from torchrl_llm.trainers.run_results import EvalResult
 
 
-class Command(Mapping[str, Any]):
+class Command(dict[str, Any]):
     """The settings of a run that differ from the defaults; its text is the command that says them.
 
     Args:
@@ -49,32 +49,24 @@ class Command(Mapping[str, Any]):
     """
 
     def __init__(self, name: str, settings: Mapping[str, Any]) -> None:
-        self.name, self.settings = name, dict(settings)
-
-    def __getitem__(self, key: str) -> Any:
-        return self.settings[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.settings)
-
-    def __len__(self) -> int:
-        return len(self.settings)
+        super().__init__(settings)
+        self.name = name
 
     @property
     def overrides(self) -> list[str]:
         """The settings as arguments of the command."""
         short = {whole: group for group, whole in SHORT.items()}
-        implied = "data.source" in self.settings and "env.dataset" not in self.settings
+        implied = "data.source" in self and "env.dataset" not in self
         return [
             f"{short.get(key, key)}={_typed(value)}"
-            for key, value in self.settings.items()
+            for key, value in self.items()
             if not (implied and (key, value) == ("env", "rows"))
         ]
 
     def __repr__(self) -> str:
         """The command, and which of its parts only this program has."""
         lines = [f"torchrl-llm train {self.name} {shlex.join(self.overrides)}"]
-        for value in dotted(self.settings).values():
+        for value in dotted(self).values():
             for path in value if isinstance(value, list) else [value]:
                 if isinstance(path, str) and given.only_here(path):
                     name = path.rpartition(":")[2]

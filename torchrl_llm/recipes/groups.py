@@ -82,11 +82,8 @@ class EnvConfig(ReadsOnce, key="env"):
         with naming("env.dataset"):
             check_task(self.dataset)
         check_options(self.dataset, self.options)
-        ensure(
-            bool(self.tools) or self.max_tool_turns == type(self).max_tool_turns,
-            "env.max_tool_turns has no effect without env.tools; a task's own tools have a limit "
-            "of their own",
-        )
+        where = "without env.tools; a task's own tools have a limit of their own"
+        self.only("max_tool_turns", bool(self.tools), where)
         check_tools(self.tools)
 
 
@@ -199,10 +196,8 @@ class ForwardConfig(Group, key="train"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.parallel != "none" or self.timeout_s == ForwardConfig.timeout_s,
-            "train.timeout_s has no effect with train.parallel=none: no process waits for another",
-        )
+        where = "with train.parallel=none: no process waits for another"
+        self.only("timeout_s", self.parallel != "none", where)
         check_device(self.device, "train.device")
 
 
@@ -489,11 +484,9 @@ class EngineConfig(InferenceModelConfig):
         super().__post_init__()
         with naming("inference_model.backend"):
             find("backends", self.backend)
-        for name, value in self.engine_options.items():
-            ensure(
-                self.backend == "vllm" or value == getattr(EngineConfig, name),
-                f"inference_model.{name} has no effect with inference_model.backend={self.backend}",
-            )
+        for name in self.engine_options:
+            where = f"with inference_model.backend={self.backend}"
+            self.only(name, self.backend == "vllm", where)
         longest = self.max_model_len
         ensure(
             longest is None or longest > self.max_tokens,
@@ -522,11 +515,8 @@ class SleepingEngineConfig(EngineConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.backend == "vllm" or not self.sleep,
-            f"inference_model.sleep has no effect with inference_model.backend={self.backend}: "
-            "only an engine of vLLM can sleep",
-        )
+        where = f"with inference_model.backend={self.backend}: only an engine of vLLM can sleep"
+        self.only("sleep", self.backend == "vllm", where)
 
 
 class WeightSyncConfig(Group, key="weight_sync"):
@@ -672,7 +662,5 @@ class RayConfig(Group, key="ray"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.address is None or self.num_cpus is None,
-            "ray.num_cpus has no effect with ray.address: the cluster knows its CPUs",
-        )
+        where = "with ray.address: the cluster knows its CPUs"
+        self.only("num_cpus", self.address is None, where)

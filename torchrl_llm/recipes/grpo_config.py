@@ -14,11 +14,10 @@ from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes import objective_groups as objective
 from torchrl_llm.recipes.agent_group import AgentConfig
-from torchrl_llm.recipes.command_keys import check_overrides
 from torchrl_llm.recipes.curriculum_config import CurriculumConfig
 from torchrl_llm.recipes.other_names import RENAMED
 from torchrl_llm.recipes.shared_keys import SampledConfig
-from torchrl_llm.recipes.strict_config import from_mapping, key_table, valid_keys
+from torchrl_llm.recipes.strict_config import from_mapping, valid_keys
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers.run_config import LoggingConfig
 
@@ -386,22 +385,6 @@ def load_config(values: Mapping[str, Any], schema: type[Config] = GRPOConfig) ->
 responses (train.prompts_per_batch=16 x env.repeats=8)
     """
     return from_mapping(schema, values, renamed=RENAMED | _elsewhere(schema))
-
-
-def check_arguments(arguments: list[str], schema: type[GRPOGroups] = GRPOConfig) -> list[str]:
-    """Refuse unknown and renamed keys on the command line; for copies of a page without its files.
-
-    Args:
-        arguments: the overrides, as ``optimizer.lr=1e-4``.
-        schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
-
-    Returns:
-        The overrides for Hydra.
-
-    Raises:
-        ConfigError: as ``check_overrides``.
-    """
-    return check_overrides(arguments, key_table(schema), elsewhere=_elsewhere(schema))
 
 
 def _elsewhere(schema: type[GRPOGroups]) -> dict[str, str]:

@@ -26,8 +26,8 @@ from typing import Any
 
 import yaml
 
+from torchrl_llm._masking import masked
 from torchrl_llm._parent import end_with_parent
-from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, show_traceback, shown
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 from torchrl_llm.recipes.command_keys import KeyTable, check_overrides

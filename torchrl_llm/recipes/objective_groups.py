@@ -126,10 +126,7 @@ class SFTLossConfig(Group, key="loss"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.beta is None or self.function == "minor_sft",
-            "loss.beta has no effect with loss.function=sft",
-        )
+        self.only("beta", self.function == "minor_sft", "with loss.function=sft")
         ensure(
             not (self.function == "minor_sft" and self.reduction == "token_mean"),
             "minor_sft looks at whole answers: no loss.reduction=token_mean",
@@ -287,18 +284,10 @@ class RewardConfig(RewardComponentsConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.kl_reduction == "sum" or self.kl_coeff > 0,
-            "reward.kl_reduction has no effect without reward.kl_coeff above 0",
-        )
-        ensure(
-            self.kl_target is None or self.kl_coeff > 0,
-            "reward.kl_target has no effect without reward.kl_coeff above 0, where it starts",
-        )
-        ensure(
-            self.kl_target is not None or self.kl_horizon == type(self).kl_horizon,
-            "reward.kl_horizon has no effect without reward.kl_target",
-        )
+        where = "without reward.kl_coeff above 0"
+        self.only("kl_reduction", self.kl_coeff > 0, where)
+        self.only("kl_target", self.kl_coeff > 0, f"{where}, where it starts")
+        self.only("kl_horizon", self.kl_target is not None, "without reward.kl_target")
 
 
 class FilterConfig(Group, key="filter"):
@@ -324,11 +313,8 @@ class FilterConfig(Group, key="filter"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        default = type(self).max_resamples
-        ensure(
-            self.zero_variance == "resample" or self.max_resamples == default,
-            "filter.max_resamples has no effect without filter.zero_variance=resample",
-        )
+        resamples = self.zero_variance == "resample"
+        self.only("max_resamples", resamples, "without filter.zero_variance=resample")
 
     @property
     def resamples(self) -> int:

@@ -1,11 +1,12 @@
 """Collectors of an asynchronous recipe: Ray actors behind one channel.
 
-What the actors build, they build themselves: they are sent a :class:`CollectionConfig`, which says
-what to build, and never a model or an environment.
+What the actors build, they build themselves: they are sent the configuration, which says what to
+build (:func:`of_collectors`), and never a model or an environment.
 """
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 import os
@@ -13,9 +14,9 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -34,73 +35,33 @@ from torchrl_llm.errors import WeightUpdateError, WorkerError
 from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.recipes import builders, groups
-from torchrl_llm.recipes.agent_group import AgentConfig
-from torchrl_llm.recipes.curriculum_config import CurriculumConfig
-from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig
-from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
+from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig, GRPOGroups
 from torchrl_llm.recipes.sampling_engine import engine_arguments
-from torchrl_llm.trainers.run_config import EvalConfig
 from torchrl_llm.weights import CanaryTarget, FileWriter, VLLMTransfer, engine_weights
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
+Config = TypeVar("Config", bound=GRPOGroups)
 
-@dataclass(kw_only=True)
-class CollectionConfig:
-    """The groups of a recipe that its collectors read, and what they are told besides.
 
-    Attributes:
-        rows_per_batch: responses that a collector samples at a time.
-        in_flight: what new weights do with responses that are being sampled.
-        curriculum: order in which prompts are drawn.
-        prompts: name of the actor that all collectors draw prompts from, where the order is that
-            of all together; ``None`` where each has one of its own.
+def of_collectors(config: Config, *, device: Literal["auto", "cpu"]) -> Config:
+    """A recipe's configuration as a collector builds from it, whose batch is a claim.
+
+    Adapters and checkpointing of gradients are the trainer's alone: collectors get merged weights,
+    and have no gradients. So is its GPU.
+
+    Args:
+        config: the recipe's, which says ``rows_per_claim``.
+        device: of the collectors; ``auto`` for the GPU that they see, if they see one.
     """
-
-    env: groups.EnvConfig
-    agent: AgentConfig
-    model: groups.ModelConfig
-    train: groups.TrainConfig
-    train_model: groups.TrainModelConfig
-    inference_model: groups.EngineConfig
-    ref_model: groups.RefModelConfig
-    reward: RewardComponentsConfig
-    eval: EvalConfig
-    seed: int
-    rows_per_batch: int
-    in_flight: Literal["wait", "keep", "abort"] = "wait"
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
-    prompts: str | None = None
-
-    @classmethod
-    def of(cls, config: AsyncGRPOConfig, *, device: Literal["auto", "cpu"]) -> CollectionConfig:
-        """What the collectors of a recipe need of its configuration.
-
-        Adapters and checkpointing of gradients are the trainer's alone: collectors get merged
-        weights, and have no gradients. So is its GPU.
-
-        Args:
-            config: the recipe's.
-            device: of the collectors; ``auto`` for the GPU that they see, if they see one.
-        """
-        names = ("env", "agent", "model", "inference_model", "ref_model", "reward", "eval", "seed")
-        names += ("curriculum",)
-        own = {name: getattr(config, name) for name in names}
-        held = replace(config.train_model, lora=groups.LoraConfig(), gradient_checkpointing=False)
-        return cls(
-            **own,
-            train=replace(
-                config.train,
-                device=device,
-                parallel="none",
-                timeout_s=groups.ForwardConfig.timeout_s,
-            ),
-            train_model=held,
-            rows_per_batch=config.rows_per_claim,
-            in_flight=config.weight_sync.in_flight,
-        )
+    made, prompts = copy.copy(config), config.rows_per_claim // config.env.repeats
+    alone = {"parallel": "none", "timeout_s": groups.ForwardConfig.timeout_s}
+    made.train = replace(config.train, prompts_per_batch=prompts, device=device, **alone)
+    held = {"lora": groups.LoraConfig(), "gradient_checkpointing": False}
+    made.train_model = replace(config.train_model, **held)
+    return made
 
 
-def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
+def make_collecting_policy(config: GRPOGroups) -> LLMWrapperBase:
     """The policy of a collector, in its own process; its first weights are the model's own.
 
     Objects that exist by then are taken out of the search for garbage, as in the trainer: half a
@@ -119,20 +80,20 @@ def make_collecting_policy(config: CollectionConfig) -> LLMWrapperBase:
     return policy
 
 
-def _policy(config: CollectionConfig) -> LLMWrapperBase:
+def _policy(config: GRPOGroups) -> LLMWrapperBase:
     if config.inference_model.backend == "transformers":
         return builders.make_policy(config)
     tokenizer = builders.make_tokenizer(config.model.name, config.inference_model.max_tokens)
     options: dict[str, Any] = {}
     if config.inference_model.backend == "vllm":
         options = engine_arguments(config, "load")
-        options["in_flight"] = "keep" if config.in_flight == "keep" else "wait"
+        options["in_flight"] = "keep" if config.weight_sync.in_flight == "keep" else "wait"
     make = find("backends", config.inference_model.backend)
     backend = make(config.model.name, tokenizer=tokenizer, **options)
     return vLLMWrapper(backend, tokenizer=tokenizer, **builders.wrapper_options(config))
 
 
-def sent_dtype(config: AsyncGRPOConfig | CollectionConfig) -> torch.dtype | None:
+def sent_dtype(config: GRPOGroups) -> torch.dtype | None:
     """The type in which weights go to collectors; ``None`` for that in which they are trained.
 
     Args:
@@ -143,18 +104,18 @@ def sent_dtype(config: AsyncGRPOConfig | CollectionConfig) -> torch.dtype | None
     return getattr(torch, engine_arguments(config, "load")["dtype"])
 
 
-def make_collecting_env(config: CollectionConfig) -> TaskEnv:
+def make_collecting_env(config: GRPOGroups, prompts: str | None = None) -> TaskEnv:
     """The environments of a collector, in its own process.
-
-    Each collector has an order of prompts of its own, or asks the actor ``config.prompts``.
 
     Args:
         config: what to build.
+        prompts: name of the actor that all collectors draw prompts from, where the order is that
+            of all together; ``None`` where each has one of its own.
     """
     tokenizer = load_tokenizer(config.model.name)
-    if config.prompts is None:
+    if prompts is None:
         return builders.make_train_env(config, tokenizer, seed=secrets.randbits(31))
-    shared = {"ray_backend": True, "dataloader_actor_name": config.prompts}
+    shared = {"ray_backend": True, "dataloader_actor_name": prompts}
     return builders.make_train_env(
         config, tokenizer, seed=config.seed, **shared, **config.curriculum.arguments
     )
@@ -297,18 +258,11 @@ class RayCollection(ChannelCollector):
 
 
 @contextmanager
-def ray_collection(
-    config: AsyncGRPOConfig,
-    *,
-    make_env: Callable[[CollectionConfig], EnvBase] = make_collecting_env,
-    make_policy: Callable[[CollectionConfig], Any] = make_collecting_policy,
-) -> Iterator[RayCollection]:
+def ray_collection(config: AsyncGRPOConfig) -> Iterator[RayCollection]:
     """The configured collectors, built and not started; Ray is started where it does not run.
 
     Args:
         config: the recipe's.
-        make_env: builds the environments of a collector, in its actor.
-        make_policy: builds its policy, in its actor.
 
     Yields:
         To be started with the weights that are trained, and iterated.
@@ -331,18 +285,18 @@ def ray_collection(
         channel = RayChannel(_WAITING * number, timeout_s=config.ray.timeout_s)
         # The GPU that Ray gives them, or the CPU.
         device = "auto" if config.gpus_per_collector else "cpu"
-        what = CollectionConfig.of(config, device=device)
+        what = of_collectors(config, device=device)
+        make_env = partial(make_collecting_env, what)
         # Names of this run: those of the run that it continues are in its accounts already.
         run = secrets.token_hex(3)
         carrier = _carrier(config, ray)
         primer = None
         if config.curriculum.order != "shuffle":
             # The actor ends with the process that starts it, which is the learner's.
-            what = replace(what, prompts=f"prompts-{run}")
-            primer = make_env(what).primer
-        build = partial(
-            _build, config, channel, partial(make_env, what), partial(make_policy, what), run
-        )
+            make_env = partial(make_env, prompts=f"prompts-{run}")
+            primer = make_env().primer
+        make_policy = partial(make_collecting_policy, what)
+        build = partial(_build, config, channel, make_env, make_policy, run)
         with ThreadPoolExecutor(number) as threads:
             members = list(threads.map(build, range(number)))
         rule: StalenessRule = config.train.staleness

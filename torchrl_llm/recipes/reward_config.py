@@ -23,9 +23,6 @@ from torchrl_llm._settings import ensure, naming
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.rewards.judge import endpoint_judge
-
-__all__ = ["add_components", "check_components", "endpoint_judge", "has_token_rewards"]
 
 TASK = "task"
 _PATH = "reward.components"
@@ -40,13 +37,6 @@ _TERMS = {
     if name != "scorer"
 }
 _Terms = make_dataclass("_Terms", [(name, *term) for name, term in _TERMS.items()], kw_only=True)
-
-
-def __getattr__(name: str) -> object:
-    """``SCORERS``: the scorers that have a name, with what makes them."""
-    if name != "SCORERS":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return {each: find("rewards", each) for each in names("rewards")}
 
 
 def check_components(settings: Settings) -> dict[str, dict[str, Any]]:

@@ -14,14 +14,15 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from torchrl_llm._registry import constructor_arguments, names
 from torchrl_llm._settings import convert
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, refusal
+from torchrl_llm.recipes.command_keys import refusal
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -129,7 +130,6 @@ def variant(
     target: Callable[..., Any],
     *,
     given: Collection[str] = (),
-    defaults: Mapping[str, Any] | None = None,
 ) -> type[Component]:
     """Derive a variant of a group from the signature of what it builds.
 
@@ -138,7 +138,6 @@ def variant(
         name: the variant's ``type``.
         target: a class, or a function that makes an instance.
         given: arguments that are no keys: whoever calls ``build`` passes them, or nobody does.
-        defaults: defaults that differ from those of the signature.
 
     Returns:
         A keyword-only dataclass. Of arguments that take plain values as well as objects, only the
@@ -147,23 +146,18 @@ def variant(
     Raises:
         TypeError: an argument that is neither given nor has a default.
     """
-    defaults = dict(defaults or {})
     entries: list[tuple[str, Any, Any]] = [("type", Literal[name], field(default=name))]
     for key, parameter in constructor_arguments(target).items():
         if key in given:
             continue
-        default = defaults.pop(key, parameter.default)
+        default = parameter.default
         if default is inspect.Parameter.empty:
-            raise TypeError(
-                f"{target.__name__} needs {key}, which must be given or have a default here"
-            )
+            raise TypeError(f"{target.__name__} needs {key}, which must be given or have a default")
         hint = _plain(parameter.annotation)
         if hint is None:
             continue  # takes objects only, which no file can write
         value = field(default_factory=default.copy) if isinstance(default, list) else default
         entries.append((key, hint, value))
-    if defaults:
-        raise TypeError(f"{target.__name__} has no arguments {sorted(defaults)}")
     made = make_dataclass(
         f"{group.__name__}_{name.rpartition(':')[2]}",
         entries,
@@ -239,53 +233,10 @@ def valid_keys(schema: type, prefix: str = "") -> Iterator[str]:
             yield from valid_keys(hint, f"{prefix}{name}.")
 
 
+@cache
 def _hints(schema: type) -> list[tuple[str, Any]]:
     hints = get_type_hints(schema)
     return [(entry.name, hints[entry.name]) for entry in fields(schema)]
-
-
-def key_table(schema: type, prefix: str = "") -> KeyTable:
-    """The keys of a schema, as those of a recipe's files are read.
-
-    Args:
-        schema: a dataclass type.
-        prefix: put before each key, with its trailing dot.
-    """
-    table = KeyTable(open_options=True)
-    for name, hint in _hints(schema):
-        key = f"{prefix}{name}"
-        if _is_component(hint):
-            table.defaults[key] = hint.default
-            options = hint.variants.items()
-            table.groups[key] = {name: list(valid_keys(each, f"{key}.")) for name, each in options}
-            continue
-        table.plain.append(key)
-        if get_origin(hint) is dict:
-            table.open.add(key)
-        elif is_dataclass(hint):
-            inner = key_table(hint, f"{key}.")
-            table.plain += inner.plain
-            table.open |= inner.open
-    return table
-
-
-def check_override_keys(arguments: Iterable[str], schema: type) -> list[str]:
-    """Refuse command-line overrides ``key=value`` whose key a schema does not have.
-
-    For a page of your own without YAML files; those of this package are checked by
-    ``torchrl_llm.recipes.launch.begin``, before anything is imported.
-
-    Args:
-        arguments: the arguments of the command line, ``sys.argv[1:]``.
-        schema: a dataclass type.
-
-    Returns:
-        The arguments for Hydra.
-
-    Raises:
-        ConfigError: as ``check_overrides``.
-    """
-    return check_overrides(arguments, key_table(schema))
 
 
 def _is_component(schema: Any) -> bool:

@@ -7,20 +7,12 @@ from collections.abc import Mapping, Sequence
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
-from torchrl_llm._registry import constructor_arguments, find, names
+from torchrl_llm._registry import constructor_arguments, find
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv, insert_tools
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask
 from torchrl_llm.tools import Tool, ToolTransform
 from torchrl_llm.tools.tool_transform import as_tool
-
-
-def __getattr__(name: str) -> object:
-    """``TASKS``: name to ``"module:class"`` of every task that is registered."""
-    if name != "TASKS":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = {each: find("tasks", each) for each in names("tasks")}
-    return {each: f"{task.__module__}:{task.__qualname__}" for each, task in found.items()}
 
 
 def check_task(name: str) -> None:

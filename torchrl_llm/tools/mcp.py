@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 from torchrl_llm._checked import Gt, checked
 from torchrl_llm._imports import require
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import ConfigError, WorkerError
 from torchrl_llm.tools.background_loop import BackgroundLoop

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 from torchrl._utils import logger
 
 from torchrl_llm._imports import require
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.errors import ConfigError, WorkerError
 
 _FEATURE = "MCPToolTransform"

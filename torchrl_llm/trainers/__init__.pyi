@@ -4,13 +4,9 @@ from torchrl_llm.collectors.staleness import Pacer as Pacer, StalenessRule as St
 from torchrl_llm.recipes import (
     AsyncGRPOConfig as AsyncGRPOConfig,
     GRPOConfig as GRPOConfig,
-    check_arguments as check_arguments,
     load_config as load_config,
 )
-from torchrl_llm.recipes.strict_config import (
-    check_override_keys as check_override_keys,
-    from_mapping as from_mapping,
-)
+from torchrl_llm.recipes.strict_config import from_mapping as from_mapping
 from torchrl_llm.trainers.batch_source import (
     BatchSource as BatchSource,
     trained_rows as trained_rows,
@@ -35,8 +31,6 @@ from torchrl_llm.trainers.progress import StopRequest as StopRequest
 from torchrl_llm.trainers.ranks import (
     Ranks as Ranks,
     begin_ranks as begin_ranks,
-    global_normalizer as global_normalizer,
-    sum_over_ranks as sum_over_ranks,
 )
 from torchrl_llm.trainers.reward_watch import (
     FailureTally as FailureTally,

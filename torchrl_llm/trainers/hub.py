@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 

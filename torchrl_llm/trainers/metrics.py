@@ -287,32 +287,28 @@ class LossMeter:
     epochs) are averaged.
 
     Example:
+        >>> from torchrl_llm.objectives import SFTLossOutput
         >>> meter = LossMeter()
-        >>> meter.add({"loss_objective": torch.tensor(1.0)})
-        >>> meter.add({"loss_objective": torch.tensor(2.0)})
+        >>> meter.add(SFTLossOutput(loss_sft=torch.tensor(1.0)))
+        >>> meter.add(SFTLossOutput(loss_sft=torch.tensor(2.0)))
         >>> meter.close(grad_norm=0.5)
         >>> meter.metrics()
-        {'train/loss_objective': 3.0, 'train/grad_norm': 0.5}
+        {'train/loss_sft': 3.0, 'train/grad_norm': 0.5}
     """
 
     def __init__(self) -> None:
-        self._open: Any = None
+        self._open: LLMLossOutput | None = None
         self._sums: dict[str, float] = {}
         self._batches = 0
 
-    def add(self, output: LLMLossOutput | Mapping[str, torch.Tensor]) -> None:
+    def add(self, output: LLMLossOutput) -> None:
         """Add the output of a micro-batch.
 
         Args:
-            output: the output of a loss, or a mapping of names to scalars.
+            output: of a loss.
         """
-        if isinstance(output, Mapping):
-            before = self._open or {}
-            parts = {name: value.detach() for name, value in output.items()}
-            self._open = before | {n: before[n] + v if n in before else v for n, v in parts.items()}
-        else:
-            part = output.detach()
-            self._open = part if self._open is None else self._open + part
+        part = output.detach()
+        self._open = part if self._open is None else self._open + part
 
     def close(self, **values: torch.Tensor | float) -> None:
         """End a batch, at its optimizer step.
@@ -320,9 +316,7 @@ class LossMeter:
         Args:
             values: further numbers of this batch, such as the norm of its gradient.
         """
-        metrics = {} if self._open is None else self._open
-        if not isinstance(metrics, Mapping):
-            metrics = metrics.metrics()
+        metrics = {} if self._open is None else self._open.metrics()
         for name, value in {**metrics, **values}.items():
             self._sums[name] = self._sums.get(name, 0.0) + number(value)
         self._open = None

@@ -8,7 +8,7 @@ piece is normalised by the whole batch (``loss.normalizer``), so the gradients o
 to the gradient of the batch, whatever the cut.
 
 A batch may also be spread over ranks (:mod:`torchrl_llm.trainers.ranks`). Each rank computes its
-rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.global_normalizer`); the
+rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); the
 ranks' losses then add up to that of the batch, as those of micro-batches do, and so do gradients.
 Where weights are whole, they are added up once, after the last micro-batch. FSDP2 averages those of
 shards in each backward, so the loss is multiplied by the number of ranks there; and because each
@@ -27,7 +27,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -36,7 +36,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
+from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.ragged import lazy_rows, read_rows
+from torchrl_llm.data.row_transform import pieces_under_budget
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
@@ -201,48 +203,44 @@ def clipped_step(
     return norm
 
 
-def plan_micro_batches(lengths: Sequence[int], budget: int | None) -> list[list[int]]:
+@checked
+def plan_micro_batches(lengths: Sequence[int], budget: Annotated[int, Ge(1)]) -> list[list[int]]:
     """Cut rows into pieces of at most ``budget`` padded tokens (rows x longest row).
 
     Args:
         lengths: tokens in each row.
-        budget: padded tokens a piece may hold; ``None`` puts all rows into one piece. A single row
-            that is longer goes alone, for a row cannot be cut.
+        budget: padded tokens a piece may hold. A single row that is longer goes alone, for a row
+            cannot be cut.
 
     Returns:
         Row indices of each piece, the piece with the longest rows first, so that a batch that does
         not fit into memory fails at once; each row appears exactly once.
 
     Raises:
-        ValueError: the budget is not positive.
+        ConfigError: the budget is not positive.
 
     Example:
         >>> plan_micro_batches([2, 9, 3, 8], 18)
         [[1, 3], [2, 0]]
     """
-    if budget is None:
-        return [list(range(len(lengths)))] if lengths else []
-    _check(budget)
-    pieces: list[list[int]] = []
-    longest = 0
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
-        if pieces and (len(pieces[-1]) + 1) * longest <= budget:
-            pieces[-1].append(row)
-        else:
-            pieces.append([row])
-            longest = lengths[row]
-    return pieces
+    return pieces_under_budget(_longest_first(lengths), lengths, budget)
 
 
+def _longest_first(lengths: Sequence[int]) -> list[int]:
+    return sorted(range(len(lengths)), key=lambda row: -lengths[row])
+
+
+@checked
 def plan_packed_batches(
-    lengths: Sequence[int], budget: int | None, groups: Sequence[Hashable] | None = None
+    lengths: Sequence[int],
+    budget: Annotated[int, Ge(1)],
+    groups: Sequence[Hashable] | None = None,
 ) -> list[list[int]]:
     """Cut rows into pieces of at most ``budget`` tokens, with the rows of a group together.
 
     Args:
         lengths: tokens in each row.
-        budget: tokens a piece may hold; ``None`` puts all rows into one piece. A single row that is
-            longer goes alone.
+        budget: tokens a piece may hold. A single row that is longer goes alone.
         groups: what each row belongs to; by default each row is a group of its own. A group is cut
             only where it meets the budget.
 
@@ -251,17 +249,14 @@ def plan_packed_batches(
         longest on; each row appears exactly once.
 
     Raises:
-        ValueError: the budget is not positive.
+        ConfigError: the budget is not positive.
 
     Example:
         >>> plan_packed_batches([4, 9, 3, 8], 15, groups=[0, 1, 1, 0])
         [[1, 2], [3, 0]]
     """
-    if budget is None:
-        return [list(range(len(lengths)))] if lengths else []
-    _check(budget)
     families: dict[Hashable, list[int]] = {}
-    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+    for row in _longest_first(lengths):
         families.setdefault(row if groups is None else groups[row], []).append(row)
     pieces: list[list[int]] = []
     held = 0
@@ -272,11 +267,6 @@ def plan_packed_batches(
             held = lengths[row]
         pieces[-1].append(row)
     return pieces
-
-
-def _check(budget: int) -> None:
-    if budget < 1:
-        raise ValueError(f"the token budget of a micro-batch must be at least 1, got {budget}")
 
 
 def micro_batches(

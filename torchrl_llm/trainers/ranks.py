@@ -3,8 +3,8 @@
 ``torchrun`` starts a script as several processes, the ranks; :func:`begin_ranks` makes a group of
 them, by gloo on CPUs and by NCCL on GPUs. A rank has rows of its own, and weights that are whole
 (``ddp``) or a part of the model's (``fsdp2``, :func:`shard`). What a rank computes is a sum over
-its rows divided by counts of the rows of all ranks (:func:`global_normalizer`), so that results of
-ranks add up as those of micro-batches do; gradients are added, never averaged.
+its rows divided by counts of the rows of all ranks (:func:`sum_counts`), so that results of ranks
+add up as those of micro-batches do; gradients are added, never averaged.
 
 :data:`ALONE` stands for a process without others, and does nothing.
 
@@ -40,7 +40,6 @@ from torchrl_llm.data.wire import PackedRows, pack_rows
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.composite_loss import CompositeNormalizer
-from torchrl_llm.objectives.token_loss import LLMLossOutput
 
 Parallel = Literal["none", "ddp", "fsdp2"]
 T = TypeVar("T")
@@ -434,10 +433,6 @@ def _add(tensors: Sequence[Tensor]) -> None:
 # -- losses ---------------------------------------------------------------------------------------
 
 
-def _in_group(group: dist.ProcessGroup | None) -> bool:
-    return dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
-
-
 def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
     """Counts of several sets of rows together; ``None`` where there are none.
 
@@ -449,57 +444,6 @@ def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
     """
     found = [each for each in counts if each is not None]
     return functools.reduce(lambda total, each: total.plus(each), found) if found else None
-
-
-def global_normalizer(
-    normalizer: Counts | None, group: dist.ProcessGroup | None = None
-) -> Counts | None:
-    """Counts of the rows of all ranks together. All ranks have to call it.
-
-    Args:
-        normalizer: counts of this rank's rows; ``None`` for none, or ``Normalizer(0, 0)`` (with
-            ``group_tokens={}`` for ``prompt_mean``). Rows of one prompt may be on several ranks.
-        group: the ranks; all by default.
-
-    Returns:
-        The counts; ``None`` where no rank has any.
-
-    Raises:
-        ValueError: when some ranks count prompt groups and some do not.
-
-    Example:
-        >>> global_normalizer(Normalizer(10, 2))
-        Normalizer(num_tokens=10, num_sequences=2, group_tokens=None)
-    """
-    if not _in_group(group):
-        return normalizer
-    everyone: list[Any] = [None] * dist.get_world_size(group)
-    # The counts are Python numbers and dictionaries: an object of a few bytes a rank.
-    dist.all_gather_object(everyone, normalizer, group=group)
-    return sum_counts(everyone)
-
-
-def sum_over_ranks(output: LLMLossOutput, group: dist.ProcessGroup | None = None) -> LLMLossOutput:
-    """The sum of the loss outputs of all ranks, without gradients. All ranks have to call it.
-
-    Args:
-        output: output of a loss that was computed with the :func:`global_normalizer`.
-        group: the ranks; all by default.
-
-    Returns:
-        The output of the whole batch, on every rank.
-
-    Example:
-        >>> import torch
-        >>> from torchrl_llm.objectives import SFTLossOutput
-        >>> sum_over_ranks(SFTLossOutput(loss_sft=torch.ones(()))).loss_sft
-        tensor(1.)
-    """
-    total = output.detach().clone()
-    if _in_group(group):
-        for value in total.leaves():
-            dist.all_reduce(value, group=group)
-    return total
 
 
 # -- ending ---------------------------------------------------------------------------------------

@@ -12,12 +12,15 @@ from torchrl_llm._run_log import printable
 from torchrl_llm.functional import wilson_interval
 
 
-def text_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> str:
+def text_table(
+    rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), num_names: int = 1
+) -> str:
     """A table without lines at its sides, which no width of a window can break.
 
     Args:
         rows: the texts of each row. The first of a row names it.
         header: titles of the columns, whose values are then numbers; none for names with values.
+        num_names: columns at the left whose values are none.
 
     Returns:
         Text of several lines, in colours where standard output is a terminal.
@@ -38,7 +41,7 @@ def text_table(rows: Iterable[Sequence[str]], *, header: Sequence[str] = ()) -> 
     rows = list(rows)
     table = Table(box=None, show_header=bool(header), pad_edge=False, padding=(0, 2, 0, 0))
     for number, title in enumerate(header or rows[0]):
-        right = "right" if header and number else "left"
+        right = "right" if header and number >= num_names else "left"
         table.add_column(Text(title if header else ""), justify=right, no_wrap=True)
     for name, *values in rows:
         table.add_row(Text(printable(name), "bold"), *(Text(printable(v)) for v in values))

@@ -24,8 +24,8 @@ from tensordict import LazyStackedTensorDict
 from torch import nn
 
 from torchrl_llm._files import replacing
+from torchrl_llm._masking import masked
 from torchrl_llm._progress import ProgressBar
-from torchrl_llm._redis import masked
 from torchrl_llm._run_log import RunLog, say
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
@@ -35,11 +35,15 @@ from torchrl_llm.trainers.hub import push_to_hub
 from torchrl_llm.trainers.kept_rollouts import KeptRollouts, RowOutcomes
 from torchrl_llm.trainers.loggers import make_loggers
 from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
-from torchrl_llm.trainers.out_of_memory import naming_keys
 from torchrl_llm.trainers.progress import Cut, StopRequest
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.reward_watch import RewardWatch
-from torchrl_llm.trainers.run_config import CheckpointConfig, EvalConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import (
+    CheckpointConfig,
+    EvalConfig,
+    LoggingConfig,
+    naming_keys,
+)
 from torchrl_llm.trainers.run_folder import CONFIG_FILE, METRICS_FILE, nested, set_folders_aside
 from torchrl_llm.trainers.run_models import RunModels, names_of_parameters
 from torchrl_llm.trainers.run_results import EvalResult, RunResults, Shown

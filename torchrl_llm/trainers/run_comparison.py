@@ -14,9 +14,11 @@ from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
 
+from torchrl_llm._registry import did_you_mean
 from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.trainers.curves import Curve
+from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import CHECKPOINTS, METRICS_FILE, read_config, read_metrics
 
 # Where a run writes, and how often, does not make it another run.
@@ -204,9 +206,8 @@ def check_metrics(runs: Sequence[RunRecord], names: Sequence[str]) -> None:
     known = sorted({name for run in runs for name in run.metrics})
     for name in names:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
-            hint = f"did you mean {near[0]!r}? " if near else ""
-            raise ConfigError(f"no run has the metric {name!r}: {hint}There are {', '.join(known)}")
+            hint = did_you_mean(name, known) or "."
+            raise ConfigError(f"no run has the metric {name!r}{hint} There are {', '.join(known)}")
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
@@ -255,9 +256,9 @@ def comparison_table(
         run  runs  steps  train/reward last  highest
         a       1      3              0.500    0.900
     """
-    lines = [[*heads, "runs", "steps"]]
+    lines, header = [], [*heads, "runs", "steps"]
     for name in metrics:
-        lines[0] += [f"{name} last", "lowest" if "loss" in name else "highest"]
+        header += [f"{name} last", "lowest" if "loss" in name else "highest"]
     for identity, runs in groups.items():
         ends = [max((c.steps[-1] for c in run.metrics.values()), default=0) for run in runs]
         steps = f"{min(ends)}" if len(set(ends)) == 1 else f"{min(ends)}-{max(ends)}"
@@ -274,15 +275,7 @@ def comparison_table(
                 _mean_and_spread([best(values) for values in finite if values]),
             ]
         lines.append(line)
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    left = len(heads)
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if place < left else cell.rjust(width)
-            for place, (cell, width) in enumerate(zip(line, widths, strict=True))
-        ).rstrip()
-        for line in lines
-    )
+    return text_table(lines, header=header, num_names=len(heads))
 
 
 def _mean_and_spread(values: Sequence[float]) -> str:

@@ -1,13 +1,16 @@
-"""Settings of a run that are the same for every algorithm, and which of them may change later."""
+"""Settings of a run that are the same for every algorithm: which may change, which cost memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
+
+import torch
 
 from torchrl_llm._checked import Ge
 from torchrl_llm._settings import Count, Group, naming, several
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.modules.weight_files import size_in_bytes
 from torchrl_llm.trainers.hub import check_repository
 from torchrl_llm.trainers.kept_rollouts import Kept
@@ -19,6 +22,19 @@ _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signa
 _FREE_ON_RESUME += ("reward.on_all_invalid", "train.parallel", "train.timeout_s")
 _FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was too long ended it
 _FREE_ON_RESUME += ("env.on_overlong",)
+
+
+# What the memory of each part of a step grows with, the key that costs least to lower first.
+_LOWERED = {
+    "train": ("train.micro_token_budget",),
+    "sample": (
+        "train.prompts_per_batch",
+        "env.repeats",
+        "inference_model.max_tokens",
+        "train.micro_token_budget",
+    ),
+    "evaluate": ("eval.batch_size", "eval.max_tokens", "inference_model.max_tokens"),
+}
 
 
 class LoggingConfig(Group, key="logging"):
@@ -112,3 +128,29 @@ def check_resumed(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> Non
             "checkpoint.resume=auto continues a run as it was, but these keys differ: "
             + "; ".join(changed)
         )
+
+
+@contextmanager
+def naming_keys(part: str, config: Mapping[str, Any]) -> Iterator[None]:
+    """Turn torch's out-of-memory error into one that names the keys to lower.
+
+    Args:
+        part: of a step: ``train``, ``sample`` or ``evaluate``; in others the error stays as it is.
+        config: flat, dotted key to value; keys that are not there are not named.
+
+    Raises:
+        ResourceError: the device ran out of memory; torch's error is its cause.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        advice = [f"{key} (now {config[key]})" for key in _LOWERED.get(part, ()) if key in config]
+        if not advice:
+            raise
+        if part == "train" and not config.get("train_model.gradient_checkpointing", True):
+            advice.append("or set train_model.gradient_checkpointing=true")
+        what = str(error).partition(" GPU ")[0].rstrip(". ")
+        raise ResourceError(
+            f"{what}, in the part {part!r} of a step. Lower {', '.join(advice)}; torchrl-llm "
+            "memory, with the keys of this run, shows what the memory goes to"
+        ) from error

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.errors import DamagedCheckpointError, TorchRLLLMError
 from torchrl_llm.trainers.checkpoint import CheckpointStore, load_rng_state, rng_state
 from torchrl_llm.trainers.kept_rollouts import KeptRollouts

@@ -21,7 +21,6 @@ from torchrl_llm.weights.engine_updaters import (
 from torchrl_llm.weights.fingerprint import WeightLedger as WeightLedger
 from torchrl_llm.weights.gathered import (
     GatheredWeights as GatheredWeights,
-    RankZeroWeights as RankZeroWeights,
 )
 from torchrl_llm.weights.redis_weights import (
     RedisWeightReader as RedisWeightReader,
@@ -48,7 +47,6 @@ from torchrl_llm.weights.weight_names import (
 from torchrl_llm.weights.weight_updater import (
     InProcessWeights as InProcessWeights,
     JointWeights as JointWeights,
-    SharedWeights as SharedWeights,
     WeightUpdater as WeightUpdater,
     named_weights as named_weights,
 )

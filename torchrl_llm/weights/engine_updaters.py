@@ -6,6 +6,7 @@ trainer computes. Next: :mod:`~torchrl_llm.weights.shared_engine`, where nothing
 
 from __future__ import annotations
 
+import json
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -23,7 +24,7 @@ from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 from torchrl_llm.weights.canary import CanaryCheck
 from torchrl_llm.weights.fingerprint import WeightDigest, WeightLedger
-from torchrl_llm.weights.weight_names import engine_weights, normalized_name, whole_tensor
+from torchrl_llm.weights.weight_names import engine_weights, whole_tensor
 from torchrl_llm.weights.weight_source import (
     AdapterSource,
     DeltaSource,
@@ -287,8 +288,8 @@ class AdapterWeights(EngineWeights):
 
     An engine with LoRA (vLLM with ``enable_lora=True``, or a
     :class:`~torchrl_llm.modules.backends.TransformersBackend` on a PEFT model of its own) takes the
-    adapter as it is. With ``merge`` the engine needs none: it gets the full weights of the adapted
-    layers, each with the adapter added, and keeps the others.
+    adapter as it is. Others get merged weights, by :class:`EngineWeights` all of them, by
+    :class:`DeltaWeights` those of the adapted layers alone once they have the others.
 
     The engine must have been built from the model's base; nothing but a ``canary`` would notice
     another one.
@@ -296,7 +297,6 @@ class AdapterWeights(EngineWeights):
     Args:
         *backends: see :class:`EngineWeights`.
         model: the PEFT model; needed here or in :meth:`push_weights`.
-        merge: send merged weights.
         canary: see :class:`EngineWeights`; its reference must score with the adapter.
         ledger: see :class:`EngineWeights`.
     """
@@ -305,17 +305,13 @@ class AdapterWeights(EngineWeights):
         self,
         *backends: Backend,
         model: nn.Module | None = None,
-        merge: bool = False,
         canary: CanaryCheck | None = None,
         ledger: WeightLedger | None = None,
     ) -> None:
-        self._merge = merge
         super().__init__(*backends, model=model, canary=canary, ledger=ledger)
 
     def _check(self, backend: Backend) -> None:
-        # An adapter leaves the weights of its base alone.
-        if self._merge:
-            super()._check(backend)
+        """Any will do: an adapter leaves the weights of its base alone."""
 
     def _sender(self, weights: Any, version: int) -> Sender:
         if isinstance(weights, LLMWrapperBase):
@@ -328,18 +324,22 @@ class AdapterWeights(EngineWeights):
                 "AdapterWeights pushes a PEFT model with one active adapter, got "
                 f"{type(weights).__name__}; a model without adapter goes by EngineWeights"
             )
-        source = self._counted(_merged(weights) if self._merge else _adapter(weights))
-        return lambda backend: backend.update_weights(source, version=version)
+        return partial(update_backend, source=self._counted(_adapter(weights)), version=version)
 
 
 def _adapter(model: nn.Module) -> WeightSource:
     peft = require("peft", extra="peft", feature="AdapterWeights")
     name = model.active_adapter
     state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, adapter_name=name)
-    config = {key: _plain(value) for key, value in model.peft_config[name].to_dict().items()}
-    config["inference_mode"] = True
+    # Plain, as JSON has it: PEFT's configuration holds sets and enums.
+    held = json.dumps(model.peft_config[name].to_dict(), default=_plain)
+    config = json.loads(held) | {"inference_mode": True}
     weights = {key: whole_tensor(value.detach()) for key, value in sorted(state.items())}
     return AdapterSource(weights, config=config)
+
+
+def _plain(value: Any) -> Any:
+    return sorted(value) if isinstance(value, (set, frozenset)) else str(value)
 
 
 def _unwrapped(weights: Any) -> Any:
@@ -350,29 +350,3 @@ def _unwrapped(weights: Any) -> Any:
             break
         weights = inside
     return weights
-
-
-def _merged(model: nn.Module) -> WeightSource:
-    """The merged weights of the adapted layers alone."""
-    adapted = {
-        normalized_name(path)
-        for path, part in model.named_modules()
-        if hasattr(part, "base_layer") or hasattr(part, "modules_to_save")
-    }
-    weights = {
-        name: value
-        for name, value in engine_weights(model).items()
-        if name.rpartition(".")[0] in adapted
-    }
-    return TensorSource(weights, kind="delta")
-
-
-def _plain(value: Any) -> Any:
-    """As JSON has it: PEFT's configuration holds sets and enums."""
-    if isinstance(value, (set, frozenset)):
-        return sorted(value)
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(inner) for inner in value]
-    return value if isinstance(value, (str, int, float, bool, type(None))) else str(value)

@@ -1,19 +1,13 @@
-"""Updaters of several training processes: shards are gathered, by all of them.
-
-Either each process has a whole twin of the policy, or the first one sends for all.
-"""
+"""Updater of several training processes: shards are gathered by all, into a whole twin of each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from torchrl_llm.errors import ConfigError
-from torchrl_llm.weights.weight_names import Weights, engine_weights, whole_tensor
+from torchrl_llm.weights.weight_names import whole_tensor
 from torchrl_llm.weights.weight_updater import WeightUpdater
 
 
@@ -63,39 +57,3 @@ class GatheredWeights(WeightUpdater):
                     twin.copy_(whole_tensor(trained))
         if self._then is not None:
             self._then.push_weights()
-
-
-class RankZeroWeights(WeightUpdater):
-    """Only the first of several training processes sends; all must push, to gather shards.
-
-    Args:
-        make: builds the updater that sends; called once, in rank 0, by the first push.
-
-    Attributes:
-        inner: the updater; ``None`` before the first push and in other ranks.
-    """
-
-    def __init__(self, make: Callable[[], WeightUpdater]) -> None:
-        self._make = make
-        self.inner: WeightUpdater | None = None
-
-    def push_weights(self, policy_or_weights: Weights | None = None) -> None:
-        """Gather the weights, and send them from rank 0.
-
-        Args:
-            policy_or_weights: the trained module, the same in every rank.
-
-        Raises:
-            ConfigError: none was given.
-            WeightUpdateError: they did not arrive; raised in rank 0 alone.
-        """
-        if policy_or_weights is None:
-            raise ConfigError("RankZeroWeights needs the trained module in every rank")
-        weights = engine_weights(policy_or_weights)
-        if dist.is_initialized() and dist.get_rank() != 0:
-            return
-        if self.inner is None:
-            self.inner = self._make()
-            if self.collector is not None:
-                self.inner.register_collector(self.collector)
-        self.inner.push_weights(weights)

@@ -17,9 +17,9 @@ import json
 import os
 from typing import Any
 
+from safetensors.torch import load, load_file
 from torch import Tensor
 
-from torchrl_llm._imports import require
 from torchrl_llm.errors import TorchRLLLMError, WeightUpdateError
 from torchrl_llm.modules.backends.vllm.build import keep_weights_unpacked
 from torchrl_llm.weights.vllm_loading import agree, load_into_vllm_model
@@ -113,9 +113,8 @@ def _source(said: dict[str, Any], transfers: dict[str, bytearray]) -> WeightSour
 
 
 def _tensors(*, path: str | None = None, content: bytes = b"") -> dict[str, Tensor]:
-    safetensors = require("safetensors.torch", extra="vllm", feature="WeightReceiver")
     try:
-        return safetensors.load(content) if path is None else safetensors.load_file(path)
+        return load(content) if path is None else load_file(path)
     except Exception as error:
         # A broken file raises an exception of the format's own, which has no common base.
         raise WeightUpdateError(f"this is no safetensors file: {error}") from error

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from torchrl_llm._imports import require
@@ -93,7 +94,7 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
     if lora is None:
         raise ConfigError(
             "this engine takes no adapters: start it with enable_lora=True, or send merged weights "
-            "(AdapterWeights(merge=True))"
+            "(EngineWeights or DeltaWeights)"
         )
     incoming = open_source(source, version=version)
     source = incoming.source
@@ -110,10 +111,9 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
         )
     incoming.check_version(llm)
     request_type = require("vllm.lora.request", extra="vllm", feature="load_adapter").LoRARequest
-    safetensors = require("safetensors.torch", extra="vllm", feature="load_adapter")
     folder = tempfile.TemporaryDirectory(prefix="adapter-", ignore_cleanup_errors=True)
     tensors = {name: value.detach().cpu().contiguous() for name, value in incoming.weights.items()}
-    safetensors.save_file(tensors, Path(folder.name, "adapter_model.safetensors"))
+    save_file(tensors, Path(folder.name, "adapter_model.safetensors"))
     Path(folder.name, "adapter_config.json").write_text(json.dumps(source.config))
     try:
         # vLLM reads the new one before it takes the old one away.
@@ -192,7 +192,6 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
             "this engine's workers take no weights: build it by VLLMBackend(model, num_devices=...)"
             f", or with worker_extension_cls={EXTENSION!r}"
         )
-    safetensors = require("safetensors.torch", extra="vllm", feature="load_into_workers")
     incoming = open_source(source, version=version)
     order = incoming.order
     # Copies where two names share memory, which the format does not know.
@@ -202,7 +201,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
     with tempfile.TemporaryDirectory(prefix="weights-", dir=_place(incoming.receipt)) as folder:
         order["path"] = str(Path(folder, "weights.safetensors"))
         try:
-            safetensors.save_file(tensors, order["path"])
+            save_file(tensors, order["path"])
         except Exception as error:  # a full disk is one of the format's own
             raise WeightUpdateError(f"could not write {order['path']}: {error}") from error
         try:

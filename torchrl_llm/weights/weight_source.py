@@ -440,7 +440,7 @@ def _of_active_adapter(
     if not isinstance(active, str):
         raise WeightUpdateError(
             "an adapter was sent, and this sampler is no PEFT model with one active adapter: wrap "
-            "it with peft.get_peft_model, or send merged weights (AdapterWeights(merge=True))"
+            "it with peft.get_peft_model, or send merged weights (EngineWeights or DeltaWeights)"
         )
     named: dict[str, Tensor] = {}
     for name, tensor in weights.items():

@@ -154,43 +154,6 @@ def _paired(policy: Any, source: Source) -> list[tuple[str, Tensor, Tensor]]:
     )
 
 
-class SharedWeights(WeightUpdater):
-    """The policy samples with the very tensors that are trained; nothing is copied, ever.
-
-    An update checks it: weights that are given must be the policy's memory.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> policy = nn.Linear(1, 1)
-        >>> collector, updater = SimpleNamespace(policy=policy), SharedWeights()
-        >>> updater.register_collector(collector)
-        >>> updater.push_weights(policy)
-        >>> updater.push_weights(nn.Linear(1, 1))
-        Traceback (most recent call last):
-        ...
-        torchrl_llm.errors.ConfigError: 'weight' of the policy is not the memory of the given \
-weight; build policy and loss on one module, or use InProcessWeights()
-    """
-
-    def push_weights(self, policy_or_weights: Source | None = None) -> None:
-        """Check that the given weights are the policy's own memory.
-
-        Args:
-            policy_or_weights: the trained module or its weights; ``None`` checks nothing.
-
-        Raises:
-            ConfigError: they are other tensors.
-        """
-        if policy_or_weights is None:
-            return
-        for name, target, given in _paired(self.policy, policy_or_weights):
-            if target.data_ptr() != given.data_ptr():
-                raise ConfigError(
-                    f"{name!r} of the policy is not the memory of the given weight; build policy "
-                    "and loss on one module, or use InProcessWeights()"
-                )
-
-
 class InProcessWeights(WeightUpdater):
     """Copies weights into the policy in place, and skips those that are shared already.
 

@@ -8,7 +8,6 @@ import time
 
 import pytest
 from collectors.channel_helper import ResettableServer, write
-from collectors.ray_helper import start_ray
 from conformance.channels import PATIENCE_S, ChannelConformance, delivery, ids_of
 
 from torchrl_llm.collectors.transport import ray_channel as ray_transport
@@ -16,14 +15,7 @@ from torchrl_llm.collectors.transport.ray_channel import RayChannel
 from torchrl_llm.errors import WorkerError
 
 ray = pytest.importorskip("ray")
-pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module", autouse=True)
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 
 @pytest.fixture(scope="module")

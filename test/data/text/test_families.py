@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -359,27 +360,15 @@ def test_a_users_parser_may_return_messages_or_a_history_and_strict_renders_agai
         remove_chat_template("lines")
 
 
-# How the calls of two published families are written, in templates of our own.
-_PUBLISHED = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\n' -}}"
-    "{%- if m.reasoning_content is string -%}{{- '<think>\n' + m.reasoning_content "
-    "+ '\n</think>\n\n' -}}{%- endif -%}{{- m.content -}}CALLS{{- '<|im_end|>\n' -}}{%- endfor -%}"
-    "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n<think>\n' -}}{%- endif -%}"
-)
-_IN_TAGS = (
-    "{%- for c in m.tool_calls or [] -%}"
-    "{{- '\n<tool_call>\n<function=' + c.function.name + '>\n' -}}"
-    "{%- for k, v in c.function.arguments | items -%}{{- '<parameter=' + k + '>\n' + v | string + "
-    "'\n</parameter>\n' -}}{%- endfor -%}{{- '</function>\n</tool_call>' -}}{%- endfor -%}"
-)
-_AS_PYTHON = (
-    "{%- for c in m.tool_calls or [] -%}{{- '<|do|>[' + c.function.name + '(' -}}"
-    "{%- for k, v in c.function.arguments | items -%}{{- k + '=' + (v | tojson) -}}{%- endfor -%}"
-    "{{- ')]<|done|>' -}}{%- endfor -%}"
-)
+# How two published families write calls, in templates of our own.
+_TEMPLATES = {
+    file.stem: file.read_text().strip()
+    for file in (Path(__file__).parent / "published_templates").glob("*.jinja")
+}
+_PUBLISHED = _TEMPLATES.pop("body")
 
 
-@pytest.mark.parametrize("calls", [_IN_TAGS, _AS_PYTHON])
+@pytest.mark.parametrize("calls", _TEMPLATES.values(), ids=_TEMPLATES)
 def test_texts_of_published_templates_are_read_with_their_thoughts_and_calls(calls):
     template = _PUBLISHED.replace("CALLS", calls)
     call = {"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import yaml
 from data.text.scenarios import TOOLS
 from data.text.tokenizers_of_the_zoo import tokenizer_of
 from data.text.zoo import Specimen
@@ -13,100 +16,16 @@ from torchrl_llm.data.text.call_syntax import ANSWER, NAME, VALUE
 from torchrl_llm.data.text.learnt_calls import syntax_of
 from torchrl_llm.errors import TemplateError
 
-# A call of `NAME` with `{"key": "VALUE"}`, and what another model may write in that form.
-FORMS = {
-    "behind_an_empty_thought": (
-        "<think>\n\n</think>\n\n<do>\n<function=NAME>\n<parameter=key>\nVALUE\n</parameter>\n"
-        "</function>\n</do>",
-        "<do>\n<function=f>\n<parameter=a>\n1\n2\n</parameter>\n<parameter=b>\n3\n</parameter>\n"
-        "</function>\n</do>",
-        [("f", {"a": "1\n2", "b": "3"})],
-    ),
-    "braces": (
-        '<|do>call:NAME{key:<|"|>VALUE<|"|>}<do|>',
-        '<|do>call:f{a:<|"|>{x},<|"|>,b:[1,true,{c:null}],d:{}}<do|>',
-        [("f", {"a": "{x},", "b": [1, True, {"c": None}], "d": {}})],
-    ),
-    "invocations": (
-        '<a:do>\n<a:invoke name="NAME">\n<a:parameter name="key" string="true">VALUE</a:parameter>'
-        "\n</a:invoke>\n</a:do>",
-        '<a:do>\n<a:invoke name="f">\n<a:parameter name="a" string="false">[1]</a:parameter>\n'
-        '<a:parameter name="b" string="true">2</a:parameter>\n</a:invoke>\n<a:invoke name="g">\n'
-        "</a:invoke>\n</a:do>",
-        [("f", {"a": [1], "b": "2"}), ("g", {})],
-    ),
-    "attributes_without_a_block": (
-        '<function name="NAME"><param name="key">VALUE</param></function>',
-        '<function name="f"><param name="a">x</param><param name="b">y</param></function>',
-        [("f", {"a": "x", "b": "y"})],
-    ),
-    "name_and_id": (
-        '[DO]NAME[ID]callkqx00[WITH]{"key": "VALUE"}',
-        '[DO]f[ID]other1234[WITH]{"a": 1}',
-        [("f", {"a": 1})],
-    ),
-    "name_as_key": (
-        '<|do|>[{"NAME": {"key": "VALUE"}}]',
-        '<|do|>[{"f": {"a": 1}}, {"g": {}}]',
-        [("f", {"a": 1}), ("g", {})],
-    ),
-    "tool_name": (
-        '<|do|>[\n {"tool_call_id": "0", "tool_name": "NAME", "parameters": {"key": "VALUE"}}\n]',
-        '<|do|>[{"tool_call_id": "0", "tool_name": "f", "parameters": {"a": 1}}]',
-        [("f", {"a": 1})],
-    ),
-    "python_alone": (
-        "[NAME(key=VALUE)]",
-        "[f(a='x', b=[1]), m.g(c=true)]",
-        [("f", {"a": "x", "b": [1]}), ("m.g", {"c": True})],
-    ),
-    "objects_in_a_row": (
-        '<do>\n{"name": "NAME", "arguments": {"key": "VALUE"}}\n</do>',
-        '<do>\n{"name": "f", "arguments": {"a": 1}}\n{"name": "g", "arguments": {}}\n</do>',
-        [("f", {"a": 1}), ("g", {})],
-    ),
-    "objects_between_marks_of_their_own": (
-        '<all> <one> {"name": "NAME", "parameters": {"key": "VALUE"}} </one> </all>',
-        '<all> <one> {"name": "f", "parameters": {"a": 1}} </one>\n<one> {"name": "g", '
-        '"parameters": {}} </one> </all>',
-        [("f", {"a": 1}), ("g", {})],
-    ),
-    "tags_of_special_tokens": (
-        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="NAME" index="1"<|sep|>'
-        '<|open|>argument key="key" type="string"<|sep|>VALUE<|close|>argument<|sep|>'
-        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
-        '<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="f" index="1"<|sep|>'
-        '<|open|>argument key="a&quot;b" type="number"<|sep|>2<|close|>argument<|sep|>'
-        '<|open|>argument key="s" type="string"<|sep|>2<|close|>argument<|sep|> <|close|>'
-        'argument<|sep|><|close|>call<|sep|><|open|>call tool="g" index="2"<|sep|>'
-        '<|open|>json type="object"<|sep|>{"a": [1]}<|close|>json<|sep|><|close|>call<|sep|>'
-        "<|close|>tools<|sep|><|close|>message",
-        [("f", {'a"b': 2, "s": "2<|close|>argument<|sep|> "}), ("g", {"a": [1]})],
-    ),
-    "character_data": (
-        '<function name="NAME"><param name="key">VALUE</param></function>',
-        '<function name="f"><param name="a"><![CDATA[x\n<y>]]></param></function>',
-        [("f", {"a": "x\n<y>"})],
-    ),
-    "python_with_line_ends_in_strings": (
-        '[NAME(key="VALUE")]',
-        '[f(a="x\ny", b=1)]',
-        [("f", {"a": "x\ny", "b": 1})],
-    ),
-    "json_in_a_tag_of_the_name": (
-        '<function=NAME>{"key": "VALUE"}</function>',
-        '<function=f>{"a": 1}</function>',
-        [("f", {"a": 1})],
-    ),
-}
+_KNOWN = yaml.safe_load(Path(__file__).with_name("learnt_calls.yaml").read_text(encoding="utf-8"))
+FORMS, BESIDE = _KNOWN["forms"], _KNOWN["beside"]
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_the_form_of_a_call_is_learnt_from_one_example(form):
-    example, text, calls = FORMS[form]
+    example, text, calls = FORMS[form].values()
     syntax = syntax_of(example.replace("NAME", NAME).replace("VALUE", VALUE))
     read = syntax.parse(text, {})
-    assert [(c.name, c.arguments) for c in read.calls] == calls
+    assert [[c.name, c.arguments] for c in read.calls] == calls
     assert not read.errors
     assert not read.content.strip()
 
@@ -148,25 +67,9 @@ def test_what_would_not_read_its_own_example_is_no_syntax():
     assert syntax_of(f'<do>{{"name": "{NAME}, "arguments": {{"key": "{VALUE}"}}"}}</do>') is None
 
 
-# One call in front of or behind a text, as templates write it, and what a model may write.
-BESIDE = {
-    "behind": (
-        'SAID{"name": "NAME", "parameters": {"key": "VALUE"}}',
-        'Hm {x}. {"name": "get_weather", "parameters": {"n": 1}}',
-        "Hm {x}. ",
-    ),
-    "in_front": ('[NAME(key="VALUE")]SAID', "[get_weather(n=1)] Hm [x].", " Hm [x]."),
-    "marked": (
-        '<say>SAID</say>{"name": "NAME", "parameters": {"key": "VALUE"}}',
-        '<say>Hm</say>{"name": "get_weather", "parameters": {"n": 1}}',
-        "Hm",
-    ),
-}
-
-
 @pytest.mark.parametrize("form", BESIDE)
 def test_text_next_to_a_call_without_marks_is_told_from_it(form):
-    example, text, said = BESIDE[form]
+    example, text, said = BESIDE[form].values()
     example = example.replace("NAME", NAME).replace("VALUE", VALUE)
     syntax = syntax_of(example.replace("SAID", ""), example.replace("SAID", ANSWER))
     known = {"get_weather": {}}

@@ -17,6 +17,7 @@ from torchrl_llm.data.history import History
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.envs.datasets.hub_tasks import HumanEvalEnv
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.rewards import RewardParser
 from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardParser
 from torchrl_llm.sandbox import Limits, make_sandbox
 
@@ -71,6 +72,17 @@ def test_one_limit_of_memory_holds_for_tasks_agents_and_sandboxes_and_may_be_cho
             HumanEvalEnv(dataset=[ROW], memory_bytes=refused)
         with pytest.raises(ConfigError, match="memory_bytes must be at least 1"):
             ReToolAgent(memory_bytes=refused).make_transforms()
+
+
+def test_a_task_of_ones_own_on_the_same_problems_has_its_own_reward():
+    class Form(RewardParser):
+        def score(self, response, answer):
+            return 1.0
+
+    class Own(HumanEvalEnv):
+        REWARD = Form
+
+    assert type(Own(dataset=[ROW]).make_reward()) is Form
 
 
 def test_there_is_no_training_split_on_the_hub():

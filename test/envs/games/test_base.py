@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -14,7 +15,15 @@ from torchrl.envs.utils import check_env_specs
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import FinishReason, TruncationReason
 from torchrl_llm.data.history import History
-from torchrl_llm.envs.games import GameEnv, KeyDoorEnv, TicTacToe, TicTacToeEnv, expert
+from torchrl_llm.envs.games import (
+    Game,
+    GameEnv,
+    KeyDoorEnv,
+    Outcome,
+    TicTacToe,
+    TicTacToeEnv,
+    expert,
+)
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.recipes.tasks import task_class
 
@@ -124,6 +133,43 @@ def test_a_turn_without_a_legal_action_can_end_the_game():
         -1.0,
     )
     assert last(td)["content"] == "No <move>...</move> in your answer."
+
+
+@dataclass(frozen=True)
+class Secret:
+    number: str
+
+
+class Guess(Game):
+    """A wrong guess is told, and leaves the state as it is."""
+
+    name, rules, action_help, state_type = "guess", "Guess.", "a digit", Secret
+
+    def reset(self, seed):
+        return Secret("5")
+
+    def observe(self, state):
+        return "Guess."
+
+    def legal_actions(self, state):
+        return tuple("123456789")
+
+    def best_actions(self, state):
+        return (state.number,)
+
+    def _apply(self, state, action):
+        right = action == state.number
+        return Outcome(state, f"Not {action}.", reward=float(right) - 0.5, terminated=right)
+
+
+def test_an_action_that_changes_nothing_is_done_once_and_not_again_in_the_next_turn():
+    env = GameEnv(Guess(), num_envs=1)
+    td = env.step(answered(env.reset(), "<action>3</action>"))["next"]
+    assert (last(td)["content"], td["reward"].item()) == ("Not 3.", -0.5)
+    td = env.step(answered(td, "?"))["next"]
+    assert last(td)["content"].startswith("No <action>...</action> in your answer.")
+    assert "Not 3." not in last(td)["content"]
+    assert td["reward"].item() == pytest.approx(-0.1)
 
 
 def test_nonsense_until_the_turns_run_out_is_worse_than_a_loss():

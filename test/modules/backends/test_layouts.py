@@ -366,8 +366,7 @@ def flash_by_hand(monkeypatch):
     monkeypatch.setattr(flash, "_lazy_imports", lambda *_, **__: functions)
     # Whatever is loaded next, here or after this test, is loaded anew.
     monkeypatch.setattr(flash, "_loaded_implementation", None)
-    for module in ("head", "token_scorer"):
-        monkeypatch.setattr(f"torchrl_llm.modules.backends.{module}.check_kernel", lambda model: 0)
+    monkeypatch.setattr("torchrl_llm.modules.backends.head.check_kernel", lambda model: 0)
 
 
 def test_flash_attention_is_told_where_each_packed_row_ends(make_tiny_model, flash_by_hand):

@@ -1,14 +1,12 @@
 from __future__ import annotations
 
 import copy
-import os
-import socket
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from recipes.kill_helper import run_pages
 
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
@@ -136,22 +134,12 @@ def test_defect_30_the_model_makes_no_logits_of_its_own(make_tiny_model):
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_two_sharded_ranks_have_the_gradients_of_one_process():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    worker = Path(__file__).with_name("fsdp_worker.py")
-    tests = Path(__file__).parents[2]
-    # -P: the conftest that it imports is that of all tests, not the one beside it.
-    command = [sys.executable, "-P", str(worker), str(port)]
-    environment = {**os.environ, "PYTHONPATH": str(tests), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen([*command, str(rank)], env=environment, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    outputs = [rank.communicate(timeout=200)[0] for rank in ranks]
-    assert [rank.returncode for rank in ranks] == [0, 0]
-    assert float(outputs[0].split("largest relative error:")[1]) < 1e-5
+def test_two_sharded_ranks_have_the_gradients_of_one_process(tmp_path):
+    failed, said = run_pages(tmp_path, Path(__file__).with_name("fsdp_worker.py"), [], {})
+    assert not failed, said
+    found = re.findall(r"largest relative error: (\S+)", said)
+    assert len(found) == 2
+    assert max(map(float, found)) < 1e-5
 
 
 def test_a_sharded_head_outside_of_its_root_is_refused(tiny_model):

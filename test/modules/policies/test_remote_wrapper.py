@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from collectors.ray_helper import start_ray
 from conformance.policies import WrapperConformance
 from tensordict import TensorDict
 
@@ -29,13 +28,6 @@ from torchrl_llm.modules.backends import TensorSource
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.ray
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,7 @@ import pytest
 import torch
 from collectors.ray_helper import start_ray
 from conformance.backends import BackendConformance
+from waiting import wait_until
 
 from torchrl_llm.data import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras
@@ -64,7 +65,7 @@ def shared(cluster):
     pool.shutdown()
     pool.shutdown()
     # Nothing of it is left.
-    wait_for(lambda: not any(_alive(pid) for pid in pids.values()))
+    wait_until(lambda: not any(_alive(pid) for pid in pids.values()), 300.0)
 
 
 def _alive(pid):
@@ -90,7 +91,7 @@ def trouble(cluster, tmp_path_factory):
 @pytest.fixture
 def whole(trouble):
     """The same, after what earlier tests broke was built again."""
-    wait_for(lambda: trouble.stats()["serving"] == 2)
+    wait_until(lambda: trouble.stats()["serving"] == 2, 300.0)
     return trouble
 
 
@@ -100,13 +101,6 @@ def weights(seed):
 
 def expected(seed, **options):
     return greedy(engines.fake(seed=seed), **options)
-
-
-def wait_for(condition, seconds=300.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.05)
 
 
 class TestPoolAsBackend(BackendConformance):
@@ -271,7 +265,7 @@ def test_a_replica_killed_under_64_requests_loses_none_and_comes_back_with_its_w
         answers = list(threads.map(lambda prompt: greedy(whole, [prompt])[0], asked))
     assert time.monotonic() - started < 180
     assert answers == wanted
-    wait_for(lambda: whole.stats()["serving"] == 2)
+    wait_until(lambda: whole.stats()["serving"] == 2, 300.0)
     assert whole.stats()["rebuilt"] > before
     after = whole.replica_pids()
     assert after[0] == pids[0]
@@ -290,15 +284,15 @@ def test_requests_of_a_replica_that_fails_run_elsewhere(whole, deed):
     assert greedy(whole, [prompt]) == expected(5, prompts=[prompt])
     assert time.monotonic() - started < 180
     bad = int((whole.folder / str(deed)).read_text())
-    wait_for(lambda: whole.stats()["serving"] == 2)
+    wait_until(lambda: whole.stats()["serving"] == 2, 300.0)
     assert bad not in whole.replica_pids().values()
 
 
 def test_a_process_that_gives_no_sign_of_life_is_replaced(whole):
     stopped, before = whole.replica_pids()[0], whole.stats()["rebuilt"]
     os.kill(stopped, signal.SIGSTOP)
-    wait_for(lambda: whole.stats()["rebuilt"] > before)
-    wait_for(lambda: whole.stats()["serving"] == 2)
+    wait_until(lambda: whole.stats()["rebuilt"] > before, 300.0)
+    wait_until(lambda: whole.stats()["serving"] == 2, 300.0)
     assert stopped not in whole.replica_pids().values()
     assert greedy(whole) == expected(5)
 
@@ -331,7 +325,7 @@ def test_updates_while_a_replica_is_built_again_are_not_missed(whole):
     for version in range(first + 1, first + 12):
         changed = TensorSource({"head": weights(version)["head"]}, kind="delta")
         whole.update_weights(changed, version=version)
-    wait_for(lambda: whole.stats()["serving"] == 2)
+    wait_until(lambda: whole.stats()["serving"] == 2, 300.0)
     # Not only once where the machine is so busy that the other one seemed dead, too.
     assert whole.stats()["rebuilt"] > before
     assert killed not in whole.replica_pids().values()
@@ -364,11 +358,11 @@ def test_a_supervisor_that_is_killed_leaves_no_place_reserved(cluster, name):
     supervisor = pool._dispatcher.supervisor
     os.kill(supervisor.pid(), signal.SIGKILL)
     # Nobody calls the pool.
-    wait_for(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
+    wait_until(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
     pool.shutdown()
     with make_pool(number=1, name=name) as again:
         assert greedy(again) == expected(0)
-    wait_for(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
+    wait_until(lambda: {one["placement_group_id"] for one in placement_groups()} <= before, 60.0)
 
 
 def test_a_pool_that_is_shut_down_makes_no_further_call_of_ray(cluster, monkeypatch):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from objectives.credit.credit_rows import NAN, advantages, row, write
@@ -188,20 +186,10 @@ def test_an_explicit_key_is_honoured_and_must_be_there():
         write(MCAdvantage(2, prompt_key="topic"), [row(0.0)])
 
 
-def test_without_group_id_the_query_groups_with_one_warning(caplog):
-    credit = MCAdvantage(2)
-    from torchrl._utils import logger
-
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.WARNING):
-            buffer = write(
-                credit, [row(0.0, query="a"), row(1.0, query="b")], [row(1.0, query="a")]
-            )
-    finally:
-        logger.removeHandler(caplog.handler)
-    assert len(buffer) == 2
-    assert sum("group_id" in record.message for record in caplog.records) == 1
+def test_without_group_id_the_query_groups_with_one_warning(warned):
+    rows = [row(0.0, query="a"), row(1.0, query="b")], [row(1.0, query="a")]
+    assert len(write(MCAdvantage(2), *rows)) == 2
+    assert sum("group_id" in text for text in warned) == 1
 
 
 def test_rows_that_nothing_groups_are_an_error():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from envs.fake_policy import AnsweringPolicy
@@ -260,19 +258,16 @@ def test_a_table_of_responses_without_text_or_columns():
         IfEvalScorer(response_column="text")(td)
 
 
-def test_verdicts_are_logged_when_asked(caplog):
+def test_verdicts_are_logged_when_asked(monkeypatch):
     from torchrl import logger
 
+    said = []
+    monkeypatch.setattr(logger, "info", said.append)
     example = BOTH._replace(prompt="Say hi.", key=7)
-    logger.addHandler(caplog.handler)
-    try:
-        with caplog.at_level(logging.INFO, logger=logger.name):
-            IfEvalScorer().score("<answer>Hi</answer>", example)
-            assert not [r for r in caplog.records if "prompt 7" in r.getMessage()]
-            IfEvalScorer(verbose=True).score("<answer>Hi</answer>", example)
-    finally:
-        logger.removeHandler(caplog.handler)
-    text = next(r.getMessage() for r in caplog.records if "prompt 7" in r.getMessage())
+    IfEvalScorer().score("<answer>Hi</answer>", example)
+    assert not said
+    IfEvalScorer(verbose=True).score("<answer>Hi</answer>", example)
+    [text] = said
     assert "prompt 7 'Say hi.': 'Hi'" in text
     assert f"('{LOWER}', False, False)" in text
 

@@ -20,7 +20,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.data.ragged import read_rows, unpad_rows
+from torchrl_llm.data.ragged import are_aligned, read_rows, unpad_rows
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.data.token_facts import find_fact
 from torchrl_llm.errors import TemplateError
@@ -207,20 +207,13 @@ def _message(formatter: ChatFormatter, turn: _Turn) -> dict[str, Any]:
 
 def aligned_rows(column: list[Tensor] | None, rows: Sequence[Tensor]) -> list[Tensor] | None:
     """A column if its rows have the lengths of the given rows, else ``None``."""
-    if column is None or any(a.shape[:1] != b.shape for a, b in zip(column, rows, strict=True)):
-        return None
-    return column
+    return column if column is not None and are_aligned(column, rows) else None
 
 
 def valid_rows(td: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
     """Ragged rows as they are, right-padded dense ones cut to their valid tokens."""
-    dense = td.get(key[0], None)
     rows = read_rows(td, key, None)
-    if rows is None or not rows or dense is None:
-        return rows
     mask = read_rows(td, ("masks", "all_attention_mask"), None)
-    if mask is None or any(m.shape != row.shape[:1] for m, row in zip(mask, rows, strict=True)):
-        return rows
-    if all(bool(m.all()) for m in mask):
+    if not rows or mask is None or not are_aligned(rows, mask) or all(bool(m.all()) for m in mask):
         return rows
     return unpad_rows(torch.stack(rows), torch.stack(mask))

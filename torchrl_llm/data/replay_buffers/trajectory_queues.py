@@ -88,15 +88,14 @@ def trajectory_of(row: TensorDictBase) -> tuple[Hashable, Hashable] | None:
     return None if trajectory is None else (group_value(trajectory), agent_of(row))
 
 
-def agent_of(row: TensorDictBase, key: NestedKey = "agent") -> Hashable:
+def agent_of(row: TensorDictBase) -> Hashable:
     """Whose trajectory a row is in; ``None`` where there is one agent only.
 
     Args:
         row: without batch dimension. The ``"agent"`` of a child is a path of names, and its row is
             in the trajectory of the first (:mod:`torchrl_llm.data.child_rows`).
-        key: where the name is.
     """
-    agent = leaf(row, as_path(key))
+    agent = leaf(row, ("agent",))
     name = None if agent is None else group_value(agent)
     return name.partition("/")[0] or None if isinstance(name, str) else name
 
@@ -181,19 +180,12 @@ class TrajectoryQueue(SavedState):
 
     Args:
         done_key: where a row says that its trajectory ends with it.
-        traj_key: the trajectory's identifier.
-        agent_key: the agent's, of rows that have one.
     """
 
     saved_rows = ("open",)
 
-    def __init__(
-        self,
-        done_key: NestedKey = ("next", "done"),
-        traj_key: NestedKey = "traj_id",
-        agent_key: NestedKey = "agent",
-    ) -> None:
-        self.done_key, self.traj_key, self.agent_key = done_key, traj_key, agent_key
+    def __init__(self, done_key: NestedKey = ("next", "done")) -> None:
+        self.done_key = done_key
         self.open: dict[Hashable, list[TensorDict]] = {}
 
     def push(self, rows: Iterable[TensorDictBase]) -> list[list[TensorDict]]:
@@ -210,21 +202,18 @@ class TrajectoryQueue(SavedState):
         """
         finished = []
         loose: list[TensorDict] = []
-        done_path, traj_path, agent_path = map(
-            as_path, (self.done_key, self.traj_key, self.agent_key)
-        )
+        done_path = as_path(self.done_key)
         for row in rows:
             done = leaf(row, done_path)
             if done is None:
                 raise DataError(f"a row has no {self.done_key!r}, so where it ends is unknown")
-            identifier = leaf(row, traj_path)
-            if identifier is None:
+            key = trajectory_of(row)
+            if key is None:
                 loose.append(row)
                 if done.any():
                     finished.append(loose)
                     loose = []
                 continue
-            key = group_value(identifier), agent_of(row, agent_path)
             held = self.open.get(key)
             if done.any():
                 if held is not None:
@@ -237,7 +226,7 @@ class TrajectoryQueue(SavedState):
                 held.append(row)
         if loose:
             raise DataError(
-                f"the last {len(loose)} rows have no {self.traj_key!r} and are not done at "
+                f"the last {len(loose)} rows have no 'traj_id' and are not done at "
                 f"{self.done_key!r}: such rows must be written as whole trajectories (collect with "
                 "yield_completed_trajectories=True), or carry a trajectory id as ChatEnv's do"
             )

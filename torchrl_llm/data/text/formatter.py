@@ -26,17 +26,10 @@ from torchrl_llm._log import tell_once
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord, extend_records
+from torchrl_llm.data.text import continuation
 from torchrl_llm.data.text.call_syntax import NAME, VALUE
 from torchrl_llm.data.text.codec import Codec
 from torchrl_llm.data.text.compose import Composed, Composer
-from torchrl_llm.data.text.continuation import (
-    COUNTED,
-    Addition,
-    Continuation,
-    Extension,
-    OnRewrite,
-    Request,
-)
 from torchrl_llm.data.text.probe import THOUGHT, TOOL, USER, Closer, calling, probe_template
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.data.text.respond import ResponseParser
@@ -151,7 +144,7 @@ class ChatFormatter:
         *,
         chat_template: str | None = None,
         chat_template_name: str | None = None,
-        on_rewrite: OnRewrite = "fork",
+        on_rewrite: continuation.OnRewrite = "fork",
         tools: Sequence[Any] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
         debug: bool = False,
@@ -170,8 +163,8 @@ class ChatFormatter:
         self._renderer = renderer.with_form(self.probe.form)
         self._tell_plain_markers(own=chat_template is not None)
         self._composer = Composer(self._renderer, self._codec, self.probe, self.tools)
-        self._continuation = Continuation(self._composer, on_rewrite, debug=debug)
-        self._appending = Continuation(self._composer, "keep", debug=debug)
+        self._continuation = continuation.Continuation(self._composer, on_rewrite, debug=debug)
+        self._appending = continuation.Continuation(self._composer, "keep", debug=debug)
         own = spec.name == "tokenizer"
         declared = getattr(tokenizer, "response_template", None) if own else None
         self._parser = ResponseParser(self._codec, self.probe, self.tools, declared)
@@ -381,7 +374,7 @@ class ChatFormatter:
         *,
         response_start: int,
         tools: Sequence[Any] | None = None,
-    ) -> Extension:
+    ) -> continuation.Extension:
         """Continue a conversation whose ids are known.
 
         Args:
@@ -404,9 +397,9 @@ class ChatFormatter:
         old, new = _sampled_last(_messages(old_messages)), _messages(new_messages)
         if not (new or finish_reason is None or finish_reason.whole):
             empty = torch.zeros(0, dtype=torch.int8)
-            return Extension(token_ids, token_ids.shape[0], empty, False, None)
+            return continuation.Extension(token_ids, token_ids.shape[0], empty, False, None)
         return self._continuation.extend(
-            Request(token_ids, old, finish_reason, new, response_start, tools)
+            continuation.Request(token_ids, old, finish_reason, new, response_start, tools)
         )
 
     def extend_turn(
@@ -418,7 +411,7 @@ class ChatFormatter:
         *,
         response_start: int,
         tools: Sequence[Any] | None = None,
-    ) -> Extension:
+    ) -> continuation.Extension:
         """Continue a conversation of which the ids and the last turn are known, and no more.
 
         For rows that travel as ids: as :meth:`extend`, except that history is never rewritten,
@@ -439,11 +432,11 @@ class ChatFormatter:
             TemplateError: the template refuses the messages, or counts the turns before them.
         """
         if self.probe.counts:
-            raise TemplateError(COUNTED)
+            raise TemplateError(continuation.COUNTED)
         old = [{"role": "user", "content": "Go on."}, turn]
         new = _messages(new_messages)
         return self._appending.extend(
-            Request(token_ids, old, finish_reason, new, response_start, tools)
+            continuation.Request(token_ids, old, finish_reason, new, response_start, tools)
         )
 
     def continue_record(
@@ -488,7 +481,7 @@ class ChatFormatter:
             covered = record.num_messages
             begun.append(record)
             requests.append(
-                Request(
+                continuation.Request(
                     record.token_ids,
                     _sampled_last(messages[:covered]),
                     record.finish_reason,
@@ -578,7 +571,9 @@ def _sampled_last(old: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any
 
 
 def _extended(
-    records: Sequence[TokenRecord], added: Sequence[Addition], requests: Sequence[Request]
+    records: Sequence[TokenRecord],
+    added: Sequence[continuation.Addition],
+    requests: Sequence[continuation.Request],
 ) -> list[TokenRecord]:
     """The records with what is added to them, and new ones where the template forks."""
     numbers = [len(request.old) + len(request.new) for request in requests]

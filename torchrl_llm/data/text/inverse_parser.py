@@ -116,6 +116,10 @@ class InverseParser:
         """Marks, tags and the end mark: a text without them in its contents surely reads back."""
         return (*self.marks, *self.tags, eos_token or self.eos, *_ENDS)
 
+    def turn_marks(self, eos_token: str | None = None) -> tuple[str, ...]:
+        """Marks and the end mark: a text without them in its contents has the turns it reads as."""
+        return (*self.marks, eos_token or self.eos)
+
     def _eos(self, text: str, eos_token: str | None) -> str:
         if eos_token or self.eos in text:
             return eos_token or self.eos

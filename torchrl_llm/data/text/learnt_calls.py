@@ -31,7 +31,6 @@ from torchrl_llm.data.text.call_syntax import (
     Schemas,
     TaggedJson,
     arguments_of,
-    behind_blanks,
     behind_mark,
     json_behind,
     shallow,
@@ -385,64 +384,47 @@ def _opened(call: str) -> CallSyntax | None:
 class _Braced(Marked):
     """``call:NAME{key:<|"|>VALUE<|"|>}``: keys are bare, and a mark stands for quotes (Gemma)."""
 
-    _name = re.compile(r"([^{}\s]{1,200})\{")
-    _bare = re.compile(r"[^,{}\[\]<]*")
+    _name = re.compile(r"([^{}\s]{1,200})(?=\{)")
 
     def __init__(self, opening: str, quote: str, closing: str) -> None:
-        self.opening, self._quote, self.closing = opening, quote, closing
-        self._key = re.compile(r"\s*([^:{}\[\],]{1,200}):")
+        self.opening, self.closing = opening, closing
+        mark = re.escape(quote)
+        self._part = re.compile(
+            rf"\s*(?:{mark}(?P<said>.*?){mark}|(?P<brace>[{{}}\[\],:])|"
+            r"(?P<key>[^:{}\[\],]{1,200})(?=:)|(?P<word>[^,{}\[\]<]+))",
+            re.DOTALL,
+        )
 
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
         name = self._name.match(text, at + len(self.opening))
         if name is None:
             raise ValueError("a tool call without a function name")
-        found, end = self._value(text, name.end() - 1, 0)
+        written, end = self._as_json(text, name.end())
         known = (schemas.get(name[1]) or {}).get("properties", {})
         arguments = {
             key: typed_value(value, known.get(key)) if isinstance(value, str) else value
-            for key, value in shallow(found).items()
+            for key, value in arguments_of(written).items()
         }
         return [Call(name[1], arguments)], behind_mark(text, end, self.closing)
 
-    def _value(self, text: str, at: int, depth: int) -> tuple[Any, int]:
-        if depth > 64:
-            raise ValueError("the arguments of a tool call are nested too deeply")
-        at = behind_blanks(text, at)
-        if text.startswith(self._quote, at):
-            begin = at + len(self._quote)
-            end = text.find(self._quote, begin)
-            if end < 0:
-                raise ValueError(f"a string of a tool call without {self._quote!r} behind it")
-            return text[begin:end], end + len(self._quote)
-        if text.startswith(("{", "["), at):
-            return self._nest(text, at, depth)
-        bare = self._bare.match(text, at)
-        word = bare.group().strip() if bare else ""
-        try:
-            return json.loads(word), bare.end() if bare else at
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"{word!r:.80} in a tool call is no value") from error
-
-    def _nest(self, text: str, at: int, depth: int) -> tuple[Any, int]:
-        mapping, shut = text[at] == "{", {"{": "}", "[": "]"}[text[at]]
-        out: Any = {} if mapping else []
-        at = behind_blanks(text, at + 1)
-        while not text.startswith(shut, at):
-            if at >= len(text):
-                raise ValueError(f"a tool call without {shut!r}")
-            key = ""
-            if mapping:
-                found = self._key.match(text, at)
-                if found is None:
-                    raise ValueError("an argument of a tool call has no name")
-                key, at = found[1].replace(self._quote, ""), found.end()
-            value, at = self._value(text, at, depth + 1)
-            if mapping:
-                out[key] = value
-            else:
-                out.append(value)
-            at = behind_blanks(text, skip_mark(text, at, ","))
-        return out, at + 1
+    def _as_json(self, text: str, at: int) -> tuple[str, int]:
+        """The object that begins at a place as JSON, and where it ends."""
+        parts: list[str] = []
+        depth = 0
+        while depth or not parts:
+            part = self._part.match(text, at)
+            if part is None:
+                raise ValueError("a tool call without '}'")
+            at, kind = part.end(), part.lastgroup
+            if kind in ("said", "key"):
+                parts.append(json.dumps(part[kind]))
+                continue
+            depth += part[kind] in ("{", "[")
+            depth -= part[kind] in ("}", "]")
+            if part[kind] in ("}", "]") and parts[-1] == ",":
+                parts.pop()
+            parts.append(part[kind])
+        return "".join(parts), at
 
 
 def _braced(call: str) -> CallSyntax | None:

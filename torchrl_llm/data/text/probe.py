@@ -123,6 +123,13 @@ def calling(names_and_values: Iterable[tuple[str, str]], **fields: Any) -> dict:
 
 
 _RESULT = {"role": "tool", "content": RESULT, "name": NAME, "tool_call_id": CALL_ID[:-1] + "0"}
+_ASKED = [_user(USER)]
+_ANSWERED = [*_ASKED, _answer(ANSWER)]
+_ANSWERED_AND_ON = [*_ANSWERED, _user(NEXT)]
+_CALLED = [*_ASKED, calling([(NAME, VALUE)])]
+_CALLED_AND_ON = [*_CALLED, _RESULT]
+_CALLED_IN_THOUGHT = [*_ASKED, calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
+_ANSWERED_IN_THOUGHT = [*_ASKED, _answer(ANSWER, reasoning_content=THOUGHT)]
 
 
 class _Prober:
@@ -149,23 +156,25 @@ class _Prober:
             return text
         return None
 
+    def _going_on(self, chat: list[dict]) -> str | None:
+        """A chat as history; as the end of a text where the template refuses a user behind it."""
+        return self.text([*chat, _user(NEXT)]) or self.text(chat)
+
     def run(self) -> Probe:
-        form = self._contents()
-        self.renderer = self.renderer.with_form(form)
-        form, call = self._calls(form)
+        self.renderer = self.renderer.with_form(self._contents())
+        form, call = self._calls(self.renderer.form)
         self.renderer = self.renderer.with_form(form)
         form = self._reasoning_field(form, call)
         self.renderer = self.renderer.with_form(form)
 
         header, lead, prompt = self._header()
-        answer = self._closer([_user(USER), _answer(ANSWER), _user(NEXT)], ANSWER, NEXT)
-        last = self._closer([_user(USER), _answer(ANSWER)], ANSWER, None)
+        answer = self._closer(_ANSWERED_AND_ON, ANSWER, NEXT)
+        last = self._closer(_ANSWERED, ANSWER, None)
         called = ended = None
         if call is not None:
-            chat = [_user(USER), calling([(NAME, VALUE)])]
             brackets = self._brackets()
-            called = self._closer([*chat, _RESULT], VALUE, RESULT, brackets)
-            ended = self._closer(chat, VALUE, None, brackets)
+            called = self._closer(_CALLED_AND_ON, VALUE, RESULT, brackets)
+            ended = self._closer(_CALLED, VALUE, None, brackets)
         if last is not None and answer is not None and last.text.startswith(answer.text):
             last = answer  # the template only adds an eos at the end of the text
         # Where the last turn is closed in another way than turns of the history (gpt-oss), the
@@ -177,7 +186,7 @@ class _Prober:
         end_of_call = called or ended or answer
         written = self._call_text(call, header, lead, end_of_call)
         beside = None if call is None else self._beside()
-        told = [{"role": "system", "content": RESULT}, _user(USER)]
+        told = [{"role": "system", "content": RESULT}, *_ASKED]
         terminal = _distinct(terminal)
         return Probe(
             form=form,
@@ -189,7 +198,7 @@ class _Prober:
             openers=self._openers(prompt, call is not None, closers),
             reasoning=self._reasoning_marks(form, header),
             call=written,
-            results=RESULT in (call or self.text([_user(USER), _answer(ANSWER), _RESULT]) or ""),
+            results=RESULT in (call or self.text([*_ANSWERED, _RESULT]) or ""),
             system=RESULT in (self.text(told) or ""),
             counts=self._counts(call is not None),
             trail=self._trail(answer or last),
@@ -201,7 +210,7 @@ class _Prober:
 
     def _heads(self, closer: Closer) -> bool:
         """Whether a closer begins the user's turn and does not end it."""
-        before, _, behind = (self.text([_user(USER)]) or "").partition(USER)
+        before, _, behind = (self.text(_ASKED) or "").partition(USER)
         return closer.text in before and closer.text not in behind
 
     # -- form of the messages ---------------------------------------------------------------------
@@ -209,16 +218,16 @@ class _Prober:
     def _contents(self) -> Form:
         """Whether contents may be strings, and whether they may be lists of parts."""
         for form in (Form(), Form(empty_tools=True)):
-            plain = self.text([_user(USER)], prompt=True, form=form)
+            plain = self.text(_ASKED, prompt=True, form=form)
             text = plain is not None and USER in plain
             as_parts = replace(form, text=False, parts=True)
-            parted = self.text([_user(USER)], prompt=True, form=as_parts)
+            parted = self.text(_ASKED, prompt=True, form=as_parts)
             parts = parted is not None and USER in parted and "'type'" not in parted
             if text or parts:
                 return replace(form, text=text, parts=parts)
             if plain is not None or parted is not None:
                 raise TemplateError("the chat template drops the content of a plain user message")
-        self.renderer.render([_user(USER)], add_generation_prompt=True)  # says why
+        self.renderer.render(_ASKED, add_generation_prompt=True)  # says why
         raise TemplateError("the chat template refuses a plain user message")
 
     def _calls(self, form: Form) -> tuple[Form, str | None]:
@@ -229,9 +238,8 @@ class _Prober:
         return found if found[1] is not None else (form, None)
 
     def _calls_by_name(self, form: Form) -> tuple[Form, str | None]:
-        messages = [_user(USER), calling([(NAME, VALUE)]), _RESULT]
         # A template may refuse the tool role and still write calls.
-        for chat, prompts in ((messages, (True, False)), (messages[:2], (False,))):
+        for chat, prompts in ((_CALLED_AND_ON, (True, False)), (_CALLED, (False,))):
             dropped: tuple[Form, str] | None = None
             for as_text in (False, True):
                 tried = replace(form, arguments_as_text=as_text)
@@ -258,11 +266,7 @@ class _Prober:
     def _reasoning_field(self, form: Form, call: str | None) -> Form:
         for key in REASONING_KEYS:
             tried = replace(form, reasoning_field=key)
-            chats = [[_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)]]
-            if call is not None:
-                chats.append(
-                    [_user(USER), calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
-                )
+            chats = [_ANSWERED_IN_THOUGHT] + ([] if call is None else [_CALLED_IN_THOUGHT])
             if any(THOUGHT in (self.text(chat, form=tried) or "") for chat in chats):
                 return tried
         return form
@@ -271,11 +275,9 @@ class _Prober:
 
     def _header(self) -> tuple[str, str, str]:
         """Header of the model's turn, what follows it before an answer, the generation prompt."""
-        bare = self.text([_user(USER)])
-        full = self.text([_user(USER)], prompt=True)
-        turn = self.text([_user(USER), _answer(ANSWER), _user(NEXT)]) or self.text(
-            [_user(USER), _answer(ANSWER)]
-        )
+        bare = self.text(_ASKED)
+        full = self.text(_ASKED, prompt=True)
+        turn = self._going_on(_ANSWERED)
         if turn is None or ANSWER not in turn:
             raise TemplateError("the chat template drops the content of an assistant message")
         if USER not in turn:
@@ -311,8 +313,7 @@ class _Prober:
 
     def _trail(self, closer: Closer | None) -> str:
         """What history writes between an answer and the token that closes the turn."""
-        text = self.text([_user(USER), _answer(ANSWER), _user(NEXT)]) or ""
-        text = text or self.text([_user(USER), _answer(ANSWER)]) or ""
+        text = self._going_on(_ANSWERED) or ""
         if closer is None or ANSWER not in text:
             return ""
         start = text.index(ANSWER) + len(ANSWER)
@@ -322,10 +323,9 @@ class _Prober:
     def _counts(self, calls: bool) -> bool:
         """Whether the text of a turn is another one behind more turns."""
         before = [_user(RESULT), _answer(THOUGHT)] * 3
-        chats = [([_user(USER), _answer(ANSWER), _user(NEXT)], before)]
+        chats = [(_ANSWERED_AND_ON, before)]
         if calls:
-            loop = [_user(USER), calling([(NAME, VALUE)]), _RESULT]
-            chats.append((loop, [*loop, _answer(THOUGHT)] * 2))
+            chats.append((_CALLED_AND_ON, [*_CALLED_AND_ON, _answer(THOUGHT)] * 2))
         for chat, earlier in chats:
             few, many = (self.text(c, prompt=True) or "" for c in (chat, [*earlier, *chat]))
             tails = [text[text.rfind(USER) :] for text in (few, many) if USER in text]
@@ -372,7 +372,7 @@ class _Prober:
 
         Marks in front of these words do not end the turn.
         """
-        text = (self.text([_user(USER), _answer(ANSWER)]) or "").rstrip()
+        text = (self.text(_ANSWERED) or "").rstrip()
         at = text.rfind(ANSWER)
         markers = self.shield.markers_in(text, at + len(ANSWER)) if at >= 0 else []
         if len(markers) < 2 or markers[-1][1] != len(text):
@@ -396,7 +396,7 @@ class _Prober:
     def _brackets(self) -> frozenset[str]:
         """Special tokens between two calls of one turn; they end a call, not the turn."""
         second = VALUE + "2"
-        text = self.text([_user(USER), calling([(NAME, VALUE), (_SECOND, second)])])
+        text = self.text([*_ASKED, calling([(NAME, VALUE), (_SECOND, second)])])
         if text is None or VALUE not in text or second not in text:
             return frozenset()
         first = text.index(VALUE)
@@ -407,14 +407,13 @@ class _Prober:
 
     def _openers(self, prompt: str, calls: bool, closers: tuple[Closer, ...]) -> frozenset[int]:
         texts = [prompt]
-        chat = [_user(USER), _answer(ANSWER), _user(NEXT)]
-        whole = self.text(chat)
+        whole = self.text(_ANSWERED_AND_ON)
         if whole is not None:
             texts += [whole[: whole.index(USER)] if USER in whole else ""]
             if ANSWER in whole and NEXT in whole:
                 texts.append(whole[whole.index(ANSWER) : whole.index(NEXT)])
         if calls:
-            whole = self.text([_user(USER), calling([(NAME, VALUE)]), _RESULT]) or ""
+            whole = self.text(_CALLED_AND_ON) or ""
             if VALUE in whole and RESULT in whole[whole.index(VALUE) :]:
                 at = whole.index(VALUE)
                 texts.append(whole[at : whole.index(RESULT, at)])
@@ -428,10 +427,9 @@ class _Prober:
     def _reasoning_marks(self, form: Form, header: str) -> tuple[str, str] | None:
         if form.reasoning_field is None:
             return None
-        text = self.text([_user(USER), _answer(ANSWER, reasoning_content=THOUGHT)])
+        text = self.text(_ANSWERED_IN_THOUGHT)
         if text is None or THOUGHT not in text:
-            chat = [_user(USER), calling([(NAME, VALUE)], reasoning_content=THOUGHT), _RESULT]
-            text = self.text(chat) or ""
+            text = self.text(_CALLED_IN_THOUGHT) or ""
             stop = text.find(NAME, text.find(THOUGHT))
         else:
             stop = text.find(ANSWER, text.find(THOUGHT))
@@ -453,18 +451,15 @@ class _Prober:
 
     def _beside(self) -> str | None:
         """A text with ``ANSWER`` next to a call; "" if the call is lost, None if the text is."""
-        chat = [_user(USER), {**calling([(NAME, VALUE)]), "content": ANSWER}]
+        chat = [*_ASKED, {**_CALLED[-1], "content": ANSWER}]
         text = self.text([*chat, _RESULT], prompt=True) or self.text(chat) or ""
         if ANSWER not in text:
             return None
         return text if NAME in _call_in(text) else ""
 
     def _behind_result(self, lead: str) -> str:
-        chat = [_user(USER), calling([(NAME, VALUE)]), _RESULT]
-        prompt = self.text(chat, prompt=True) or ""
-        told = self.text([*chat, _answer(ANSWER), _user(NEXT)]) or self.text(
-            [*chat, _answer(ANSWER)]
-        )
+        prompt = self.text(_CALLED_AND_ON, prompt=True) or ""
+        told = self._going_on([*_CALLED_AND_ON, _answer(ANSWER)])
         if RESULT not in prompt or not told or RESULT not in told or ANSWER not in told:
             return ""
         prompted = "".join(prompt[prompt.rindex(RESULT) :].split())

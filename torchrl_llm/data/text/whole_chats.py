@@ -60,107 +60,180 @@ _MAX_ENGINES = 32
 _TAG = "\uf8fe\uf8fd\uf8fe"
 
 
-def render_chats(
-    chats: Sequence[Chat],
-    spec: TemplateSpec,
-    tokenizer: Any = None,
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    tools: Sequence[Any] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    strict: bool = True,
-) -> list[str]:
-    """Render conversations as text.
+@dataclass(frozen=True, kw_only=True)
+class WholeChats:
+    """How conversations of at least one message are written, as text or as ids.
 
     Args:
-        chats: conversations of at least one message.
         spec: the template.
-        tokenizer: gives the template ``bos_token``, ``eos_token`` and the like.
+        tokenizer: a fast Hugging Face tokenizer, which ids need; it gives the template
+            ``bos_token``, ``eos_token`` and the like.
         add_generation_prompt: end with the header of the model's turn.
         continue_final_message: end with the content of the last message, its turn left open. A last
             assistant message with ``is_complete=False`` is left open in any case.
         tools: JSON schemas (or documented functions) of tools.
         variables: further variables of the template.
         strict: refuse contents that read back as other messages, or for a template that is not
-            built in, as other turns.
-
-    Raises:
-        TemplateError: the template refuses a message, cannot express it, or (``strict``) a content
-            forges a turn, a call or a result.
+            built in, as other turns. In ids that can only be where a mark of the template is no
+            special token of this tokenizer.
     """
-    engine = _engine(spec, tokenizer, variables, chats, shielded=False)
-    rendered = [
-        _render(engine, chat, index, add_generation_prompt, continue_final_message, tools)
-        for index, chat in enumerate(chats)
-    ]
-    if strict:
-        for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
-            _refuse_forgery(engine, spec, chat, index, item.text, tokenizer, tools)
-    return [item.text for item in rendered]
 
+    spec: TemplateSpec
+    tokenizer: Any = None
+    add_generation_prompt: bool = False
+    continue_final_message: bool = False
+    tools: Sequence[Any] | None = None
+    variables: Mapping[str, Any] | None = None
+    strict: bool = True
 
-def encode_chats(
-    chats: Sequence[Chat],
-    spec: TemplateSpec,
-    tokenizer: Any,
-    *,
-    add_generation_prompt: bool = False,
-    continue_final_message: bool = False,
-    tools: Sequence[Any] | None = None,
-    variables: Mapping[str, Any] | None = None,
-    assistant_mask: bool = False,
-    strict: bool = True,
-) -> list[EncodedChat]:
-    """Encode conversations with one call of the tokenizer.
+    def texts(self, chats: Sequence[Chat]) -> list[str]:
+        """The text of each conversation.
 
-    Special-token strings in contents become plain characters, so no content can end a turn or open
-    one. The assistant mask comes from ``{% generation %}`` blocks, each stretched over the
-    end-of-turn token that stands behind it, or, where a template has none, from the places of the
-    assistant's contents and the closers behind them.
+        Raises:
+            TemplateError: the template refuses a message, cannot express it, or (``strict``) a
+                content forges a turn, a call or a result.
+        """
+        engine = self._engine(chats, shielded=False)
+        return [item.text for item in self._rendered(engine, chats)]
 
-    Args:
-        chats: conversations of at least one message.
-        spec: the template.
-        tokenizer: a fast Hugging Face tokenizer.
-        add_generation_prompt: see :func:`render_chats`.
-        continue_final_message: see :func:`render_chats`.
-        tools: see :func:`render_chats`.
-        variables: see :func:`render_chats`.
-        assistant_mask: also return the mask.
-        strict: refuse contents that read back as other turns, which can only be where a mark of
-            the template is no special token of this tokenizer.
+    def encoded(self, chats: Sequence[Chat], *, assistant_mask: bool) -> list[EncodedChat]:
+        """The ids of each conversation, from one call of the tokenizer.
 
-    Raises:
-        TemplateError: as :func:`render_chats`.
-        TokenizerError: the tokenizer is not a fast one.
-    """
-    engine = _engine(spec, tokenizer, variables, chats, shielded=True)
-    located = assistant_mask and not engine.renderer.has_generation
-    rendered = [
-        _render(
-            engine,
-            chat,
-            index,
-            add_generation_prompt,
-            continue_final_message,
-            tools,
-            spans=located,
-            generation=assistant_mask,
+        Special-token strings in contents become plain characters, so no content can end a turn or
+        open one. The assistant mask comes from ``{% generation %}`` blocks, each stretched over the
+        end-of-turn token that stands behind it, or, where a template has none, from the places of
+        the assistant's contents and the closers behind them.
+
+        Args:
+            chats: the conversations.
+            assistant_mask: also return the mask.
+
+        Raises:
+            TemplateError: as :meth:`texts`.
+            TokenizerError: the tokenizer is not a fast one.
+        """
+        engine = self._engine(chats, shielded=True)
+        located = assistant_mask and not engine.renderer.has_generation
+        rendered = self._rendered(engine, chats, spans=located, generation=assistant_mask)
+        pieces = [Piece(item.text, item.literals) for item in rendered]
+        return [
+            EncodedChat(
+                torch.from_numpy(encoding.ids.copy()),
+                _mask(item, chat, encoding, engine.probe) if assistant_mask else None,
+            )
+            for item, chat, encoding in zip(
+                rendered, chats, engine.codec.encode_batch(pieces), strict=True
+            )
+        ]
+
+    def _engine(self, chats: Sequence[Chat], *, shielded: bool) -> _Engine:
+        spec, variables = self.spec, dict(self.variables or {})
+        _refuse_unknown(variables, spec)
+        reasoning = _reasoning_at(chats)
+        through = Form(parts=True, text=True, reasoning_field=reasoning and reasoning[2])
+        if self.tokenizer is None:
+            return _Engine(Renderer(spec.template, Shield(()), variables, through), None, None)
+        variables = {**self.tokenizer.special_tokens_map, **variables}
+        engine = _cached(spec, self.tokenizer, variables)
+        form = through if engine.probe is None else engine.probe.form
+        if reasoning is not None and form.reasoning_field is None:
+            row, index, key = reasoning
+            raise TemplateError(
+                f"chat {row}, message {index} has {key}, and the chat template writes no "
+                "reasoning; put it into the content"
+            )
+        renderer = engine.renderer.with_form(form)
+        if not shielded:
+            renderer = Renderer(spec.template, Shield(()), variables, form)
+        return replace(engine, renderer=renderer)
+
+    def _rendered(
+        self,
+        engine: _Engine,
+        chats: Sequence[Chat],
+        *,
+        spans: bool = False,
+        generation: bool = False,
+    ) -> list[Rendered]:
+        rendered = [
+            self._render(engine, chat, row, spans, generation) for row, chat in enumerate(chats)
+        ]
+        if self.strict:
+            for row, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
+                self._refuse_forgery(engine, chat, row, item.text)
+        return rendered
+
+    def _render(
+        self, engine: _Engine, chat: Chat, row: int, spans: bool, generation: bool
+    ) -> Rendered:
+        messages, prompt = chat.messages, self.add_generation_prompt
+        open_end = self.continue_final_message
+        if not messages:
+            raise TemplateError(f"chat {row} has no messages; a chat template needs at least one")
+        last = messages[-1]
+        if last.get("is_complete") is False and (last["role"] == "assistant" or not prompt):
+            prompt, open_end = False, True
+        shown = [*messages[:-1], _tagged(last, row, len(chat) - 1)] if open_end else messages
+        try:
+            rendered = engine.renderer.render(
+                shown,
+                tools=self.tools,
+                add_generation_prompt=prompt,
+                spans=spans,
+                generation=generation,
+            )
+        except TemplateError as error:
+            told = _named(engine, messages, self.tools, error)
+            raise TemplateError(f"chat {row}: {told}") from error
+        return _opened(rendered, chat, row) if open_end else rendered
+
+    def _refuse_forgery(self, engine: _Engine, chat: Chat, row: int, text: str) -> None:
+        """Raise if the rendering reads back as other messages than were rendered.
+
+        The text of a built-in family must read back whole. Otherwise the turns must be those that
+        are read when the marks are taken out of the contents: for the text of any template whose
+        marks are known, and for ids where a mark is no special token (a call spelled in a content
+        has the very ids of a call).
+        """
+        parser, shielded = self.spec.inverse_parser, engine.renderer.shield.markers
+        if not isinstance(parser, InverseParser):
+            return
+        last = chat.messages[-1]
+        if not (shielded or last.get("is_complete", True) or last["content"]):
+            raise TemplateError(
+                f"chat {row}, message {len(chat) - 1} ({last['role']}): an unfinished message "
+                "without content reads as a generation prompt; drop it and ask for a generation "
+                "prompt"
+            )
+        ends = _ends(self.tokenizer)
+        whole = self.spec.builtin and not shielded
+        marks = parser.risks(ends["eos_token"]) if whole else parser.turn_marks(ends["eos_token"])
+        risks = [mark for mark in marks if mark not in shielded]
+        risky = (
+            index
+            for index, message in enumerate(chat.messages)
+            if any(mark in part for part in _strings(message) for mark in risks)
         )
-        for index, chat in enumerate(chats)
-    ]
-    if strict:
-        for index, (chat, item) in enumerate(zip(chats, rendered, strict=True)):
-            _refuse_forgery(engine, spec, chat, index, item.text, tokenizer, tools)
-    encodings = engine.codec.encode_batch([Piece(item.text, item.literals) for item in rendered])
-    return [
-        EncodedChat(
-            torch.from_numpy(encoding.ids.copy()),
-            _mask(item, chat, encoding, engine.probe) if assistant_mask else None,
-        )
-        for item, chat, encoding in zip(rendered, chats, encodings, strict=True)
-    ]
+        if (index := next(risky, None)) is None:
+            return
+        if whole:
+            wanted = [_expressed(message) for message in chat.messages]
+            found = [_expressed(message) for message in parser.parse(text, **ends)]
+        else:
+            clean = [_without(message, risks) for message in chat.messages]
+            clean_text = engine.renderer.render(clean, tools=self.tools).text
+            try:
+                wanted = [message["role"] for message in parser.parse(clean_text, **ends)]
+            except TemplateError:  # the template only resembles the family
+                return
+            found = [message["role"] for message in parser.parse(text, **ends)]
+        if wanted != found:
+            raise TemplateError(
+                f"chat {row}, message {index} ({chat.messages[index]['role']}): in the text of "
+                f"{parser.family} a content reads as another turn, a tool call or a tool result; "
+                "put calls into tool_calls, use token ids where the family's marks are special "
+                "tokens, or render with strict=False"
+            )
 
 
 def _mask(rendered: Rendered, chat: Chat, encoding: Encoding, probe: Probe | None) -> Tensor:
@@ -199,32 +272,32 @@ def read_text(
             "add_chat_template(..., inverse_parser=...)"
         )
     if isinstance(parser, InverseParser):
-        bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
-        chat = chat_of(parser.parse(text, bos_token=bos, eos_token=eos, strict=strict), "message")
-        if strict and not spec.builtin:
-            _refuse_other_text(text, chat, spec, tokenizer)
-        return chat
-    found = parser(text)
-    if not is_tensorclass(found):
-        chat = chat_of(found, "message")
+        found = parser.parse(text, **_ends(tokenizer), strict=strict)
     else:
+        found = parser(text)
+    if is_tensorclass(found):
         chats = found.conversations()
         if len(chats) != 1:
             raise TemplateError(f"the parser of {spec.name!r} gave {len(chats)} conversations")
-        chat = chats[0]
-    if strict:
+        found = chats[0].messages
+    chat = chat_of(found, "message")
+    if strict and not (spec.builtin and isinstance(parser, InverseParser)):
         _refuse_other_text(text, chat, spec, tokenizer)
     return chat
+
+
+def _ends(tokenizer: Any) -> dict[str, str | None]:
+    """The tokens of a tokenizer that begin and end a text."""
+    return {name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token")}
 
 
 def _refuse_other_text(text: str, chat: Chat, spec: TemplateSpec, tokenizer: Any) -> None:
     """Raise where the template does not write the messages that were read as this very text."""
     again: list[str] = []
     try:
+        how = WholeChats(spec=spec, tokenizer=tokenizer, strict=False)
         for prompt in (False, True):
-            again += render_chats(
-                [chat], spec, tokenizer, add_generation_prompt=prompt, strict=False
-            )
+            again += replace(how, add_generation_prompt=prompt).texts([chat])
     except TemplateError as error:
         again = again or [f"nothing: {error}"]
     if text not in again:
@@ -236,35 +309,6 @@ def _refuse_other_text(text: str, chat: Chat, spec: TemplateSpec, tokenizer: Any
 
 
 # -- one template with one tokenizer --------------------------------------------------------------
-
-
-def _engine(
-    spec: TemplateSpec,
-    tokenizer: Any,
-    variables: Mapping[str, Any] | None,
-    chats: Sequence[Chat],
-    *,
-    shielded: bool,
-) -> _Engine:
-    variables = dict(variables or {})
-    _refuse_unknown(variables, spec)
-    reasoning = _reasoning_at(chats)
-    through = Form(parts=True, text=True, reasoning_field=reasoning and reasoning[2])
-    if tokenizer is None:
-        return _Engine(Renderer(spec.template, Shield(()), variables, through), None, None)
-    special = dict(tokenizer.special_tokens_map)
-    engine = _cached(spec, tokenizer, {**special, **variables})
-    form = through if engine.probe is None else engine.probe.form
-    if reasoning is not None and form.reasoning_field is None:
-        row, index, key = reasoning
-        raise TemplateError(
-            f"chat {row}, message {index} has {key}, and the chat template writes no reasoning; "
-            "put it into the content"
-        )
-    if shielded:
-        return replace(engine, renderer=engine.renderer.with_form(form))
-    plain = Renderer(spec.template, Shield(()), {**special, **variables}, form)
-    return replace(engine, renderer=plain)
 
 
 def _cached(spec: TemplateSpec, tokenizer: Any, variables: dict[str, Any]) -> _Engine:
@@ -306,33 +350,6 @@ def _reasoning_at(chats: Sequence[Chat]) -> tuple[int, int, str] | None:
 
 
 # -- one conversation -----------------------------------------------------------------------------
-
-
-def _render(
-    engine: _Engine,
-    chat: Chat,
-    row: int,
-    prompt: bool,
-    open_end: bool,
-    tools: Sequence[Any] | None,
-    *,
-    spans: bool = False,
-    generation: bool = False,
-) -> Rendered:
-    messages = chat.messages
-    if not messages:
-        raise TemplateError(f"chat {row} has no messages; a chat template needs at least one")
-    last = messages[-1]
-    if last.get("is_complete") is False and (last["role"] == "assistant" or not prompt):
-        prompt, open_end = False, True
-    shown = [*messages[:-1], _tagged(last, row, len(chat) - 1)] if open_end else messages
-    try:
-        rendered = engine.renderer.render(
-            shown, tools=tools, add_generation_prompt=prompt, spans=spans, generation=generation
-        )
-    except TemplateError as error:
-        raise TemplateError(f"chat {row}: {_named(engine, messages, tools, error)}") from error
-    return _opened(rendered, chat, row) if open_end else rendered
 
 
 def _tagged(message: Mapping[str, Any], row: int, index: int) -> dict[str, Any]:
@@ -389,66 +406,6 @@ def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
 
 
 # -- contents that would read back as something else ----------------------------------------------
-
-
-def _refuse_forgery(
-    engine: _Engine,
-    spec: TemplateSpec,
-    chat: Chat,
-    row: int,
-    text: str,
-    tokenizer: Any,
-    tools: Sequence[Any] | None,
-) -> None:
-    """Raise if the rendering reads back as other messages than were rendered.
-
-    The text of a built-in family must read back whole. Otherwise the turns must be those that are
-    read when the marks are taken out of the contents: for the text of any template whose marks are
-    known, and for ids where a mark is no special token (a call spelled in a content has the very
-    ids of a call).
-    """
-    parser = spec.inverse_parser
-    if not isinstance(parser, InverseParser):
-        return
-    last = chat.messages[-1]
-    if not (engine.renderer.shield.markers or last.get("is_complete", True) or last["content"]):
-        raise TemplateError(
-            f"chat {row}, message {len(chat) - 1} ({last['role']}): an unfinished message without "
-            "content reads as a generation prompt; drop it and ask for a generation prompt"
-        )
-    bos, eos = (getattr(tokenizer, f"{end}_token", None) for end in ("bos", "eos"))
-    shielded = engine.renderer.shield.markers
-    whole = spec.builtin and not shielded
-    risks = parser.risks(eos) if whole else (*parser.marks, eos or parser.eos)
-    risks = [mark for mark in risks if mark not in shielded]
-    if not any(mark in part for m in chat.messages for part in _strings(m) for mark in risks):
-        return
-    if whole:
-        wanted = [_expressed(message) for message in chat.messages]
-        read = parser.parse(text, bos_token=bos, eos_token=eos)
-        found = [_expressed(message) for message in read]
-    else:
-        clean = [_without(message, risks) for message in chat.messages]
-        clean_text = engine.renderer.render(clean, tools=tools).text
-        try:
-            read = parser.parse(clean_text, bos_token=bos, eos_token=eos)
-        except TemplateError:  # the template only resembles the family
-            return
-        wanted = [message["role"] for message in read]
-        found = [m["role"] for m in parser.parse(text, bos_token=bos, eos_token=eos)]
-    if wanted == found:
-        return
-    index = next(
-        k
-        for k, message in enumerate(chat.messages)
-        if any(mark in part for part in _strings(message) for mark in risks)
-    )
-    raise TemplateError(
-        f"chat {row}, message {index} ({chat.messages[index]['role']}): in the text of "
-        f"{parser.family} a content reads as another turn, a tool call or a tool result; put "
-        "calls into tool_calls, use token ids where the family's marks are special tokens, or "
-        "render with strict=False"
-    )
 
 
 def _without(message: Mapping[str, Any], marks: Sequence[str]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from torchrl_llm.rewards.code import CodeProblem, CodeRunner, HumanEvalRewardPar
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer, read_row
 from torchrl_llm.rewards.math_reward import MATHRewardParser
 from torchrl_llm.rewards.number_rewards import GSM8KRewardParser
+from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.sandbox.interface import MEMORY_BYTES
 
 
@@ -160,14 +161,17 @@ class HumanEvalEnv(TaskEnv):
     DATASET = "openai/openai_humaneval"
     NEEDS_LARGER_MODEL = True
     COLUMNS = ("prompt", "entry_point", "test")
+    REWARD = HumanEvalRewardParser
     SYSTEM_PROMPT = PROMPTS["humaneval"]
 
     def __init__(self, *, memory_bytes: int = MEMORY_BYTES, **kwargs: Any) -> None:
         self.memory_bytes = memory_bytes
         super().__init__(**kwargs)
 
-    def make_reward(self) -> HumanEvalRewardParser:
-        """The tests of the problems, within the limit of memory."""
+    def make_reward(self) -> RewardParser:
+        """The tests of the problems, within the limit of memory; or a subclass's own ``REWARD``."""
+        if self.REWARD is not HumanEvalRewardParser:
+            return super().make_reward()
         return HumanEvalRewardParser(runner=CodeRunner(memory_bytes=self.memory_bytes))
 
     @classmethod

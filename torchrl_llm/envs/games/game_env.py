@@ -69,6 +69,7 @@ class _Progress(NamedTuple):
     told: dict[str, str]
     rewards: dict[str, float]
     success: frozenset[str]
+    waiting: Mapping[str, str]
     active: tuple[str, ...] = ()
     truncated: bool = False
 
@@ -153,7 +154,7 @@ class TableSteps(PlayersTransform):
         while active := self.game.active(state):
             missing = [p for p in active if p not in self.seats and p not in waiting]
             if missing:
-                return _Progress(state, told, rewards, success, tuple(missing))
+                return _Progress(state, told, rewards, success, waiting, tuple(missing))
             actions = {
                 p: waiting[p] if p in waiting else self._scripted(p, state, seed) for p in active
             }
@@ -165,8 +166,9 @@ class TableSteps(PlayersTransform):
                 )
                 rewards[player] += outcome.rewards.get(player, 0.0)
             if outcome.terminated or outcome.truncated:
-                return _Progress(state, told, rewards, success, truncated=not outcome.terminated)
-        return _Progress(state, told, rewards, success)
+                cut = not outcome.terminated
+                return _Progress(state, told, rewards, success, waiting, truncated=cut)
+        return _Progress(state, told, rewards, success, waiting)
 
     def _scripted(self, player: str, state: Any, seed: str) -> str:
         seat, sits = self.game.seat(player), self.seats[player]
@@ -213,8 +215,7 @@ class TableSteps(PlayersTransform):
                 players={name: Played(**each, state=text) for name, each in last.items()}
             )
         after = self._advance(state, waiting, seed)
-        moved = after.state != state
-        text = self.game.dump(after.state) if moved else text
+        text = self.game.dump(after.state)
         players = {}
         for player in episode.rows:
             done = {**nothing, **acted.get(player, {})}
@@ -226,7 +227,7 @@ class TableSteps(PlayersTransform):
                 terminated=not after.active and not after.truncated,
                 truncated=after.truncated,
                 state=text,
-                committed="" if moved else waiting.get(player, ""),
+                committed=after.waiting.get(player, ""),
             )
         return EpisodeReaction(players=players, active=after.active)
 

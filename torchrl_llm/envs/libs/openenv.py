@@ -18,7 +18,7 @@ from typing import Any
 from urllib.parse import urlsplit, urlunsplit
 
 from torchrl_llm._imports import require
-from torchrl_llm._redis import masked
+from torchrl_llm._masking import masked
 from torchrl_llm.envs.actions import ActionError, ActionForm, CallAction, make_action_parser
 from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
 from torchrl_llm.errors import BackendError, ConfigError, ResourceError, WorkerError

@@ -12,10 +12,8 @@ from torchrl_llm.modules.backends.fake import (
 from torchrl_llm.modules.backends.openai import OpenAIBackend as OpenAIBackend
 from torchrl_llm.modules.backends.server import VLLMServer as VLLMServer
 from torchrl_llm.modules.backends.token_scorer import CausalScorer as CausalScorer
-from torchrl_llm.modules.backends.transformers import (
-    TransformersBackend as TransformersBackend,
-    sampling_mode as sampling_mode,
-)
+from torchrl_llm.modules.backends.head import sampling_mode as sampling_mode
+from torchrl_llm.modules.backends.transformers import TransformersBackend as TransformersBackend
 from torchrl_llm.weights.weight_source import (
     AdapterSource as AdapterSource,
     DeltaSource as DeltaSource,

@@ -29,13 +29,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import AttentionBlock, packing
-from torchrl_llm.modules.backends.head import (
-    attention_name,
-    can_be_tried,
-    causal_model,
-    evaluating,
-    uses_flash,
-)
+from torchrl_llm.modules.backends import head as heads
 
 _KERNELS = ("sdpa", "eager", "flex_attention")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
@@ -172,13 +166,13 @@ def stream_arguments(
         blocks: the stream; without prefixes for flash attention.
         device: of the model.
     """
-    if uses_flash(model):
+    if heads.uses_flash(model):
         widths = [block.width for block in blocks for _ in range(block.rows)]
         ends = torch.tensor([0, *accumulate(widths)], dtype=torch.int32)
         ends = ends.to(device, non_blocking=True)
         lengths = {"max_length_q": max(widths), "max_length_k": max(widths)}
         return {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, **lengths}
-    if attention_name(model) == "flex_attention":
+    if heads.attention_name(model) == "flex_attention":
         return {"attention_mask": _flex_mask(blocks, device)}
     return {"attention_mask": row_mask(model, blocks, device)}
 
@@ -224,10 +218,10 @@ def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.d
     Returns:
         A :class:`RowMask`, or for ``eager`` the additive mask ``[1, 1, S, S]``, written out.
     """
-    if attention_name(model) != "eager":
+    if heads.attention_name(model) != "eager":
         return RowMask.of(blocks, device)
     seen = packing.block_mask(blocks, device)[None, None]
-    dtype = causal_model(model).dtype
+    dtype = heads.causal_model(model).dtype
     smallest = torch.finfo(dtype).min
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, smallest)
 
@@ -241,7 +235,7 @@ def longest_plain_row(model: nn.Module) -> float:
     Returns:
         The smallest window of sliding or chunked attention; infinite without one.
     """
-    config = causal_model(model).config.get_text_config(decoder=True)
+    config = heads.causal_model(model).config.get_text_config(decoder=True)
     return min(getattr(config, name, None) or math.inf for name in _WINDOWS)
 
 
@@ -254,16 +248,16 @@ def check_rows_apart(model: nn.Module) -> None:
     Raises:
         ConfigError: a row has other logits alone than in a batch.
     """
-    weight = causal_model(model).get_input_embeddings().weight
+    weight = heads.causal_model(model).get_input_embeddings().weight
     rows = torch.tensor([[1, 2, 3, 0, 0], [9, 8, 7, 6, 5]], device=weight.device) % len(weight)
-    with evaluating(model) as rounding:
+    with heads.evaluating(model) as rounding:
         together = model(input_ids=rows, use_cache=False).logits[:1, :3]
         alone = model(input_ids=rows[:1, :3], use_cache=False).logits
     if together.shape != alone.shape or _distance(together, alone) > tolerance(rounding):
         raise ConfigError(
-            f"{type(causal_model(model)).__name__} gives a row other logits when tokens follow it "
-            "or rows stand next to it, so it is no causal language model (the BERT family is one "
-            "with is_decoder=True in its configuration)"
+            f"{type(heads.causal_model(model)).__name__} gives a row other logits when tokens "
+            "follow it or rows stand next to it, so it is no causal language model (the BERT "
+            "family is one with is_decoder=True in its configuration)"
         )
 
 
@@ -286,11 +280,11 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
         model: a causal model, in PEFT or not.
         run: its body, or the model itself.
     """
-    causal = causal_model(model)
+    causal = heads.causal_model(model)
     config = causal.config.get_text_config(decoder=True)
     name = type(causal).__name__
-    kernel = attention_name(model)
-    if kernel not in _KERNELS and not uses_flash(model):
+    kernel = heads.attention_name(model)
+    if kernel not in _KERNELS and not heads.uses_flash(model):
         return (
             f"attn_implementation {kernel!r} is not told of rows; "
             "'sdpa', 'eager', 'flex_attention' and flash attention are"
@@ -300,7 +294,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
         return f"{name} has layers of type {', '.join(sorted(strange))}"
     if {"position_ids", "args"}.isdisjoint(inspect.signature(causal.forward).parameters):
         return f"{name} takes no position_ids, which say where a row of a stream begins"
-    if not can_be_tried(model):
+    if not heads.can_be_tried(model):
         return f"the weights of {name} are sharded or not there yet, so packing cannot be tried out"
     size = causal.get_input_embeddings().weight.shape[0]
     device = causal.get_input_embeddings().weight.device
@@ -309,7 +303,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]], device=device)
     apart = stream_arguments(model, [AttentionBlock(1, 4), AttentionBlock(1, 3)], device)
     settings = {**apart, "position_ids": positions, "use_cache": False}
-    with evaluating(model) as rounding:
+    with heads.evaluating(model) as rounding:
         rows = [run(input_ids=part, use_cache=False)[0] for part in (ids[:, :4], ids[:, 4:])]
         try:
             packed = run(input_ids=ids, **settings)[0]
@@ -331,15 +325,15 @@ def _stream_limit(model: nn.Module) -> str | None:
     Runs shapes without numbers in a twin, so that a long context costs nothing, and no thread that
     uses the model is disturbed.
     """
-    config = copy.deepcopy(causal_model(model).config)
+    config = copy.deepcopy(heads.causal_model(model).config)
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-    if attention_name(model) not in ("sdpa", "eager") or not context:
+    if heads.attention_name(model) not in ("sdpa", "eager") or not context:
         return None
-    config._attn_implementation = attention_name(model)
+    config._attn_implementation = heads.attention_name(model)
     for rows in (1, 2):
         try:
             with torch.device("meta"), torch.no_grad():
-                twin = type(causal_model(model))(config).eval()
+                twin = type(heads.causal_model(model))(config).eval()
                 ids = torch.zeros(1, rows * context, dtype=torch.int64)
                 apart = stream_arguments(model, [AttentionBlock(rows, context)], ids.device)
                 twin(input_ids=ids, position_ids=ids, use_cache=False, **apart)

@@ -23,16 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from torchrl_llm import functional as F
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.scoring import HeadStates, Support
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.functional import (
-    HeadScores,
-    chunked_divergence,
-    chunked_greedy_ids,
-    chunked_log_probs,
-    support_log_probs,
-)
 from torchrl_llm.functional.logit_form import LogitForm
 
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
@@ -228,7 +222,7 @@ class LMHead:
         support: Support | None = None,
         chunk_size: int | None = None,
         in_place_head_grad: bool = False,
-    ) -> HeadScores:
+    ) -> F.HeadScores:
         """Log-probs of targets; see :func:`~torchrl_llm.functional.chunked_log_probs`.
 
         With a support see :func:`~torchrl_llm.functional.support_log_probs`.
@@ -252,9 +246,9 @@ class LMHead:
         }
         if support is not None:
             support = support.to(hidden_ND.device)
-            return support_log_probs(hidden_ND, weight, targets_N, *support, **settings)
+            return F.support_log_probs(hidden_ND, weight, targets_N, *support, **settings)
         in_place = in_place_head_grad and weight.requires_grad
-        return chunked_log_probs(
+        return F.chunked_log_probs(
             hidden_ND, weight, targets_N, **settings, in_place_head_grad=in_place
         )
 
@@ -266,7 +260,7 @@ class LMHead:
             chunk_size: the most logits alive at once; chosen by device when ``None``.
         """
         weight, form = self._parts(hidden_ND)
-        return chunked_greedy_ids(hidden_ND, weight, **form, chunk_size=chunk_size)
+        return F.chunked_greedy_ids(hidden_ND, weight, **form, chunk_size=chunk_size)
 
     def states(self, hidden_ND: Tensor) -> HeadStates:
         """Hidden states with all that makes distributions of them, detached.
@@ -318,7 +312,7 @@ class LMHead:
         if teacher.low_rank is not None:
             states, columns = teacher.low_rank
             adapter = states.to(device), columns[:size].to(device)
-        return chunked_divergence(
+        return F.chunked_divergence(
             hidden_ND,
             weight,
             teacher.hidden.to(device),

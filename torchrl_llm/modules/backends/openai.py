@@ -243,20 +243,13 @@ class OpenAIBackend(Backend):
         self._check_lengths(sequences)
         if not isinstance(temperature, Tensor):
             temperature = torch.full((len(sequences),), float(temperature))
-        jobs, start = [], 0
-        for ids, mask, heat in zip(sequences, select, temperature.tolist(), strict=True):
-            count = int(mask.sum())
-            own = ScoreExtras()
-            if extras.support is not None:
-                own = ScoreExtras(support=extras.support.span(start, start + count))
-            start += count
-            if count:
-                jobs.append(partial(self._score, ids, mask, heat, entropy, own))
-        parts = self._threads.run(jobs)
-        none = torch.zeros(0)
-        log_probs = torch.cat([none, *(part.log_probs for part in parts)])
-        entropies = torch.cat([none, *(part.entropy for part in parts)]) if entropy else None
-        return TokenScores(log_probs, entropies)
+        rows = zip(sequences, select, temperature.tolist(), extras.of_rows(select), strict=True)
+        jobs = [
+            partial(self._score, ids, mask, heat, entropy, own)
+            for ids, mask, heat, own in rows
+            if bool(mask.any())
+        ]
+        return TokenScores.join(self._threads.run(jobs), entropy=entropy)
 
     def _check_lengths(self, sequences: Sequence[Tensor]) -> None:
         for row, ids in enumerate(sequences):

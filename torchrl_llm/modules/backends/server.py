@@ -172,7 +172,7 @@ class VLLMServer:
         if source.kind == "adapter":
             raise ConfigError(
                 "a server takes whole weights or a delta; send the adapter merged "
-                "(AdapterWeights(merge=True))"
+                "(EngineWeights or DeltaWeights)"
             )
         incoming = open_source(source, version=version)
         order, sent = incoming.order, incoming.receipt

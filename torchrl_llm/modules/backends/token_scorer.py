@@ -23,25 +23,14 @@ from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional import HeadScores
 from torchrl_llm.modules.backends import attention
-from torchrl_llm.modules.backends.head import (
-    LMHead,
-    ValueHead,
-    attention_name,
-    can_be_tried,
-    causal_model,
-    check_kernel,
-    model_body,
-    refuse_learned_prompts,
-    tried_once,
-    uses_flash,
-)
+from torchrl_llm.modules.backends import head as heads
 from torchrl_llm.modules.backends.layouts import LAYOUTS, ModelSize, Rows, RowStream, lay_out
 from torchrl_llm.modules.model_loading import check_rotary, rotary_limit
 
 
 def _shows_head(model: nn.Module) -> bool:
     """Whether a model tells its output embeddings."""
-    find = getattr(causal_model(model), "get_output_embeddings", None)
+    find = getattr(heads.causal_model(model), "get_output_embeddings", None)
     return find is not None and find() is not None
 
 
@@ -93,20 +82,20 @@ class CausalScorer(nn.Module, TokenScorer):
         chunk_size: int | None = None,
         full_logits: bool = False,
         in_place_head_grad: bool = False,
-        value_head: ValueHead | None = None,
+        value_head: heads.ValueHead | None = None,
         layout: str = "auto",
     ) -> None:
         super().__init__()
-        refuse_learned_prompts(model)
-        if can_be_tried(model):
-            tried_once(attention.check_rows_apart, model)
+        heads.refuse_learned_prompts(model)
+        if heads.can_be_tried(model):
+            heads.tried_once(attention.check_rows_apart, model)
         if full_logits and (chunk_size is not None or in_place_head_grad):
             raise ValueError("chunk_size and in_place_head_grad have no effect with full_logits")
         if not full_logits and not _shows_head(model):
             full_logits = True
             tell_once(
-                f"{type(causal_model(model)).__name__} shows no output embeddings: it makes its "
-                "own logits, [B, T, V] at once, as with full_logits=True"
+                f"{type(heads.causal_model(model)).__name__} shows no output embeddings: it makes "
+                "its own logits, [B, T, V] at once, as with full_logits=True"
             )
             chunk_size, in_place_head_grad = None, False
         if full_logits and value_head is not None:
@@ -115,29 +104,29 @@ class CausalScorer(nn.Module, TokenScorer):
         self.value_head = value_head
         self.chunk_size = chunk_size
         self.in_place_head_grad = in_place_head_grad
-        self.head = None if full_logits else LMHead.from_model(model)
+        self.head = None if full_logits else heads.LMHead.from_model(model)
         self.why_not_packed = attention.why_not_packed(model, self._run)
         self._one_call: tuple[str, ...] = ()
         if self.why_not_packed is None:
-            self._one_call = ("packed",) if uses_flash(model) else ("packed", "shared")
+            self._one_call = ("packed",) if heads.uses_flash(model) else ("packed", "shared")
         self._longest_plain_row = attention.longest_plain_row(model)
-        self._rotary_limit = rotary_limit(causal_model(model).config)
+        self._rotary_limit = rotary_limit(heads.causal_model(model).config)
         self._size = ModelSize.of(model, self._run)
         self.layout = layout
 
     @property
     def vocab_size(self) -> int:
         """Rows of the embedding."""
-        return causal_model(self.model).get_input_embeddings().weight.shape[0]
+        return heads.causal_model(self.model).get_input_embeddings().weight.shape[0]
 
     @property
     def _run(self) -> nn.Module:
         """What is called: the model, or its body."""
-        return self.model if self.head is None else model_body(self.model)
+        return self.model if self.head is None else heads.model_body(self.model)
 
     @property
     def _kernel(self) -> str:
-        return attention_name(self.model)
+        return heads.attention_name(self.model)
 
     @property
     def layouts(self) -> tuple[str, ...]:
@@ -199,7 +188,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     def _states(self, stream: RowStream) -> Tensor:
         """Hidden states of the whole stream ``[S, D]``, or its logits ``[S, V]``."""
-        check_kernel(self.model)
+        heads.check_kernel(self.model)
         run, ids = self._run, stream.input_ids
         if stream.one_call:
             apart = attention.stream_arguments(self.model, stream.blocks, ids.device)
@@ -228,7 +217,7 @@ class CausalScorer(nn.Module, TokenScorer):
             ConfigError: also for rows longer than the attention window of a model whose ``layout``
                 is set to ``"packed"`` or ``"shared"``, or than ``rotary_limit`` says.
         """
-        device = causal_model(self.model).get_input_embeddings().weight.device
+        device = heads.causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
         check_rotary(self._rotary_limit, max(rows.lengths))
         costs = self._size.costs(device)
@@ -248,10 +237,10 @@ class CausalScorer(nn.Module, TokenScorer):
         """The layouts of which one kernel attends all blocks."""
         if self._kernel not in ("sdpa", "eager"):
             return self._one_call
-        config = causal_model(self.model).config.get_text_config(decoder=True)
+        config = heads.causal_model(self.model).config.get_text_config(decoder=True)
         head_dim = getattr(config, "head_dim", None)
         head_dim = head_dim or config.hidden_size // config.num_attention_heads
-        dtype = attention.compute_dtype(device, causal_model(self.model).dtype)
+        dtype = attention.compute_dtype(device, heads.causal_model(self.model).dtype)
         has_kernel = attention.has_row_kernel(device, dtype, head_dim)
         return ("packed",) if self._kernel == "sdpa" and has_kernel else ()
 
@@ -283,14 +272,14 @@ class CausalScorer(nn.Module, TokenScorer):
 
 
 def score_hidden(
-    head: LMHead,
+    head: heads.LMHead,
     hidden_ND: Tensor,
     targets_N: Tensor,
     *,
     temperature: float | Tensor = 1.0,
     entropy: bool = False,
     extras: ScoreExtras | None = None,
-    value_head: ValueHead | None = None,
+    value_head: heads.ValueHead | None = None,
     chunk_size: int | None = None,
     in_place_head_grad: bool = False,
 ) -> TokenScores:
@@ -339,7 +328,7 @@ def score_hidden(
 
 
 def _divergence(
-    head: LMHead,
+    head: heads.LMHead,
     hidden_ND: Tensor,
     extras: ScoreExtras,
     temperature: float | Tensor,

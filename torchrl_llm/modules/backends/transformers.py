@@ -25,17 +25,10 @@ from transformers.generation import logits_process as lp
 from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.backends import head as heads
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 from torchrl_llm.modules.backends.causal_decoder import CausalDecoder, takes_ragged_prompts
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
-from torchrl_llm.modules.backends.head import (
-    ValueHead,
-    can_be_tried,
-    causal_model,
-    refuse_learned_prompts,
-    sampling_mode,
-    tried_once,
-)
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 from torchrl_llm.modules.backends.static_decoder import DecoderChoice
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
@@ -145,12 +138,12 @@ class TransformersBackend(LocalBackend):
         scorer: nn.Module | None = None,
         chunk_size: int | None = None,
         full_logits: bool = False,
-        value_head: ValueHead | None = None,
+        value_head: heads.ValueHead | None = None,
         decode: Literal["auto", "plain", "graph"] = "auto",
     ) -> None:
         self._decoders = DecoderChoice(decode)
-        refuse_learned_prompts(model)
-        base = causal_model(model)
+        heads.refuse_learned_prompts(model)
+        base = heads.causal_model(model)
         self._takes = frozenset(inspect.signature(base.forward).parameters)
         if "past_key_values" not in self._takes:
             raise ConfigError(
@@ -158,8 +151,8 @@ class TransformersBackend(LocalBackend):
                 "only attention models (and hybrids of them) are supported"
             )
         self._takes_ragged = True
-        if can_be_tried(model):
-            self._takes_ragged = tried_once(takes_ragged_prompts, model, self._takes)
+        if heads.can_be_tried(model):
+            self._takes_ragged = heads.tried_once(takes_ragged_prompts, model, self._takes)
         if scorer is None:
             scorer = CausalScorer(
                 model, chunk_size=chunk_size, full_logits=full_logits, value_head=value_head
@@ -196,7 +189,7 @@ class TransformersBackend(LocalBackend):
         self.scorer.layout = layout
 
     @property
-    def value_head(self) -> ValueHead | None:
+    def value_head(self) -> heads.ValueHead | None:
         """The scorer's value head, where it has one."""
         return getattr(self.scorer, "value_head", None)
 
@@ -223,8 +216,8 @@ class TransformersBackend(LocalBackend):
         rows = [distinct[owner] for owner in owners]
         longest = max(p.shape[0] for p in distinct)
         limits = torch.tensor([self._room(p, params) for p in rows])
-        device = causal_model(self.model).get_input_embeddings().weight.device
-        with sampling_mode(self.model):
+        device = heads.causal_model(self.model).get_input_embeddings().weight.device
+        with heads.sampling_mode(self.model):
             decoder = CausalDecoder(
                 self.model, distinct, self.max_length, params.max_new_tokens, takes=self._takes
             )
@@ -260,7 +253,7 @@ class TransformersBackend(LocalBackend):
         settings = {"temperature": temperature, "entropy": entropy, "extras": extras}
         if torch.is_grad_enabled():
             return score(**settings)
-        with self._lock, sampling_mode(self.model):
+        with self._lock, heads.sampling_mode(self.model):
             return score(**settings)
 
     def naive_scorer(self) -> TokenScorer | None:
@@ -271,6 +264,6 @@ class TransformersBackend(LocalBackend):
         """See :meth:`Backend.logits`; always padded, in the module's present mode."""
         self.check_ids(sequences)
         check_rotary(rotary_limit(self._config), max(map(len, sequences), default=0))
-        device = causal_model(self.model).get_input_embeddings().weight.device
+        device = heads.causal_model(self.model).get_input_embeddings().weight.device
         input_ids = torch.nn.utils.rnn.pad_sequence(list(sequences), batch_first=True).to(device)
         return self.model(input_ids=input_ids, use_cache=False).logits

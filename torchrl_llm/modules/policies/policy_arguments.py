@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import wraps
+from pathlib import Path
 from typing import Annotated, Any, Literal
 from warnings import warn
 
@@ -22,48 +24,19 @@ DEFAULT_MAX_NEW_TOKENS = 256
 """Length of a response when ``max_new_tokens`` is not given."""
 
 InputMode = Literal["history", "text", "tokens"]
+_NAMES = json.loads(Path(__file__).with_name("argument_names.json").read_text(encoding="utf-8"))
 # Arguments of one mode, and their values where they change nothing.
-_OF_A_MODE = {
-    "tokenizer_kwargs": ("text", None),
-    "chat_template_name": ("history", None),
-    "chat_template": ("history", None),
-    "template_kwargs": ("history", None),
-    "tools": ("history", None),
-    "on_rewrite": ("history", "fork"),
-}
+_OF_A_MODE: dict[str, tuple[str, Any]] = _NAMES["of_a_mode"]
 # What TorchRL takes in every mode, so that one dictionary may serve all of them.
 _TAKEN_IN_EVERY_MODE = {"tokenizer_kwargs", "chat_template_name", "chat_template"}
-# Names of vLLM that TorchRL takes for the common ones.
-_LEGACY = {"max_tokens": "max_new_tokens", "n": "num_return_sequences"}
-_RENAMED = {
-    "max_length": "max_new_tokens",
-    "stop": "stop_sequences",
-    "stop_strings": "stop_sequences",
-    "return_log_probs": "logprobs",
-    "guided_decoding": "structured_outputs",
-}
-_BEAMS = {"num_beams": 1, "length_penalty": 1.0, "early_stopping": False}
 # What TorchRL's wrappers take for generate() of transformers or for vLLM, and nothing here reads.
-_WITHOUT_EFFECT = {
-    "detokenize": "text columns follow from input_mode",
-    "include_stop_str_in_output": "a response holds every token that was sampled",
-    "output_logits": "logits come from get_dist",
-    "output_scores": "log-probs are written whenever return_log_probs is not False",
-    "pad_token_id": "columns are ragged, and pad_output pads with the tokenizer's id",
-    "prompt_logprobs": "a policy with generate=False scores prompts",
-    "return_dict_in_generate": "the output is a tensordict",
-}
+_WITHOUT_EFFECT: dict[str, str] = _NAMES["without_effect"]
 # What TorchRL's wrappers set for the tokenizer, and what is so here whatever they say.
-_TOKENIZER_NEUTRAL = {
-    "return_tensors": "pt",
-    "return_attention_mask": True,
-    "padding": True,
-    "padding_side": "left",
-}
+_TOKENIZER_NEUTRAL: dict[str, Any] = _NAMES["tokenizer_neutral"]
 # Those of sampling are its fields, two of which are spelled otherwise.
 _COMMON = {field.name for field in fields(SamplingParams)} - {"stop", "native"}
 _COMMON |= {"stop_sequences", "num_return_sequences", "do_sample", "skip_special_tokens"}
-_COMMON |= {"logprobs", *_BEAMS}
+_COMMON |= {"logprobs", *_NAMES["beams"]}
 COMMON_NAMES = {*_COMMON}
 """Names of generation arguments that every backend takes."""
 
@@ -272,7 +245,7 @@ def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
         {'max_new_tokens': 8}
     """
     given = dict(kwargs)
-    for old, new in _LEGACY.items():
+    for old, new in _NAMES["legacy"].items():
         if old in given and given[old] != given.setdefault(new, given[old]):
             raise ConfigError(
                 f"{old}={given[old]} contradicts {new}={given[new]}; they mean the same, give one"
@@ -321,7 +294,7 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
     given = common_names(kwargs, backend)
     _check_names(given, backend)
     given = {name: value for name, value in given.items() if value is not None}
-    for name, neutral in _BEAMS.items():
+    for name, neutral in _NAMES["beams"].items():
         if given.pop(name, neutral) != neutral:
             raise ConfigError(
                 f"{name} belongs to beam search, which is not sampling: its results have no "
@@ -435,8 +408,8 @@ def _check_names(given: Iterable[str], backend: Backend) -> None:
     for name in given:
         if name in known:
             continue
-        if name in _RENAMED:
-            raise ConfigError(f"generation argument {name!r} is renamed to {_RENAMED[name]!r}")
+        if other := _NAMES["renamed"].get(name):
+            raise ConfigError(f"generation argument {name!r} is renamed to {other!r}")
         raise ConfigError(f"unknown generation argument {name!r}{_hint(name, known)}")
 
 

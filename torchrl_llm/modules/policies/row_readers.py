@@ -22,7 +22,7 @@ from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.history import History
-from torchrl_llm.data.ragged import pad_rows
+from torchrl_llm.data.ragged import are_aligned, pad_rows
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.data.text import ChatFormatter
@@ -173,6 +173,7 @@ class Sequences(NamedTuple):
     assistant: list[Tensor]
 
 
+@dataclass(eq=False)
 class RowReader(ABC):
     """Reads the rows of one input mode, and writes the mode's view of the answers.
 
@@ -190,20 +191,11 @@ class RowReader(ABC):
     scored_views: ClassVar[tuple[str, ...]] = ()
     """Nodes that :meth:`scored_view` writes."""
 
-    def __init__(
-        self,
-        key: tuple[str, ...],
-        names: KeyNames,
-        *,
-        formatter: ChatFormatter | None,
-        codec: TextCodec | None,
-        prefer_tokens: bool,
-    ) -> None:
-        self.key = key
-        self.names = names
-        self.formatter = formatter
-        self.codec = codec
-        self.prefer_tokens = prefer_tokens
+    key: tuple[str, ...]
+    names: KeyNames
+    formatter: ChatFormatter | None
+    codec: TextCodec | None
+    prefer_tokens: bool
 
     @abstractmethod
     def read_prompts(self, blocks: Blocks) -> Prompts:
@@ -279,7 +271,7 @@ class RowReader(ABC):
         ids = tensor_rows(blocks, (self.names.support, "token_ids"))
         if counts is None or ids is None:
             return None
-        if not _aligned(counts, sequences):
+        if not are_aligned(counts, sequences):
             raise DataError(
                 f"the kept ids under {self.names.support!r} were recorded for other tokens than "
                 "those that are scored (the text was encoded again?); drop that node to score "
@@ -291,10 +283,10 @@ class RowReader(ABC):
         """Assistant masks from what stands next to the ids: trace, mask, or the prompt's length."""
         names = self.names
         sources = self.unpadded(blocks, (names.trace, "source"))
-        if sources is not None and _aligned(sources, sequences):
+        if sources is not None and are_aligned(sources, sequences):
             return [source == Source.SAMPLED for source in sources]
         masks = self.unpadded(blocks, (names.masks, "all_assistant_mask"))
-        if masks is not None and _aligned(masks, sequences):
+        if masks is not None and are_aligned(masks, sequences):
             return [mask.bool() for mask in masks]
         prompts = tensor_rows(blocks, (names.tokens, "prompt"))
         if prompts is None:
@@ -328,7 +320,7 @@ class RowReader(ABC):
         """A column over whole rows, the padding of a dense one taken off by the mask."""
         rows = tensor_rows(blocks, key)
         for masks in [] if rows is None else self._attention(blocks):
-            if _aligned(masks, rows):
+            if are_aligned(masks, rows):
                 return [row[mask] for row, mask in zip(rows, masks, strict=True)]
         return rows
 
@@ -338,10 +330,6 @@ class RowReader(ABC):
             masks = tensor_rows(blocks, key)
             if masks is not None:
                 yield [mask.bool() for mask in masks]
-
-
-def _aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
-    return all(a.shape[:1] == b.shape for a, b in zip(columns, rows, strict=True))
 
 
 class HistoryRows(RowReader):
@@ -460,7 +448,7 @@ class TokensRows(RowReader):
         """Records from the ids and from what is stored next to them."""
         rows = self._known(tensor_rows(blocks, self.key))
         masks = tensor_rows(blocks, self.names.attention_mask)
-        if masks is not None and _aligned(masks, rows):
+        if masks is not None and are_aligned(masks, rows):
             rows = [ids[mask.bool()] for ids, mask in zip(rows, masks, strict=True)]
         return self.with_stored(blocks, [ids.to("cpu", torch.int64) for ids in rows])
 
@@ -473,7 +461,7 @@ class TokensRows(RowReader):
         columns = {
             name: column
             for name, column in stored.items()
-            if column is not None and _aligned(column, rows)
+            if column is not None and are_aligned(column, rows)
         }
         columns["token_ids"] = rows
         turns = self._turns(blocks, len(rows))

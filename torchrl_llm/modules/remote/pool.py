@@ -399,11 +399,7 @@ class EnginePool(Backend):
         self._run(parts, None, must=True)
         if len(parts) == 1:
             return parts[0].result
-        scores = [part.result for part in parts]
-        return TokenScores(
-            torch.cat([score.log_probs for score in scores]),
-            torch.cat([score.entropy for score in scores]) if entropy else None,
-        )
+        return TokenScores.join([part.result for part in parts], entropy=entropy)
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`; all from one replica."""

@@ -29,11 +29,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import (
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional.advantages import Deviation, are_equal
 from torchrl_llm.functional.padding import row_index
-from torchrl_llm.objectives.credit.credit_assigner import (
-    CreditAssigner,
-    CreditOptions,
-    per_trajectory,
-)
+from torchrl_llm.objectives.credit import credit_assigner
 
 
 class MCAdvantageSelector:
@@ -211,7 +207,7 @@ def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn)
     return torch.tensor([reduce(trajectory.totals) for trajectory in group], dtype=torch.float64)
 
 
-class ComparingOptions(CreditOptions, total=False):
+class ComparingOptions(credit_assigner.CreditOptions, total=False):
     """Arguments of every advantage estimator that compares trajectories, besides its own.
 
     Attributes:
@@ -243,7 +239,7 @@ class ComparingOptions(CreditOptions, total=False):
     candidate_selector: MCAdvantageSelector | None
 
 
-class ComparingCredit(CreditAssigner):
+class ComparingCredit(credit_assigner.CreditAssigner):
     """Base of the estimators that compare the returns of a group's trajectories: :meth:`compare`.
 
     Args:
@@ -272,7 +268,7 @@ class ComparingCredit(CreditAssigner):
         candidate_group_size: int | None = None,
         candidate_selection_min_size: int | None = None,
         candidate_selector: MCAdvantageSelector | None = None,
-        **options: Unpack[CreditOptions],
+        **options: Unpack[credit_assigner.CreditOptions],
     ) -> None:
         super().__init__(group_size, **options)
         if group_size == 1 and (candidate_group_size is not None or not keep_zero_variance):
@@ -404,7 +400,7 @@ class ComparingCredit(CreditAssigner):
         flat = [trajectory for group in groups for trajectory in group]
         sizes = [len(group) for group in groups]
         returns = self.level(groups, trajectory_returns(flat, self.trajectory_return), sizes)
-        return per_trajectory(groups, self.compare(returns, row_index(sizes)))
+        return credit_assigner.per_trajectory(groups, self.compare(returns, row_index(sizes)))
 
     # -- candidates -------------------------------------------------------------------------------
 

@@ -21,17 +21,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory, as_pat
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScorer
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.objectives.credit.comparing import (
-    TrajectoryReturn,
-    check_deviation,
-    trajectory_returns,
-)
-from torchrl_llm.objectives.credit.credit_assigner import (
-    BatchStatistics,
-    CreditOptions,
-    per_trajectory,
-    sampled_in_row,
-)
+from torchrl_llm.objectives.credit import comparing, credit_assigner
 
 _COLUMNS = {
     "ids": ("tokens", "full"),
@@ -99,7 +89,7 @@ class PolicyShift(SavedState):
                 "how far the policy moved is measured on ('tokens', 'full') and "
                 "('log_probs', 'full'), which the policy writes, one of each a token"
             )
-        mask = sampled_in_row(row, ids.shape[0])
+        mask = credit_assigner.sampled_in_row(row, ids.shape[0])
         mask[:1] = False  # the first token has no prefix
         kept = {name: value.clone() for name, value in columns.items() if value is not None}
         return TensorDict({**kept, "mask": mask})
@@ -146,7 +136,7 @@ class PolicyShift(SavedState):
 
 
 @register("advantages", "spo")
-class SPOAdvantage(BatchStatistics):
+class SPOAdvantage(credit_assigner.BatchStatistics):
     r"""SPO: the reward against what is known of its prompt, normalised over the batch.
 
     arXiv:2509.13232, section 3. Each prompt has :math:`(\alpha, \beta)`; its baseline
@@ -204,15 +194,15 @@ class SPOAdvantage(BatchStatistics):
         initial_value: Annotated[float, In("[0, 1]")] = 0.5,
         initial_count: Annotated[float, Gt(0)] | None = None,
         kl_key: NestedKey | None = None,
-        trajectory_return: TrajectoryReturn = "sum",
+        trajectory_return: comparing.TrajectoryReturn = "sum",
         normalize: Literal["population", "sample", "none"] = "population",
         eps: Annotated[float, Ge(0)] = 1e-6,
         eps_as: Literal["floor", "added"] = "floor",
         batch_size: int | None = None,
-        **options: Unpack[CreditOptions],
+        **options: Unpack[credit_assigner.CreditOptions],
     ) -> None:
         super().__init__(1, prompt_key=prompt_key, batch_size=batch_size, **options)
-        check_deviation(normalize, eps, eps_as)
+        comparing.check_deviation(normalize, eps, eps_as)
         low = rho_bounds[0]
         if low == 1 and initial_count is None:
             raise ConfigError(f"rho_bounds={rho_bounds} forget nothing: give initial_count")
@@ -326,7 +316,7 @@ class SPOAdvantage(BatchStatistics):
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
         """Advantages of a batch; see the class."""
         flat = [trajectory for group in groups for trajectory in group]
-        rewards = trajectory_returns(flat, self.trajectory_return)
+        rewards = comparing.trajectory_returns(flat, self.trajectory_return)
         self._check(rewards)
         if self._shift is not None:
             self._moved += self._shift.measure()
@@ -343,7 +333,7 @@ class SPOAdvantage(BatchStatistics):
             advantages = F.batch_normalize(
                 advantages, normalize=self.normalize, eps=self.eps, eps_as=self.eps_as
             )
-        return per_trajectory(groups, advantages)
+        return credit_assigner.per_trajectory(groups, advantages)
 
     def _visit(self, name: Hashable, rewards: Tensor, trajectories: list[Trajectory]) -> None:
         count, value = self.initial_count, self.initial_value

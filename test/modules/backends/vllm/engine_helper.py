@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import os
 import shutil
 import tempfile
+from unittest import mock
+
+from fork_server import fork_server
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.modules.backends.vllm import VLLMBackend, build_engine
@@ -20,7 +24,30 @@ SETTINGS = {
 def small_engine(model=None, **options):
     """A ``vllm.LLM`` of the embedded model, or of a folder."""
     settings = {**SETTINGS, **options}
-    return build_engine(embedded_model_path() if model is None else model, **settings)
+    with quick_workers():
+        return build_engine(embedded_model_path() if model is None else model, **settings)
+
+
+class _QuickSpawn:
+    """What vLLM starts its workers with: each has imported vLLM, and this process's variables."""
+
+    def __getattr__(self, name):
+        return getattr(fork_server(), name)
+
+    def Process(self, *, target, **options):
+        given = dict(os.environ), target
+        return fork_server().Process(target=_with_variables, args=given, **options)
+
+
+def _with_variables(environ, target, **options):
+    os.environ.clear()
+    os.environ.update(environ)
+    target(**options)
+
+
+def quick_workers():
+    """Engines that are built within start their processes without seconds of imports."""
+    return mock.patch("vllm.v1.executor.multiproc_executor.get_mp_context", _QuickSpawn)
 
 
 def small_backend(model=None, *, engine_options=None, **options):

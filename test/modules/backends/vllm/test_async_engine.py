@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from collectors.ray_helper import start_ray
 from tensordict import TensorDict
+from waiting import wait_until
 from weights.learner import assert_same_model
 
 from torchrl_llm.assets import embedded_model_path
@@ -44,13 +44,6 @@ ENGINE = {
     "kv_cache_memory_bytes": 64 << 20,
 }
 PROMPTS = ["user: 12 + 34 =", "user: 5", "assistant: the sum of 3 and 4 is", "1 + 1"]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    start_ray(ray, num_cpus=2)
-    yield
-    ray.shutdown()
 
 
 @pytest.fixture(scope="module")
@@ -98,13 +91,6 @@ def assert_equal_to(engine, model, tokenizer, **options):
     torch.testing.assert_close(
         engine.token_scores(rows, select).log_probs, scores, atol=1e-5, rtol=1e-5
     )
-
-
-def wait_for(condition, seconds=150.0):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.1)
 
 
 def test_every_replica_answers_as_transformers_does(engine, model, tokenizer):
@@ -192,7 +178,7 @@ def test_a_killed_replica_comes_back_with_the_weights_that_were_sent(engine, mod
         answers = list(threads.map(ask, range(256)))
     assert time.monotonic() - started < 60
     assert answers == [wanted.token_ids.tolist()] * 256
-    wait_for(lambda: engine.stats()["serving"] == 2)
+    wait_until(lambda: engine.stats()["serving"] == 2, 150.0)
     assert engine.stats()["rebuilt"] == 1
     assert engine.replica_pids()[0] != pids[0]
     assert_equal_to(engine, model, tokenizer, replica=0)

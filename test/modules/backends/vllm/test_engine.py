@@ -7,7 +7,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from waiting import in_threads
+from waiting import in_threads, wait_until
 
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 from torchrl_llm.modules.backends.vllm.engine_loop import EngineLoop, EngineRequest
@@ -84,13 +84,6 @@ def start(call):
     return thread, found
 
 
-def until(condition, seconds=10.0):
-    limit = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < limit, "nothing happened in time"
-        time.sleep(0.001)
-
-
 def test_answers_come_in_the_order_of_the_requests():
     loop = loop_over(FakeEngine())
     assert ask(loop, (5, "a"), (1, "b"), (3, "c")) == ["a", "b", "c"]
@@ -147,7 +140,7 @@ def test_a_step_that_never_ends_does_not_hold_the_other_callers_for_ever():
     step = engine.step
     engine.step = lambda: (release.wait(20), step())[1]
     leader, led = start(lambda: ask(loop, (1, "a")))
-    until(lambda: loop.num_unfinished == 1)
+    wait_until(lambda: loop.num_unfinished == 1)
     began = time.monotonic()
     with pytest.raises(WorkerError, match=r"made no step for .* \(limit 0.3 s\)"):
         ask(loop, (1, "b"), timeout_s=0.3)
@@ -166,7 +159,7 @@ def test_an_interrupted_follower_is_not_asked_to_lead(monkeypatch):
     engine = FakeEngine(seconds=0.002)
     loop = loop_over(engine)
     leader, led = start(lambda: ask(loop, (60, "leader")))
-    until(lambda: engine.steps > 2)
+    wait_until(lambda: engine.steps > 2)
     wait = threading.Event.wait
 
     def interrupted(self, timeout=None):
@@ -188,7 +181,7 @@ def test_alone_and_wait_lets_running_requests_end_and_holds_new_ones_back():
     engine = FakeEngine(seconds=0.001)
     loop = loop_over(engine)
     first, a = start(lambda: ask(loop, (60, "first")))
-    until(lambda: engine.steps > 2)
+    wait_until(lambda: engine.steps > 2)
     entered, leave = threading.Event(), threading.Event()
 
     def alone():
@@ -200,7 +193,7 @@ def test_alone_and_wait_lets_running_requests_end_and_holds_new_ones_back():
             return state
 
     holder, held = start(alone)
-    until(lambda: loop._alone or entered.is_set())
+    wait_until(lambda: loop._alone or entered.is_set())
     second, b = start(lambda: ask(loop, (1, "second")))
     assert entered.wait(10)
     first.join(10)
@@ -218,7 +211,7 @@ def test_alone_and_keep_stops_between_two_steps():
     engine = FakeEngine(seconds=0.001)
     loop = loop_over(engine)
     callers = [start(lambda: ask(loop, (80, "kept"))) for _ in range(4)]
-    until(lambda: len(engine.live) == 4 and engine.steps > 2)
+    wait_until(lambda: len(engine.live) == 4 and engine.steps > 2)
     with loop.exclusive("keep"):
         before = engine.steps
         time.sleep(0.05)
@@ -233,7 +226,7 @@ def test_alone_and_abort_gives_callers_what_there_is():
     engine = FakeEngine(seconds=0.001)
     loop = loop_over(engine)
     callers = [start(lambda k=k: ask(loop, (10**6, k))) for k in range(4)]
-    until(lambda: len(engine.live) == 4)
+    wait_until(lambda: len(engine.live) == 4)
     with loop.exclusive("abort"):
         assert engine.live == {}
     for k, (thread, found) in enumerate(callers):

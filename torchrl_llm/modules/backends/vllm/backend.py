@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from torchrl_llm._registry import register
+from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError
-from torchrl_llm.functional import entropy_from_logits, restrict_logits, selective_log_softmax
 from torchrl_llm.modules.backends.backend_port import (
     Backend,
     Completion,
@@ -316,10 +316,7 @@ class VLLMBackend(Backend):
                 whole vocabulary.
             OverlongError: for a row longer than the engine can read.
         """
-        extras = ScoreExtras() if extras is None else extras
-        support = extras.support
-        if extras not in (ScoreExtras(), ScoreExtras(support=support)):
-            raise ConfigError(f"a vLLM engine gives no hidden states, so it cannot give {extras}")
+        extras = only_support(extras, "a vLLM engine gives no hidden states", has_logits=False)
         self.check_scoring(sequences, select)
         # What stands behind the last selected token does not have to be read.
         rows = [ids[: _last(mask) + 1] for ids, mask in zip(sequences, select, strict=True)]
@@ -333,9 +330,9 @@ class VLLMBackend(Backend):
             temperatures = temperature.tolist()
         else:
             temperatures = [float(temperature)] * len(rows)
-        if support is None and not entropy and all(t == 1 for t in temperatures):
+        if extras.support is None and not entropy and all(t == 1 for t in temperatures):
             return TokenScores(self._own_log_probs(rows, select))
-        return self._whole_scores(rows, select, temperatures, entropy, support)
+        return self._whole_scores(rows, select, temperatures, entropy, extras)
 
     def _own_log_probs(self, rows: list[Tensor], select: Sequence[Tensor]) -> Tensor:
         scored = [row for row, ids in enumerate(rows) if len(ids) > 1]
@@ -352,21 +349,17 @@ class VLLMBackend(Backend):
         select: Sequence[Tensor],
         temperatures: list[float],
         entropy: bool,
-        support: Any,
+        extras: ScoreExtras,
     ) -> TokenScores:
-        log_probs, entropies, done = [torch.zeros(0)], [torch.zeros(0)], 0
-        for ids, mask, temperature in zip(rows, select, temperatures, strict=True):
+        parts = []
+        asked = zip(rows, select, temperatures, extras.of_rows(select), strict=True)
+        for ids, mask, temperature, own in asked:
             at = mask.nonzero().squeeze(-1)
-            if len(at) == 0:
-                continue
-            logits_NV = self._whole_log_probs(ids)[at - 1] / temperature
-            if support is not None:
-                logits_NV = restrict_logits(logits_NV, *support.span(done, done + len(at)))
-            log_probs.append(selective_log_softmax(logits_NV, ids[at]))
-            if entropy:
-                entropies.append(entropy_from_logits(logits_NV))
-            done += len(at)
-        return TokenScores(torch.cat(log_probs), torch.cat(entropies) if entropy else None)
+            if len(at):
+                logits_NV = self._whole_log_probs(ids)[at - 1]
+                how = {"temperature": temperature, "entropy": entropy, "extras": own}
+                parts.append(score_logits(logits_NV, ids[at], **how))
+        return TokenScores.join(parts, entropy=entropy)
 
     def _whole_log_probs(self, ids: Tensor) -> Tensor:
         if self._max_logprobs < self.vocab_size:
