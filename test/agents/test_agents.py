@@ -24,7 +24,6 @@ from torchrl_llm.modules.backends.fake import Answer
 from torchrl_llm.objectives.credit import MonteCarloReturn
 from torchrl_llm.rewards import Component, CompositeReward, FunctionReward, WrittenReward
 from torchrl_llm.sandbox import Limits, SubprocessSandbox
-from torchrl_llm.tools import ToolTransform
 
 MODES = ("history", "text", "tokens")
 LOOKUP = '<tool_call>\n{"name": "lookup", "arguments": {"word": "abc"}}\n</tool_call>'
@@ -473,9 +472,3 @@ def test_a_conversation_that_was_broken_before_is_left_alone():
     env = ChatEnv(batch_size=(1,)).append_transform(strategy)
     td = env.reset(type(env.rand_action())({"query": History.of([chat])}, batch_size=(1,)))
     assert td["history"].prompt.chats[0].messages == tuple(chat[1:])
-
-
-def test_two_transforms_with_a_tool_of_one_name_are_refused():
-    env = ChatEnv(batch_size=(1,)).append_transform(ToolTransform([lookup]))
-    with pytest.raises(ConfigError, match="answered twice"):
-        env.append_transform(ToolTransform([lookup]))

@@ -253,13 +253,6 @@ def test_a_written_configuration_has_no_secret_of_a_request(tmp_path):
     assert '"top_p": 0.5' in (tmp_path / "out.json").read_text()
 
 
-def test_a_path_in_a_file_may_be_relative_to_the_file(tmp_path):
-    (tmp_path / "tasks").mkdir()
-    path = written(tmp_path, benchmark_path="tasks", prompts_dir="not_there")
-    found = load_config(path)
-    assert (found.benchmark_path, found.prompts_dir) == (str(tmp_path / "tasks"), "not_there")
-
-
 def test_overrides_replace_values_of_the_file(tmp_path):
     path = written(tmp_path, num_iterations=7, exp_name="a")
     assert load_config(path).num_iterations == 7

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 
 import pytest
 from langmarl.world import ROOT, Recorder
@@ -13,7 +12,7 @@ from torchrl_llm.langmarl import load_config, make_trainer
 from torchrl_llm.langmarl.calls import Budget, BudgetUsedUp, CallLog, scope
 from torchrl_llm.langmarl.config import LanguageTaskConfig
 from torchrl_llm.langmarl.critic import CentralizedCritic
-from torchrl_llm.langmarl.environment import BaseEnvironment, Trajectory, in_threads
+from torchrl_llm.langmarl.environment import BaseEnvironment, Trajectory
 from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.llm_config import LLMConfig
 
@@ -160,20 +159,6 @@ def test_defect_11_a_critic_that_fails_says_nothing_of_anyone_and_is_counted(
     assert found["paradigm"] == paradigm
     assert error in found["error"]
     assert critic.num_fallbacks == 1
-
-
-def test_failures_of_many_threads_are_all_counted():
-    gate = threading.Barrier(8)
-
-    def fail(prompt):
-        gate.wait(30)
-        raise ConnectionError
-
-    critic, _ = _critic(fail)
-    in_threads(
-        lambda one: critic.evaluate(one, _policies(_names(3))), [_episode(_names(3))] * 64, 8
-    )
-    assert critic.num_fallbacks == 64
 
 
 def test_a_used_up_budget_is_raised():

@@ -258,9 +258,11 @@ def test_a_path_in_a_file_is_first_looked_for_next_to_it(tmp_path, monkeypatch):
     for name in ("here", "there"):
         (tmp_path / name / "tasks").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "there")
-    (tmp_path / "here" / "c.json").write_text(json.dumps({"benchmark_path": "tasks"}))
-    found = load_config(tmp_path / "here" / "c.json").benchmark_path
-    assert found == str(tmp_path / "here" / "tasks")
+    paths = {"benchmark_path": "tasks", "prompts_dir": "not_there"}
+    (tmp_path / "here" / "c.json").write_text(json.dumps(paths))
+    found = load_config(tmp_path / "here" / "c.json")
+    assert found.benchmark_path == str(tmp_path / "here" / "tasks")
+    assert found.prompts_dir == "not_there"
     given = load_config(tmp_path / "here" / "c.json", {"benchmark_path": "tasks"})
     assert given.benchmark_path == "tasks"
 

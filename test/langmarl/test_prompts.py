@@ -72,5 +72,5 @@ def test_our_templates_have_no_field_that_nobody_fills_and_use_what_they_need(na
 def test_every_file_of_the_folder_is_a_template_that_is_used_or_the_critics_words():
     names = {path.name for path in PROMPTS.iterdir()}
     templates = {f"{name}.txt" for name in ("central_credit", "central_global", *_FIELDS)}
-    assert names == templates | {"critic.json"}
+    assert names == templates | {"critic.json", "optimizer.json"}
     assert set(json.loads((PROMPTS / "critic.json").read_text())) == {"system", "roles", "criteria"}

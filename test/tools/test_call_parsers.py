@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from cases import cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -21,6 +22,8 @@ from torchrl_llm.tools import (
     ToolTagParser,
     XMLBlockParser,
 )
+
+CASES = cases(__file__)
 
 PATTERN = r"CALL\[(.*?)\]\((.*?)\)"
 PARSERS = [
@@ -89,18 +92,7 @@ def test_a_text_without_calls_has_none(parser):
         assert parse(parser, text) == []
 
 
-BEGINNINGS = [
-    "<tool_call>",
-    '<tool_call>{"name": ',
-    "<tool>f\n",
-    '<tool name="f">',
-    '<tool name="f" ',
-    "<tool>f\n{",
-    "[",
-    '{"a":',
-    " ",
-    '{"tools": [',
-]
+BEGINNINGS = CASES["beginnings"]
 
 
 @pytest.mark.parametrize("parser", WRITTEN, ids=lambda p: type(p).__name__)

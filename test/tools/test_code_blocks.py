@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from cases import cases
 from hypothesis import given
 from hypothesis import strategies as st
 
 from torchrl_llm.tools.code_blocks import CodeBlockParser, python_blocks
+
+CASES = cases(__file__)
 
 CODE = "x = 1\nprint(x)"
 
@@ -44,17 +47,7 @@ def test_several_blocks_are_read_in_order():
 
 @pytest.mark.parametrize(
     "text",
-    [
-        "",
-        "no code",
-        "```\nprint(1)\n```",
-        "```bash\nls\n```",
-        "```pytorch\nx\n```",
-        "```python```",
-        "```python\n\n```",
-        "`python`",
-        "Decorate your code with ```python``` tags.",
-    ],
+    CASES["what_is_no_python_block_is_left_alone"],
 )
 def test_what_is_no_python_block_is_left_alone(text):
     assert python_blocks(text) == []

@@ -522,10 +522,7 @@ class vLLMUpdater(EngineWeights):
         transfer = TransferWeights(*self.backends, address=address, timeout_s=limit)
         transfer._deliver(fitted, version, receipts)
 
-    @staticmethod
-    def get_model_metadata(model: Weights) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """See :func:`torchrl_llm.weights.get_model_metadata`."""
-        return get_model_metadata(model)
+    get_model_metadata = staticmethod(get_model_metadata)
 
 
 class vLLMUpdaterV2(EngineWeights):
@@ -602,7 +599,4 @@ class vLLMUpdaterV2(EngineWeights):
         """
         self.push_weights(transformers_model)
 
-    @staticmethod
-    def get_model_metadata(model: Weights) -> dict[str, tuple[torch.dtype, torch.Size]]:
-        """See :func:`torchrl_llm.weights.get_model_metadata`."""
-        return get_model_metadata(model)
+    get_model_metadata = staticmethod(get_model_metadata)

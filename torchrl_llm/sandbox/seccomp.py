@@ -13,17 +13,22 @@ from __future__ import annotations
 
 import errno
 import functools
+import json
 import platform
 import struct
 from pathlib import Path
 from typing import Literal
 
-import yaml
-
 AF_UNIX = 1
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
-_CALLS = yaml.safe_load(Path(__file__).with_name("system_calls.yaml").read_text(encoding="utf-8"))
+# Numbers of system calls on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h).
+# "attributes" are what Landlock does not know: modes, owners, times and attributes of files by
+# their paths; where a call does not exist on one architecture its number is that of a call for the
+# same purpose. "others" are what a process may ask of any other of its user, limits and the
+# scheduler, by number: only itself (0) is let; of calls that name groups and users too, only the
+# process.
+_CALLS = json.loads(Path(__file__).with_name("system_calls.json").read_text(encoding="utf-8"))
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _CLONE_NEWUSER = 0x10000000
 _X32 = 0x40000000

@@ -32,7 +32,9 @@ class WrapperAttributes:
 
     Those of its options are there under their own names: ``attention_mask_key``,
     ``chat_template``, ``chat_template_name``, ``history_key``, ``log_probs_key``, ``masks_key``,
-    ``prefer_tokens``, ``text_key``, ``tokenizer_kwargs`` and ``tokens_key``.
+    ``prefer_tokens``, ``text_key``, ``tokenizer_kwargs`` and ``tokens_key``. ``return_history``,
+    ``return_text``, ``return_tokens`` and ``return_masks`` say which of them are written; ids and
+    masks always are.
     """
 
     @property
@@ -60,29 +62,6 @@ class WrapperAttributes:
         """Where the model's weights are; ``None`` where they are not in this process."""
         weights = None if self.backend.module is None else self.backend.module.parameters()
         return None if weights is None else next(weights).device
-
-    @property
-    def return_history(self) -> bool:
-        """Whether conversations are written."""
-        return self._writes(self.names.history)
-
-    @property
-    def return_text(self) -> bool:
-        """Whether text is written."""
-        return self._writes(self.names.text)
-
-    @property
-    def return_tokens(self) -> bool:
-        """Whether token ids are written: always."""
-        return self._writes(self.names.tokens)
-
-    @property
-    def return_masks(self) -> bool:
-        """Whether masks are written: always."""
-        return self._writes(self.names.masks)
-
-    def _writes(self, node: str) -> bool:
-        return any(key[0] == node for key in self.out_keys)
 
     @property
     def log_prob_keys(self) -> list[NestedKey]:
@@ -122,5 +101,11 @@ def _option(name: str) -> property:
     return property(lambda self: getattr(self.options, name))
 
 
+def _written(node: str) -> property:
+    return property(lambda self: any(k[0] == getattr(self.names, node) for k in self.out_keys))
+
+
 for _name in _OPTIONS:
     setattr(WrapperAttributes, _name, _option(_name))
+for _name in ("history", "text", "tokens", "masks"):
+    setattr(WrapperAttributes, f"return_{_name}", _written(_name))

@@ -227,7 +227,7 @@ def test_what_is_missing_or_misaligned_is_named():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"coeff": -1.0}, "must be at least 0"),
+        ({"coeff": -1.0}, "kl_coef must be at least 0"),
         ({"kl_key": ("a", "b")}, "kl_key"),
         ({"reward_key": "reward"}, "reward"),
         ({"add_to_reward": False, "coeff": ConstantKLController(kl_coef=1.0)}, "no effect"),
