@@ -73,9 +73,10 @@ class FileSource(WeightSource):
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise WeightUpdateError(f"{path} is gone: the sender is two versions ahead") from None
-    except (OSError, SafetensorError) as error:
+    # Where the file goes while it is opened, torch has an error of its own.
+    except (OSError, RuntimeError, SafetensorError) as error:
+        if not path.exists():
+            raise WeightUpdateError(f"{path} is gone: the sender is two versions ahead") from None
         raise WeightUpdateError(f"{path} cannot be read: {error}") from None
 
 
