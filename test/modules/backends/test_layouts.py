@@ -117,17 +117,25 @@ def test_all_layouts_agree_in_bfloat16_to_its_rounding(make_tiny_model, how):
         assert_all_layouts_agree(scorer, ragged_group(), tolerance=3e-2)
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gpt_neox", "gemma2", "qwen3", "qwen2_moe"])
+PACKABLE = {
+    "llama": {},
+    "gpt2": {},
+    "gpt_neox": {},
+    "gemma2": {"sliding_window": 64},
+    "qwen3": {},
+    "qwen2_moe": {},
+}
+UNPACKABLE = {"bloom": "takes no position_ids", "qwen3_next": "linear_attention"}
+
+
+@pytest.mark.parametrize("name", PACKABLE)
 def test_all_layouts_agree_in_every_family_that_can_be_packed(name):
-    scorer = CausalScorer(build(name, **({"sliding_window": 64} if name == "gemma2" else {})))
+    scorer = CausalScorer(build(name, **PACKABLE[name]))
     assert scorer.why_not_packed is None
     assert_all_layouts_agree(scorer, ragged_group())
 
 
-@pytest.mark.parametrize(
-    ("name", "reason"),
-    [("bloom", "takes no position_ids"), ("qwen3_next", "linear_attention")],
-)
+@pytest.mark.parametrize(("name", "reason"), UNPACKABLE.items())
 def test_models_that_cannot_be_packed_say_why_and_are_scored_in_rectangles(name, reason):
     scorer = CausalScorer(build(name))
     assert reason in scorer.why_not_packed
