@@ -306,7 +306,7 @@ class RayLLMCollector(VersionedCollector):
         """Collect into the buffer, queue or channel until :meth:`shutdown`; returns at once.
 
         What goes wrong in the actor is logged, and raised by the next call of
-        :meth:`update_policy_weights_`, :meth:`check` or :meth:`shutdown`, unless it was restarted.
+        ``update_policy_weights_``, :meth:`check` or :meth:`shutdown`, unless it was restarted.
 
         Raises:
             ConfigError: there is neither of them, or it was started before.
