@@ -120,7 +120,7 @@ FAULTS = [Fault(i, *line) for i, line in enumerate([
     # trainers
     ("the first warm-up step has rate 0", "return (step + 1) / warmup_steps", "return step / warmup_steps", "test_optim.py"),
     ("a step with a NaN gradient is taken", "if torch.isfinite(norm):", "if True:", "test_optim.py"),
-    ("micro-batches above the budget", "(len(pieces[-1]) + 1) * longest <= budget", "len(pieces[-1]) * longest <= budget", "test_microbatch.py"),
+    ("micro-batches above the budget", "(len(pieces[-1]) + 1) * longest if pieces", "len(pieces[-1]) * longest if pieces", "test_microbatch.py"),
     ("one checkpoint too many is kept", "self.steps()[: -self.keep_last]", "self.steps()[: -self.keep_last - 1]", "test_checkpoint.py"),
     # recipes and configuration
     ("zero variance is dropped when it is to be kept", 'self.filter.zero_variance == "keep"', 'self.filter.zero_variance != "keep"', "test_grpo_config.py"),
