@@ -113,8 +113,8 @@ def test_two_workers_take_only_what_changed(engine):
     assert updater.num_sent == len(some)
 
 
-@pytest.mark.parametrize("merge", [False, True])
-def test_two_workers_follow_an_adapter(engine, merge):
+@pytest.mark.parametrize("updater_class", [AdapterWeights, DeltaWeights])
+def test_two_workers_follow_an_adapter(engine, updater_class):
     base = _model()
     updater = EngineWeights(engine, model=base)
     updater.version = engine.version
@@ -123,7 +123,7 @@ def test_two_workers_follow_an_adapter(engine, merge):
     settings = LoraConfig(r=4, lora_alpha=8, target_modules=targets, init_lora_weights=False)
     learner = Learner(get_peft_model(base, settings).eval(), lr=3e-3)
     canary = CanaryCheck(learner.reference)
-    _follow(learner, AdapterWeights(engine, merge=merge, canary=canary), engine)
+    _follow(learner, updater_class(engine, canary=canary), engine)
 
 
 def test_what_one_worker_refuses_no_worker_takes(engine):

@@ -313,7 +313,8 @@ def test_a_server_that_is_killed_is_an_error_or_aborted_rows_in_bounded_time(
     assert time.monotonic() - start < 60  # the limit of a call
     assert isinstance(results["strict"], WorkerError)
     reasons = {c.finish_reason for c in results["lenient"][0]}
-    assert reasons == {FinishReason.ABORT}
+    assert FinishReason.ABORT in reasons
+    assert reasons <= {FinishReason.ABORT, FinishReason.LENGTH}  # what was whole by then
     assert not backend.server.is_healthy()
     source = TensorSource(dict(trained.module.named_parameters()))
     with pytest.raises(WorkerError, match="Connection"):
