@@ -1,0 +1,106 @@
+"""One request to the gateway and its answers, whichever protocol they came by.
+
+A protocol (:mod:`torchrl_llm.gateway.protocols`) reads a :class:`Call` from a request's body and
+writes :class:`Answer` objects as its response. A :class:`Port` answers calls and knows no protocol.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from torchrl_llm.data.enums import FinishReason
+from torchrl_llm.errors import TorchRLLLMError
+
+Kind = Literal["invalid", "context", "key", "missing", "busy", "server"]
+
+
+class RefusedCallError(TorchRLLLMError, ValueError):
+    """A request that the gateway does not answer; each protocol has its own form of it.
+
+    Args:
+        message: what is wrong, what was expected and what to do.
+        kind: ``"invalid"`` (a field that is wrong or cannot be honoured, HTTP 400), ``"context"``
+            (the prompt is longer than the model's context, 400), ``"key"`` (an unknown or foreign
+            key, 401), ``"missing"`` (no such path, 404), ``"busy"`` (429) or ``"server"`` (500).
+        field: the name of the field that is at fault, as the client wrote it.
+    """
+
+    def __init__(self, message: str, *, kind: Kind = "invalid", field: str | None = None) -> None:
+        super().__init__(message)
+        self.message, self.kind, self.field = message, kind, field
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One request for answers.
+
+    Args:
+        messages: the conversation in canonical form
+            (:func:`~torchrl_llm.data.messages.canonical_message`); empty where ``prompt`` is given.
+        prompt: a text or token ids that the model continues, instead of messages.
+        tools: schemas of functions in OpenAI's form, in the order of the request.
+        sampling: the fields of :class:`~torchrl_llm.modules.SamplingParams` that the request sets,
+            by their names there; what it leaves out is decided by the port.
+        num_samples: how many answers are wanted.
+    """
+
+    messages: tuple[Mapping[str, Any], ...] = ()
+    prompt: str | tuple[int, ...] | None = None
+    tools: tuple[Mapping[str, Any], ...] = ()
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+    num_samples: int = 1
+
+
+class Answer(NamedTuple):
+    """One answer to a call.
+
+    Attributes:
+        message: of the assistant, in canonical form, without ``raw``; a stop string of the request
+            is not in its content, and each tool call has an ``id``.
+        finish_reason: how it ended.
+        prompt_ids: int64 ``[P]``.
+        token_ids: int64 ``[R]``, all that were sampled, those of a stop string too.
+        log_probs: float32 ``[R]``, log p(x_t | x_<t) in nats.
+    """
+
+    message: Mapping[str, Any]
+    finish_reason: FinishReason
+    prompt_ids: Tensor
+    token_ids: Tensor
+    log_probs: Tensor
+
+
+class Port(ABC):
+    """Answers the calls of one session."""
+
+    model: str = "policy"
+    """The name that ``/v1/models`` lists."""
+
+    @abstractmethod
+    async def answer(self, call: Call) -> Sequence[Answer]:
+        """Answer a call; cancelled where the client has gone away.
+
+        Raises:
+            RefusedCallError: it cannot be answered.
+        """
+
+    @abstractmethod
+    def token_texts(self, token_ids: Tensor) -> list[str]:
+        """The text of each token.
+
+        Args:
+            token_ids: int64 ``[R]``.
+        """
+
+    @abstractmethod
+    def count_tokens(self, call: Call) -> int:
+        """How many tokens the prompt of a call has.
+
+        Raises:
+            RefusedCallError: the template cannot express it.
+        """
