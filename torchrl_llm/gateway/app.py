@@ -17,8 +17,11 @@ from torchrl_llm._imports import require
 from torchrl_llm._log import tell_once
 from torchrl_llm._masking import masked
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
+from torchrl_llm.gateway.protocols.anthropic import AnthropicMessages
 from torchrl_llm.gateway.protocols.chat_completions import ChatCompletions
+from torchrl_llm.gateway.protocols.completions import Completions
 from torchrl_llm.gateway.protocols.protocol import STATUS, Protocol
+from torchrl_llm.gateway.protocols.responses import Responses
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 
     Endpoint = Callable[[Request], Awaitable[Response]]
 
-CHAT = ChatCompletions()
-PROTOCOLS: tuple[Protocol, ...] = (CHAT,)
+_CHAT, _ANTHROPIC = ChatCompletions(), AnthropicMessages()
+_PROTOCOLS: tuple[Protocol, ...] = (_CHAT, Completions(), Responses(), _ANTHROPIC)
 _MOST_LEVELS = 100
 _LONGEST_ERROR = 2000
 _TOO_LARGE = 413
@@ -58,8 +61,9 @@ def make_app(
         MissingExtraError: the extra ``gateway`` is not installed.
     """
     routing, gateway = _starlette("routing"), _Gateway(find_port, max_body_bytes, max_calls)
-    paths = [(each.path, "POST", gateway.answers_by(each)) for each in PROTOCOLS]
+    paths = [(each.path, "POST", gateway.answers_by(each)) for each in _PROTOCOLS]
     paths += [
+        ("/v1/messages/count_tokens", "POST", gateway.guarded(gateway.count_tokens, _ANTHROPIC)),
         ("/v1/models", "GET", gateway.guarded(gateway.models)),
         ("/v1/models/{name:path}", "GET", gateway.guarded(gateway.models)),
         ("/health", "GET", gateway.health),
@@ -110,6 +114,11 @@ class _Gateway:
             return self._json(protocol.response(body, answers, port))
 
         return self.guarded(answer, protocol)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a call in Anthropic's protocol has."""
+        call = _ANTHROPIC.parse_count(await self._body(request))
+        return self._json({"input_tokens": self._port(request).count_tokens(call)})
 
     async def models(self, request: Request) -> Response:
         """The one model of a session, as OpenAI and Anthropic describe it."""
@@ -186,8 +195,7 @@ class _Gateway:
             raise RefusedCallError(f"{self._num_calls} calls wait for answers", kind="busy")
         self._num_calls += 1
         work = asyncio.ensure_future(port.answer(call))
-        # The body has been read: what a server reports next is that its client has left.
-        left = asyncio.ensure_future(request.receive())
+        left = asyncio.ensure_future(_left(request))
         try:
             await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
             if not work.done():
@@ -199,7 +207,15 @@ class _Gateway:
             left.cancel()
             work.cancel()
             await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()  # it is looked at, or asyncio would log it
             self._num_calls -= 1
+
+
+async def _left(request: Request) -> None:
+    """Wait for the client to leave, the one thing that a server reports after the body."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 def read_json(text: bytes) -> dict[str, Any]:
@@ -249,7 +265,7 @@ def _failed(error: Exception) -> RefusedCallError:
 
 def _spoken(request: Request) -> Protocol:
     """The protocol of a client, where the path does not say it."""
-    return CHAT
+    return _ANTHROPIC if "anthropic-version" in request.headers else _CHAT
 
 
 def _model_card(name: str) -> dict[str, Any]:

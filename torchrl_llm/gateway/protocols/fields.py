@@ -15,8 +15,9 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.gateway.calls import RefusedCallError
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
-COUNT = Annotated[int, In("[1, 2147483647]")]
-TOKEN = Annotated[int, In("[0, 2147483647]")]
+LARGEST = 2**31 - 1
+COUNT = Annotated[int, In(f"[1, {LARGEST}]")]
+TOKEN = Annotated[int, In(f"[0, {LARGEST}]")]
 TEXT_PARTS = ("text",)
 # Notes of clients and of servers on a part of a message, which change no token.
 PART_NOTES = ("cache_control", "annotations", "citations", "logprobs")
@@ -56,7 +57,7 @@ IGNORED = (
 )
 _HINTS = get_type_hints(SamplingParams, include_extras=True)
 _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
-_TOP_K = Annotated[int, In("[-1, 2147483647]")]
+_TOP_K = Annotated[int, In(f"[-1, {LARGEST}]")]
 _LONGEST_MESSAGE = 500
 
 
@@ -67,8 +68,8 @@ def refused(path: str, why: str) -> RefusedCallError:
         path: its name, with those of the objects that it is in.
         why: what is wrong with it.
     """
-    text = f"{path} {why}"
-    return RefusedCallError(text[:_LONGEST_MESSAGE], field=path)
+    path = path[:_LONGEST_MESSAGE]
+    return RefusedCallError(f"{path} {why}"[: 2 * _LONGEST_MESSAGE], field=path)
 
 
 class Fields:
@@ -76,7 +77,7 @@ class Fields:
 
     Args:
         given: the object.
-        path: where it is in the body; empty for the body.
+        path: where it is in the body; empty for the body itself.
 
     Raises:
         RefusedCallError: it is no object.
@@ -94,7 +95,7 @@ class Fields:
 
     def __init__(self, given: Any, path: str = "") -> None:
         if not isinstance(given, dict):
-            raise refused(path or "the body", f"must be an object, got {given!r:.100}")
+            raise refused(path, f"must be an object, got {given!r:.100}")
         self.path = path
         self._left = {name: value for name, value in given.items() if value is not None}
 
@@ -120,8 +121,9 @@ class Fields:
         # Infinity and whole numbers that no tensor holds; NaN is no JSON.
         if isinstance(value, (int, float)) and abs(value) >= 2**64:
             raise refused(path, "must be a number below 2**64")
+        short = value[:_LONGEST_MESSAGE] if isinstance(value, str) else value
         try:
-            check(path, value, hint, none="null")
+            check(path, short, hint, none="null")
         except ConfigError as error:
             raise refused(path, str(error).removeprefix(f"{path} ")) from None
         return value
@@ -135,8 +137,7 @@ class Fields:
 
     def objects(self, name: str) -> list[Fields]:
         """The fields of each object in a list, which is empty where it is left out."""
-        path = self.of(name)
-        return [Fields(each, f"{path}.{i}") for i, each in enumerate(self.take(name, list, ()))]
+        return objects(self.take(name, list, ()), self.of(name))
 
     def items(self, name: str, hint: Any) -> tuple[Any, ...]:
         """The values of a list; a single value may stand without one.
@@ -146,9 +147,10 @@ class Fields:
             hint: what each may be.
         """
         given = self._left.pop(name, ())
-        values = given if isinstance(given, (list, tuple)) else [given]
-        each = Fields(dict(enumerate(values)), self.of(name))
-        return tuple(each.need(i, hint) for i in range(len(values)))
+        if not isinstance(given, (list, tuple)):
+            return (Fields({name: given}, self.path).take(name, hint),)
+        each = Fields(dict(enumerate(given)), self.of(name))
+        return tuple(each.need(i, hint) for i in range(len(given)))
 
     def finish(
         self, neutral: Mapping[str, Sequence[Any]] = NEUTRAL, ignored: Collection[str] = IGNORED
@@ -166,11 +168,21 @@ class Fields:
             if name in ignored:
                 continue
             if name not in neutral:
-                near = did_you_mean(name, [*_HINTS, *neutral])
-                raise refused(self.of(name), f"is a field that this gateway does not know{near}")
+                near = did_you_mean(name[:_LONGEST_MESSAGE], [*_HINTS, *neutral])
+                raise refused(self.of(name), f"is no field that this gateway can honour{near}")
             if value not in neutral[name]:
                 only = " or ".join(map(repr, neutral[name]))
                 raise refused(self.of(name), f"can only be {only} here, got {value!r:.100}")
+
+
+def objects(values: Sequence[Any], path: str) -> list[Fields]:
+    """The fields of each object in a list.
+
+    Args:
+        values: the list.
+        path: where it is in the body.
+    """
+    return [Fields(each, f"{path}.{i}") for i, each in enumerate(values)]
 
 
 def take_sampling(fields: Fields, *lengths: str, stop: str = "stop") -> dict[str, Any]:
