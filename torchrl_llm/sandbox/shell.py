@@ -24,6 +24,8 @@ _FILE_BYTES = 64 << 10
 # A command that writes this many times what is kept is ended, as every run in a sandbox.
 _OUTPUT_FACTOR = 64
 _CHUNK = 1 << 16
+# Between two looks whether the shell has ended.
+_LOOK_S = 0.02
 guard = None
 
 
@@ -97,22 +99,18 @@ class Shell:
     def _pump(self, script, deadline) -> str:
         """Write the script and read until its status has come, or a limit is hit."""
         stdin = self._bash.stdin.fileno()
-        readers = [self._output_r, self._status_r]
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return "timeout"
+        readers = {self._output_r: self._told.add, self._status_r: self._add_status}
+        while (left := deadline - time.monotonic()) > 0:
             ready, can_write, _ = select.select(
-                readers, [stdin] if script else [], [], min(left, 0.05)
+                readers, [stdin] if script else [], [], min(left, _LOOK_S)
             )
             try:
                 script = script[os.write(stdin, script[:_CHUNK]) :] if can_write else script
             except OSError:  # the shell has ended
-                return "exit"
-            if self._output_r in ready and not self._take(self._output_r, self._told.add):
-                readers.remove(self._output_r)
-            if self._status_r in ready and not self._take(self._status_r, self._add_status):
-                return "exit"
+                script = b""
+            for fd in ready:
+                if not self._take(fd, readers[fd]):
+                    del readers[fd]
             if self._status.endswith(b"\n"):
                 # What still runs in the background may write without an end.
                 while not self._told.too_long and self._take(self._output_r, self._told.add):
@@ -124,6 +122,7 @@ class Shell:
             if self._bash.pid in ended:
                 self._bash.returncode = ended[self._bash.pid]
                 return "exit"
+        return "timeout"
 
     def _add_status(self, chunk) -> None:
         self._status += chunk

@@ -70,7 +70,7 @@ class ShellTool(Restarted, Tool):
     Args:
         timeout: seconds that a command may take.
         sandbox: where the shells run, or the name of a kind of sandbox; the strongest that the
-            machine has by default.
+            machine has by default. It needs bash, which an image may lack.
         limits: of each session; ``output_bytes`` is what a model reads of a command, whose middle
             is left out where it wrote more.
         max_sessions: shells that are kept; beyond that the one that was used least recently is
@@ -176,9 +176,9 @@ class ShellTool(Restarted, Tool):
     def _over(self, result: Mapping[str, Any], session: int | None) -> ToolOutput:
         """What the model reads where the sandbox gave no answer; the session is ended."""
         self.executor.end_session((self._owner, session))
-        if result["status"] == "sandbox_error":
-            # It is about the machine, and the model has no use for it.
-            logger.warning("the sandbox of a shell failed: %s", result["stderr"])
+        if result["status"] in ("sandbox_error", "error"):
+            # It is about the machine (without a bash, for example): no use for the model.
+            logger.warning(f"the sandbox of a shell failed: {result['stderr']}")
             return ToolOutput(f"{_NOT_RUN}\n", "SandboxError")
         files = self._files[session]
         left = f", with {', '.join(files)} as after the last command" if files else " without files"
