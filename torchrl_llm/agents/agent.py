@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchrl.envs import Compose, EnvBase, TransformedEnv
 
@@ -63,6 +63,9 @@ class Agent:
         >>> env.reset()["history"].prompt[0, 0].content
         'Add.'
     """
+
+    OWNS_LOOP: ClassVar[bool] = False
+    """Whether it acts in a loop of its own, so that the environment only gives rows and reward."""
 
     context: ContextStrategy | None = None
     tools: list[AnyTool] | tuple[AnyTool, ...] = ()

@@ -42,7 +42,7 @@ from torchrl_llm.data.rollouts import (
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.envs.delegate import delegates_of
-from torchrl_llm.envs.layers import innermost
+from torchrl_llm.envs.layers import HoldsTurns, innermost
 from torchrl_llm.errors import CheckpointError, ConfigError
 
 Stamp = Callable[[TensorDictBase], TensorDictBase]
@@ -226,6 +226,15 @@ class Lockstep(Rollout):
         """See :meth:`Rollout.drop`."""
         self._dropping = True
 
+    @property
+    def tokens_held(self) -> int:
+        """Sampled tokens of turns that the environment has not told of yet."""
+        return self.env.tokens_held if isinstance(self.env, HoldsTurns) else 0
+
+    def _counts_of(self, step: TensorDictBase) -> list[int]:
+        """Tokens of each turn of a step, which may be another one than that of the last call."""
+        return tokens_of_call(step) if isinstance(self.env, HoldsTurns) else self.counts
+
     def _drop_now(self) -> bool:
         """Whether the caller has to forget its rows; the next step resets the environment."""
         if not self._dropping:
@@ -395,7 +404,8 @@ class TrajectoryRollout(Lockstep):
                 self.assembly.clear_open()
             step = self._step()
             if step is not None:
-                self.assembly.add_step(step, self.counts, children=self.take_children())
+                counts = self._counts_of(step)
+                self.assembly.add_step(step, counts, children=self.take_children())
         taken, rows = self.assembly.take(self.turns_per_batch)
         self.turns += taken
         return lazy_rows(rows)
@@ -403,7 +413,7 @@ class TrajectoryRollout(Lockstep):
     @property
     def tokens_in_flight(self) -> int:
         """See :attr:`Rollout.tokens_in_flight`."""
-        return self.assembly.tokens
+        return self.assembly.tokens + self.tokens_held
 
 
 class WaveRollout(TrajectoryRollout):
@@ -454,7 +464,8 @@ class WaveRollout(TrajectoryRollout):
         if still.any():
             carrier = self.moved_on(stepped)
         # Of a wave, rows that have ended are not stepped either.
-        self.assembly.add_step(stepped, self.counts, running, self.take_children())
+        counts = self._counts_of(stepped)
+        self.assembly.add_step(stepped, counts, running, self.take_children())
         self.carrier, self.running = carrier, still
 
 

@@ -32,6 +32,9 @@ ERROR_KEYS = ("type", "message", "place", "source", "traceback")
 WORLD = "environment"
 """``Failure.source`` of what failed in the world that a model acts in."""
 
+PROGRAM = "program"
+"""``Failure.source`` of a program that owns its loop (:mod:`torchrl_llm.gateway`)."""
+
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
     {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
@@ -48,6 +51,7 @@ _FATES = {
     "component": "rows that need it are not trained on, and train/invalid_{name} counts them",
     "tool": "the model reads what went wrong, and train/tool_errors counts such rows",
     WORLD: "such episodes end and are not trained on, and train/env_errors counts them",
+    PROGRAM: "its rows are not trained on, and train/env_errors counts them",
 }
 _NO_REWARD = (
     "rows without a reward are not trained on, and train/reward_errors counts them, or "

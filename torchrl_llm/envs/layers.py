@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 from torchrl.envs import Compose, EnvBase, Transform, TransformedEnv
 
 
@@ -64,3 +66,15 @@ def insert(
 def _own(env: TransformedEnv) -> list[Transform]:
     transform = env.transform
     return list(transform) if isinstance(transform, Compose) else [transform]
+
+
+class HoldsTurns:
+    """An environment that tells of a turn when its outcome is known, not in the step that it took.
+
+    The rows that a step has told of are those of its ``"_step"``, which it writes itself.
+    """
+
+    @property
+    @abstractmethod
+    def tokens_held(self) -> int:
+        """Sampled tokens of turns that are not told of yet."""

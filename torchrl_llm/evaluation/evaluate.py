@@ -20,6 +20,7 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.envs.delegate import delegates_of
+from torchrl_llm.envs.layers import HoldsTurns
 from torchrl_llm.errors import ConfigError
 
 
@@ -199,11 +200,14 @@ def _play(
         # Where players share an episode, a row is asked when its player must act.
         active = td.get("active", None)
         acting = running if active is None else running & active.reshape(size).cpu()
-        if not acting.any():
+        late = isinstance(env, HoldsTurns)
+        if not (acting.any() or late):
             break  # the one who must act has had all turns
-        if not acting.all():
+        if late or not acting.all():
             td.set("_step", acting.to(td.device) if td.device else acting)
         td = env.step(policy(td))
+        if late:
+            acting = running & td.get("_step").reshape(size).cpu()
         turn = _facts(td, size, success_key)
         facts["reward"] += torch.where(running, turn.pop("reward"), 0.0)
         facts["valid"] &= turn.pop("valid") | ~running

@@ -18,6 +18,11 @@ class AgentConfig(Component):
 
     default = "none"
 
+    @property
+    def owns_loop(self) -> bool:
+        """Whether the agent acts in a loop of its own."""
+        return self.target.OWNS_LOOP
+
 
 def _agent(name: str) -> type[Component]:
     target = find("agents", name)
@@ -25,6 +30,8 @@ def _agent(name: str) -> type[Component]:
         raise ConfigError(f"agent={name} must be a subclass of Agent, got {target!r}")
     # The plain agent has no limit of turns for tools; agent=tool has.
     given = ("system_prompt", "tools") if target is Agent else ("system_prompt",)
+    if target.OWNS_LOOP:
+        given = ("system_prompt", "tools", "accept_cut")
     return variant(AgentConfig, name, target, given=given)
 
 

@@ -22,6 +22,8 @@ from torchrl_llm.trainers.run_folder import read_yaml
 
 # A group that is given one value, and the key that stands for it.
 SHORT = {"data": "data.source", "reward": "reward.function"}
+# Keys that say which program is the agent.
+_PROGRAM = {"agent.program", "agent.command"}
 # File of a group that only holds what the others share.
 _SHARED = "shared"
 # From this similarity on (difflib's ratio, 1 for equal) a name is taken for a typing error.
@@ -200,12 +202,16 @@ def _check_word(argument: str, before: str, table: KeyTable) -> None:
 
 
 def _implied(given: Mapping[str, str], table: KeyTable) -> list[str]:
-    """Rows of one's own are the task, where none is named."""
+    """Rows of one's own are the task, a program is the agent, where none is named."""
+    implied = []
+    if "agent" not in given and _PROGRAM & given.keys() & {*table.keys}:
+        implied.append("agent=program")
     if "data.source" not in given:
-        return []
+        return implied
     if "rows" in table.groups.get("env", ()) and not {"env", "env.dataset"} & given.keys():
-        return ["env=rows"]
-    return ["tasks=[rows]"] if "tasks" in table.plain and "tasks" not in given else []
+        return [*implied, "env=rows"]
+    own = "tasks" in table.plain and "tasks" not in given
+    return [*implied, "tasks=[rows]"] if own else implied
 
 
 def quoted(text: str) -> str:

@@ -13,7 +13,7 @@ from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from torchrl_llm.data.enums import FinishReason, TruncationReason
-from torchrl_llm.data.failures import WORLD, failures_of
+from torchrl_llm.data.failures import PROGRAM, WORLD, failures_of
 from torchrl_llm.data.nodes import leaf
 from torchrl_llm.data.ragged import read_rows, row_values
 from torchrl_llm.data.replay_buffers.trajectory_queues import agent_of, task_path, trajectory_of
@@ -172,9 +172,9 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         reward, before its weight, ``train/reward_<name>`` over those of the same episodes in which
         it is valid, and ``train/invalid_<name>``. ``train/reward_errors``: rows whose reward
         raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
-        tool itself failed at; ``train/env_errors``, where there are any: rows whose world failed;
-        ``train/out_of_context``, where episodes have several turns: the fraction of them that
-        ended because the conversation had filled the model's context.
+        tool itself failed at; ``train/env_errors``, where there are any: rows whose world or
+        program failed; ``train/out_of_context``, where episodes have several turns: the fraction of
+        them that ended because the conversation had filled the model's context.
     """
     episodes = Episodes(rows)
     invalid = episodes.rewards.isnan()
@@ -198,7 +198,7 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
 def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
     """Rows by what failed in them."""
     failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
-    worlds = sum(WORLD in sources for sources in failed)
+    worlds = sum(not sources.isdisjoint((PROGRAM, WORLD)) for sources in failed)
     metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
     if worlds:
         metrics["train/env_errors"] = worlds

@@ -31,7 +31,13 @@ from torchrl_llm.data.token_facts import added_facts, node_dtypes
 from torchrl_llm.data.views import TokenSupport
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
-from torchrl_llm.modules.policies import outputs, row_blocks, row_readers, scored_rows
+from torchrl_llm.modules.policies import (
+    outputs,
+    row_blocks,
+    row_readers,
+    row_sampling,
+    scored_rows,
+)
 from torchrl_llm.modules.policies.batching import make_batcher
 from torchrl_llm.modules.policies.context_limit import fit_context, longest_prompt
 from torchrl_llm.modules.policies.policy_arguments import (
@@ -258,7 +264,8 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         if any(fitted.overlong):
             kind = "dropped" if self.on_overlong == "drop" else "truncated"
             self.overlong_counts[kind] += sum(fitted.overlong)
-        completions = self._complete(fitted.records, fitted.answered, params)
+        own = row_sampling.params_of_rows(blocks, params)
+        completions = self._complete(fitted.records, fitted.answered, own)
         prompts = prompts._replace(records=fitted.records).repeat(params.num_samples)
         messages = self.reader.parse(prompts, completions)
         if messages is not None:
@@ -268,7 +275,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
             prompts.records,
             completions,
             records,
-            params,
+            [params for params in own for _ in range(params.num_samples)],
             self.names,
             unscored=prompts.unscored,
             overlong=[flag for flag in fitted.overlong for _ in range(params.num_samples)],
@@ -289,20 +296,27 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return replace(params, stop_token_ids=tuple(sorted(ends)))
 
     def _complete(
-        self, records: Sequence[TokenRecord], answered: Sequence[bool], params: SamplingParams
+        self,
+        records: Sequence[TokenRecord],
+        answered: Sequence[bool],
+        params: Sequence[SamplingParams],
     ) -> list[Completion]:
         """Completions of all rows, ``num_samples`` for each in turn; unanswered ones are empty."""
-        asked = [r.token_ids for r, yes in zip(records, answered, strict=True) if yes]
-        # A seed belongs to one call: merged with others, its draws would depend on them.
-        if self.batcher is None or params.seed is not None or not asked:
-            groups = self.backend.generate(asked, params)
-        else:
-            self.backend.check_prompts(asked)
-            groups = self.batcher.submit(asked, key=params, run=self.backend.generate)
-        found = iter(groups)
         none = Completion(torch.zeros(0, dtype=torch.int64), torch.zeros(0), FinishReason.ABORT)
-        empty = [none] * params.num_samples
-        return [c for yes in answered for c in (next(found) if yes else empty)]
+        found = [[none] * own.num_samples for own in params]
+        rows = [row for row, yes in enumerate(answered) if yes]
+        for own, places in row_sampling.alike(rows, params):
+            groups = self._generate([records[row].token_ids for row in places], own)
+            for row, completions in zip(places, groups, strict=True):
+                found[row] = completions
+        return [completion for group in found for completion in group]
+
+    def _generate(self, asked: list[Tensor], params: SamplingParams) -> list[list[Completion]]:
+        # A seed belongs to one call: merged with others, its draws would depend on them.
+        if self.batcher is None or params.seed is not None:
+            return self.backend.generate(asked, params)
+        self.backend.check_prompts(asked)
+        return self.batcher.submit(asked, key=params, run=self.backend.generate)
 
     def _deliver(
         self, given: TensorDictBase, flat: TensorDict, out: TensorDictBase | None

@@ -29,7 +29,7 @@ def answered_columns(
     prompts: Sequence[TokenRecord],
     completions: Sequence[Completion],
     records: Sequence[TokenRecord],
-    params: SamplingParams,
+    params: Sequence[SamplingParams],
     names: KeyNames,
     *,
     unscored: Sequence[bool],
@@ -42,7 +42,7 @@ def answered_columns(
         prompts: ``B`` records of the prompts.
         completions: ``B`` answers.
         records: ``B`` records of both.
-        params: how they were sampled.
+        params: how each was sampled.
         names: names of the nodes.
         unscored: rows whose earlier turns have no known log-probs; these tokens are marked invalid.
         overlong: rows whose prompt was cut or dropped; earlier turns in it are marked overlong.
@@ -64,15 +64,16 @@ def answered_columns(
         "response": _responses(full, starts),
         "full": full,
         "finish_reason": torch.tensor(reasons, dtype=torch.int8).unbind(0),
-        "temperature": torch.full((size,), params.scoring_temperature).unbind(0),
-        "truncated_support": torch.full((size,), params.truncates_support).unbind(0),
+        "temperature": torch.tensor([own.scoring_temperature for own in params]).unbind(0),
+        "truncated_support": torch.tensor([own.truncates_support for own in params]).unbind(0),
     }
     trace = {
         fact.key[1]: [getattr(record, fact.name) for record in records]
         for fact in map(token_facts.find_fact, token_facts.RECORD_COLUMNS)
         if fact.key[0] == "trace"
     }
-    not_kept = [params.keeps_ids and prompt.support is None for prompt in prompts]
+    asked = zip(params, prompts, strict=True)
+    not_kept = [own.keeps_ids and prompt.support is None for own, prompt in asked]
     earlier = {
         MaskReason.OFF_SUPPORT: not_kept,
         MaskReason.INVALID: unscored,
@@ -89,7 +90,8 @@ def answered_columns(
         nodes[names.log_probs] = _node(
             LogProbs, {"response": _responses(scores, starts), "full": scores}
         )
-    if params.record_support or any(record.support is not None for record in records):
+    kept = any(record.support is not None for record in records)
+    if kept or any(own.record_support for own in params):
         nodes[names.support] = _support(records)
     nodes |= _added_nodes(records, starts)
     return TensorDict._new_unsafe(nodes, batch_size=torch.Size([size]))

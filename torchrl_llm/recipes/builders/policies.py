@@ -47,7 +47,7 @@ def _tool_schemas(config: SampledConfig) -> list[dict[str, Any]] | None:
         or bool(config.env.tools)
         or config.agent.type != AgentConfig.default
     )
-    if not (config.model.is_told_of_tools and has_tools):
+    if config.agent.owns_loop or not (config.model.is_told_of_tools and has_tools):
         return None
     own, made = config.env.dataset == ROWS, list(config.agent.build().make_transforms())
     if own and config.env.tools:

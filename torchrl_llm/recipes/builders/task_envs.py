@@ -16,6 +16,7 @@ from torchrl_llm.envs import GameEnv, TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit, CutAnswers
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.gateway import EngineLimits, ProgramEnv
 from torchrl_llm.modules.policies.context_limit import longest_prompt
 from torchrl_llm.recipes.builders.devices import autocast
 from torchrl_llm.recipes.builders.problems import task_rows, task_settings
@@ -61,6 +62,8 @@ def max_turns(config: SampledConfig) -> int:
     Raises:
         ConfigError: the task has no limit of steps, and the configuration gives none.
     """
+    if config.agent.owns_loop:
+        return config.agent.max_calls
     task = task_class(config.env.dataset)
     turns = task.max_turns(config.env.max_steps)
     if turns is None:
@@ -116,7 +119,7 @@ def make_train_env(config: SampledConfig, tokenizer: Any, *, seed: int, **order:
         tokenizer=tokenizer,
         **order,
     )
-    return _with_context_limit(config, _with_components(config, with_agent(config, env)))
+    return _prepared(config, env)
 
 
 def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> TaskEnv | None:
@@ -146,24 +149,55 @@ def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> Task
         shuffle=False,
         tokenizer=tokenizer,
     )
+    return _prepared(config, env)
+
+
+def _prepared(config: SampledConfig, env: TaskEnv) -> Any:
+    """The environment with its reward, its agent, and its limits."""
+    if config.agent.owns_loop:
+        return _with_program(config, _with_components(config, env))
     return _with_context_limit(config, _with_components(config, with_agent(config, env)))
+
+
+def _with_program(config: SampledConfig, env: TaskEnv) -> ProgramEnv:
+    """The environment, whose rows and reward a program uses."""
+    ensure(not config.env.tools, "env.tools has no effect with agent=program: it has its own")
+    ensure(
+        config.env.max_steps is None,
+        "env.max_steps has no effect with agent=program; agent.max_calls is its limit",
+    )
+    _set_cut_penalty(config, env)
+    sampling = config.inference_model
+    limits = EngineLimits(
+        longest_prompt=_longest_prompt(config),
+        max_new_tokens=sampling.max_tokens,
+        vocab_size=len(env.base_env.tokenizer),
+        keeps_support=sampling.arguments.get("record_support", False),
+        trains=True,
+    )
+    with naming("agent=program"):
+        return config.agent.build().wrap(env, template=config.model.template, limits=limits)
+
+
+def _longest_prompt(config: SampledConfig) -> int | None:
+    """Tokens that a prompt may have: by the model, by its engine, by what is wanted."""
+    context = modules.context_length(config.model.name)
+    engine = getattr(config.inference_model, "max_model_len", None)
+    return longest_prompt(
+        min((n for n in (context, engine) if n is not None), default=None),
+        config.env.max_prompt_length,
+    )
 
 
 def _with_context_limit(config: SampledConfig, env: TaskEnv) -> TaskEnv:
     """The environment, which ends conversations that have filled the policy's context."""
     if max_turns(config) > 1:
-        context = modules.context_length(config.model.name)
-        engine = getattr(config.inference_model, "max_model_len", None)
-        longest = longest_prompt(
-            min((n for n in (context, engine) if n is not None), default=None),
-            config.env.max_prompt_length,
-        )
         formatter = ChatFormatter(
             env.tokenizer,
             **config.model.template,
             tools=env.tool_schemas if config.model.is_told_of_tools else None,
         )
-        env.append_transform(ContextLimit(longest, formatter))
+        env.append_transform(ContextLimit(_longest_prompt(config), formatter))
     return env
 
 
@@ -172,6 +206,11 @@ def with_agent(config: SampledConfig, env: TaskEnv) -> TaskEnv:
     env = add_tools(env, config.env.tools, max_turns=config.env.max_tool_turns)
     with naming(f"agent={config.agent.type}"):
         config.agent.build().wrap(env)
+    _set_cut_penalty(config, env)
+    return env
+
+
+def _set_cut_penalty(config: SampledConfig, env: TaskEnv) -> None:
     if penalty := getattr(config.reward, "cut_penalty", 0.0):
         gates = [each for each in env.transform if isinstance(each, CutAnswers)]
         ensure(
@@ -181,7 +220,6 @@ def with_agent(config: SampledConfig, env: TaskEnv) -> TaskEnv:
         )
         for gate in gates:
             gate.penalty = penalty
-    return env
 
 
 def _with_components(config: SampledConfig, env: TaskEnv) -> TaskEnv:

@@ -1,0 +1,155 @@
+"""An agent that owns its loop: any program that speaks to a model's endpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from torchrl.envs import EnvBase, TransformedEnv
+
+from torchrl_llm._checked import Ge, Gt, check
+from torchrl_llm._imports import require
+from torchrl_llm._registry import register
+from torchrl_llm.agents.agent import Agent
+from torchrl_llm.envs.chat_env import DatasetChatEnv
+from torchrl_llm.envs.layers import transforms_of
+from torchrl_llm.envs.transforms.answer_gates import ParseAnswers
+from torchrl_llm.envs.transforms.context_strategy import ContextStrategy
+from torchrl_llm.envs.transforms.episode_limits import ContextLimit, StepCounter
+from torchrl_llm.envs.world import WorldTransform
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.gateway.policy_engine import limits_of
+from torchrl_llm.gateway.program_env import ProgramEnv
+from torchrl_llm.gateway.program_runner import check_program
+from torchrl_llm.gateway.program_sessions import ProgramSessions
+from torchrl_llm.gateway.session import EngineLimits, Formatters
+from torchrl_llm.modules import LLMWrapperBase
+from torchrl_llm.tools import ToolTransform
+
+_NOT_OURS = (ToolTransform, StepCounter, ContextLimit, ContextStrategy, ParseAnswers)
+
+
+@register("agents", "program")
+@dataclass(frozen=True, kw_only=True)
+class ProgramAgent(Agent):
+    """A program with a loop of its own, whose calls of a model the policy answers.
+
+    The environment gives rows and the reward; its tools and its limit of turns are taken off. The
+    program calls an endpoint that speaks the protocols of OpenAI and Anthropic. What it returns is
+    the reward: a number, a dict of named numbers (``"reward"``, or else their sum), or ``None`` for
+    the task's own reward of its last answer.
+
+    Args:
+        program: ``FILE.py:FUNCTION``, of ``(row, base_url, api_key)`` or ``(row, client)``; sync or
+            async.
+        command: words of a command instead, which finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
+            ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ROW`` (JSON) in its environment, and
+            may write what it returns to ``REWARD_FILE`` as JSON.
+        python: the Python that runs ``program``; this one if not given.
+        timeout_s: seconds that a program may take, besides those in which it waits for answers.
+        max_calls: most calls of a rollout; further ones are refused.
+        num_hosts: processes that run functions.
+        patience_s: seconds that the policy waits for further calls once one has come.
+
+    Raises:
+        ConfigError: neither or both of ``program`` and ``command``, what is not there, or an
+            impossible number.
+        MissingExtraError: without the extra ``gateway``.
+
+    Example:
+        >>> ProgramAgent(program="no_such_file.py:run")  # doctest: +ELLIPSIS
+        Traceback (most recent call last):
+        ...
+        torchrl_llm.errors.ConfigError: agent.program='no_such_file.py:run': there is no file ...
+    """
+
+    OWNS_LOOP: ClassVar[bool] = True
+
+    program: str | None = None
+    command: str | None = None
+    python: str | None = None
+    timeout_s: float = 600.0
+    max_calls: int = 64
+    num_hosts: int = 2
+    patience_s: float = 0.05
+
+    def __post_init__(self) -> None:
+        for name in ("context", "parser", "system_prompt"):
+            if getattr(self, name) is not None:
+                raise ConfigError(f"{name} has no effect on a program, which owns its loop")
+        if self.tools or self.accept_cut:
+            raise ConfigError("tools and accept_cut have no effect on a program")
+        check_program(self.program, self.command, self.python)
+        for name in ("timeout_s", "patience_s"):
+            check(name, getattr(self, name), Annotated[float, Gt(0)])
+        for name in ("max_calls", "num_hosts"):
+            check(name, getattr(self, name), Annotated[int, Ge(1)])
+
+    @property
+    def own_turns(self) -> int:
+        """Most turns of an episode."""
+        return self.max_calls
+
+    def wrap(
+        self,
+        env: EnvBase,
+        policy: LLMWrapperBase | None = None,
+        *,
+        template: Mapping[str, Any] | None = None,
+        limits: EngineLimits | None = None,
+    ) -> TransformedEnv:
+        """Let programs act in the place of an environment's own loop.
+
+        Args:
+            env: a task in history mode; it is changed.
+            policy: what answers, from which template and limits are read.
+            template: instead, arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
+            limits: likewise, what calls may ask for.
+
+        Returns:
+            The environment around it.
+
+        Raises:
+            ConfigError: no task over rows, one whose world moves by the model's actions, or neither
+                policy nor limits.
+        """
+        require("uvicorn", extra="gateway", feature="agent=program")
+        require("starlette", extra="gateway", feature="agent=program")
+        if not isinstance(env, DatasetChatEnv) or env.base_env.input_mode != "history":
+            raise ConfigError(
+                "agent=program needs a task over rows in history mode, got "
+                f"{type(env).__name__}; give it rows of your own (data=FILE) or a task"
+            )
+        if any(isinstance(each, WorldTransform) for each in transforms_of(env)):
+            raise ConfigError(
+                f"agent=program: {type(env).__name__} is a world that moves by the model's own "
+                "actions, which a program cannot reach; give rows and a reward"
+            )
+        if policy is not None:
+            options = policy.options
+            names = ("chat_template", "chat_template_name", "on_rewrite", "template_kwargs")
+            template = {name: getattr(options, name) for name in names}
+            limits = limits_of(policy, trains=True)
+        if limits is None:
+            raise ConfigError("agent=program needs the policy: ProgramAgent(...).wrap(env, policy)")
+        tokenizer = env.base_env.tokenizer if policy is None else policy.tokenizer
+        for place in reversed(range(len(env.transform))):
+            if isinstance(env.transform[place], _NOT_OURS):
+                env.transform.pop(place)
+        env.empty_cache()
+        sessions = ProgramSessions(
+            limits,
+            Formatters(tokenizer, **(template or {})),
+            env.batch_size.numel(),
+            program={
+                "program": self.program,
+                "command": self.command,
+                "python": self.python,
+                "num_hosts": self.num_hosts,
+            },
+            timeout_s=self.timeout_s,
+            max_calls=self.max_calls,
+            patience_s=self.patience_s,
+        )
+        return ProgramEnv(env, sessions)

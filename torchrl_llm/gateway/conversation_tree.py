@@ -1,0 +1,149 @@
+"""The conversations of one session: which of them a call continues, and why it continues none.
+
+A client sends whole conversations. :class:`ConversationTree` finds the longest one that the model
+has answered and that the call extends, so that its sampled ids are continued. A call that extends
+none begins a new conversation, or edits an old one: then it says why.
+
+Next: :mod:`torchrl_llm.gateway.session` makes prompts of what is found here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import xxhash
+
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.messages import message_text
+
+Message = Mapping[str, Any]
+BRANCHED, EDITED, OTHER_TOOLS = "branched", "history_changed", "tools_changed"
+
+
+class Place(NamedTuple):
+    """Where a call stands in the conversations of its session.
+
+    Attributes:
+        chat: the messages of the call; those that the model has answered before are the recorded
+            ones, and the chat has their record.
+        cause: why the call does not extend the last conversation; ``None`` where it does, and for a
+            conversation of its own.
+        turns: turns of the model in what was given up.
+        digest: names the messages of the call.
+    """
+
+    chat: Chat
+    cause: str | None
+    turns: int
+    digest: bytes
+
+
+class _Answered:
+    """A conversation that ends with an answer of the model."""
+
+    __slots__ = ("chat", "digest", "is_continued")
+
+    def __init__(self, chat: Chat, digest: bytes) -> None:
+        self.chat, self.digest, self.is_continued = chat, digest, False
+
+
+class ConversationTree:
+    """Answered conversations, found again by their messages.
+
+    Args:
+        max_answers: how many are kept, the youngest; ``None`` for all.
+
+    Example:
+        >>> tree = ConversationTree()
+        >>> user = {"role": "user", "content": "Hi"}
+        >>> place = tree.find([user])
+        >>> tree.add(place, Chat([user, {"role": "assistant", "content": "Yes?"}]), [])
+        >>> longer = [user, {"role": "assistant", "content": "Yes?"}, user]
+        >>> tree.find(longer).cause, tree.find([user, user]).cause
+        (None, 'history_changed')
+    """
+
+    def __init__(self, max_answers: int | None = None) -> None:
+        self._max_answers = max_answers
+        self._answers: OrderedDict[bytes, _Answered] = OrderedDict()
+        # First messages of conversations, with the digest of their tools and their turns.
+        self._begun: dict[bytes, tuple[bytes, int]] = {}
+
+    def find(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Place:
+        """Where a call stands.
+
+        Args:
+            messages: of the call, in canonical form.
+            tools: schemas of the call; a conversation with other tools is another one.
+        """
+        root = _digest(b"", list(tools)) if tools else b""
+        digest, found, covered = root, None, 0
+        for count, message in enumerate(messages, 1):
+            digest = _digest(digest, _spoken(message))
+            answered = self._answers.get(digest)
+            if answered is not None:
+                # An answer may come back in several forms; they are one conversation.
+                digest, found, covered = answered.digest, answered, count
+        if found is None:
+            cause, turns = self._edit(messages, root)
+            return Place(Chat(messages), cause, turns, digest)
+        cause = BRANCHED if found.is_continued else None
+        found.is_continued = True
+        return Place(found.chat + messages[covered:], cause, 0, digest)
+
+    def _edit(self, messages: Sequence[Message], root: bytes) -> tuple[str | None, int]:
+        """Why a call extends nothing, and the turns of what it has edited."""
+        before, turns = self._begun.setdefault(_beginning(messages), (root, 0))
+        if before != root:
+            return OTHER_TOOLS, turns
+        return (EDITED, turns) if turns else (None, 0)
+
+    def add(self, place: Place, chat: Chat, other_forms: Iterable[Message]) -> None:
+        """Remember an answer.
+
+        Args:
+            place: what :meth:`find` said of its call.
+            chat: the conversation with the answer, and its record.
+            other_forms: of the answer, in which a client may send it back.
+        """
+        answer = chat.messages[-1]
+        node = _Answered(chat, _digest(place.digest, _spoken(answer)))
+        bare = {name: value for name, value in answer.items() if name != "reasoning_content"}
+        for form in (answer, bare, *other_forms):
+            self._answers[_digest(place.digest, _spoken(form))] = node
+        beginning = _beginning(chat.messages)
+        root, turns = self._begun.get(beginning, (b"", 0))
+        own = 0 if chat.record is None else chat.record.num_turns
+        self._begun[beginning] = (root, max(turns, own, 1))
+        while self._max_answers is not None and len(self._answers) > self._max_answers:
+            self._answers.popitem(last=False)
+            if len(self._begun) > self._max_answers:
+                self._begun.pop(next(iter(self._begun)))
+
+
+def _beginning(messages: Sequence[Message]) -> bytes:
+    """Names a conversation by what stands up to its first message of the user."""
+    roles = [message.get("role") for message in messages]
+    stop = roles.index("user") + 1 if "user" in roles else len(messages)
+    return _digest(b"", [_spoken(message) for message in messages[:stop]])
+
+
+def _spoken(message: Message) -> list[Any]:
+    """What two forms of the same message have in common."""
+    content = message.get("content") or ""
+    if not isinstance(content, str):
+        content = message_text({"content": content})
+    calls = [
+        [call.get("id"), call["function"]["name"], call["function"]["arguments"]]
+        for call in message.get("tool_calls") or ()
+    ]
+    own = [message.get(name) for name in ("role", "tool_call_id", "reasoning_content")]
+    return [*own, content, calls]
+
+
+def _digest(before: bytes, value: Any) -> bytes:
+    text = json.dumps(value, sort_keys=True, ensure_ascii=False)
+    return xxhash.xxh3_128_digest(before + text.encode("utf-8", "surrogatepass"))

@@ -1,0 +1,301 @@
+"""Environment whose rows are programs that own their loop: the policy answers their calls.
+
+The task around which it stands gives rows and the reward, and nothing else. At each step the policy
+answers the calls that wait. A turn is told of when what comes of it is known: the program has
+called again, or has ended. Until then its row is not stepped, so that programs wait for their own
+tools and for nobody else's.
+
+Next: :mod:`torchrl_llm.gateway.program_sessions` runs the programs and collects their calls.
+
+Shape legend: ``B`` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from tensordict import LazyStackedTensorDict, NonTensorStack, TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import Composite, Unbounded
+from torchrl.envs import Compose, Transform, TransformedEnv
+
+from torchrl_llm.data.column import Column
+from torchrl_llm.data.enums import TruncationReason
+from torchrl_llm.data.failures import NO_FAILURE, PROGRAM, Failure
+from torchrl_llm.data.nodes import plain_node
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.rollouts import sampled_tokens, split_batch
+from torchrl_llm.data.specs import ColumnSpec
+from torchrl_llm.data.table_cells import plain_cell
+from torchrl_llm.envs.layers import HoldsTurns, insert
+from torchrl_llm.envs.transforms.answer_gates import AnswerGate
+from torchrl_llm.envs.transforms.episode_limits import write_reason
+from torchrl_llm.gateway.program_runner import Ended
+from torchrl_llm.gateway.program_sessions import ProgramSessions, Rollout
+from torchrl_llm.modules.policies.row_sampling import SAMPLING_KEY
+from torchrl_llm.rewards import reward_parser
+
+_NEVER_CALLED = "the program ended without a call of the model"
+
+
+class ProgramTransform(Transform):
+    """Begins programs, puts their calls into prompts, and says how they ended.
+
+    It stands in front of the reward, which scores the last turn of programs that return nothing. It
+    writes ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy),
+    ``"sampling"`` (what the call sets) and, at each step, ``"reward"``, ``"success"``,
+    ``"reward_valid"``, ``"error"`` and ``"reward_refused"`` as a gate does.
+
+    Args:
+        sessions: runs the programs.
+    """
+
+    def __init__(self, sessions: ProgramSessions) -> None:
+        super().__init__()
+        self.sessions = sessions
+
+    # -- reset ------------------------------------------------------------------------------------
+
+    def _reset(
+        self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
+    ) -> TensorDictBase:
+        size = tensordict_reset.batch_size.numel()
+        mask = tensordict.get("_reset", None)
+        begins = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
+        for place, row in enumerate(self._rows(tensordict_reset, begins)):
+            if row is not None:
+                self.sessions.begin(place, row)
+        if all(begins):
+            self.sessions.wait()
+        self.ask(tensordict_reset)
+        return tensordict_reset
+
+    def begin_again(self, td: TensorDictBase, places: Sequence[bool]) -> None:
+        """Run programs anew whose processes are gone, as after a checkpoint.
+
+        Args:
+            td: all rows.
+            places: which of them.
+        """
+        for place, row in enumerate(self._rows(td, places)):
+            if row is not None:
+                self.sessions.begin(place, row)
+
+    def _rows(self, td: TensorDictBase, wanted: Sequence[bool]) -> list[dict[str, Any] | None]:
+        """What each program is given: the columns of the data, and how the task begins."""
+        base = self.parent.base_env
+        keys = (*self.container.primer.data_keys,)
+        columns = {key: reward_parser.read_column(td, key) for key in keys}
+        rows: list[dict[str, Any] | None] = []
+        for place, begins in enumerate(wanted):
+            if not begins:
+                rows.append(None)
+                continue
+            row = {key: plain_cell(column[place]) for key, column in columns.items()}
+            query = row[base.data_key]
+            row["messages"] = list(base.start(query))
+            row[base.data_key] = query if isinstance(query, str) else list(row["messages"])
+            rows.append(row)
+        return rows
+
+    def ask(self, td: TensorDictBase) -> None:
+        """Put the calls that are asked next into the prompts.
+
+        Args:
+            td: what a reset or step has written; changed in place.
+        """
+        rollouts = self.sessions.rollouts
+        for rollout in rollouts:
+            if rollout is not None and rollout.held is None:
+                self.sessions.take(rollout)
+        asked = [None if each is None else each.asked for each in rollouts]
+        chats = {place: call.chat for place, call in enumerate(asked) if call is not None}
+        if chats:
+            self.parent.base_env.mode.replace(td, chats)
+        active = torch.tensor([call is not None for call in asked], device=td.device)
+        td.set("active", active.unsqueeze(-1))
+        wanted = ({} if call is None else dict(call.sampling) for call in asked)
+        td.set(SAMPLING_KEY, Column.of(wanted))
+
+    # -- step -------------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        size = next_tensordict.batch_size.numel()
+        told = tensordict.get("_step").reshape(size, -1).any(-1).tolist()
+        ended: list[Ended | None] = [None] * size
+        for place, is_told in enumerate(told):
+            rollout = self.sessions.rollouts[place]
+            if is_told:
+                rollout.held = None
+                if rollout.asked is None:
+                    ended[place] = _outcome(rollout)
+                    self.sessions.forget(place)
+        _write_outcomes(tensordict, next_tensordict, ended)
+        return next_tensordict
+
+    # -- specs ------------------------------------------------------------------------------------
+
+    def transform_observation_spec(self, observation_spec: Composite) -> Composite:
+        """Adds ``"active"`` and ``"sampling"``."""
+        shape, device = observation_spec.shape, observation_spec.device
+        active = Unbounded(shape=(*shape, 1), dtype=torch.bool, device=device)
+        observation_spec["active"] = active
+        observation_spec[SAMPLING_KEY] = ColumnSpec((*shape, -1), example_data={})
+        return observation_spec
+
+    def transform_state_spec(self, state_spec: Composite) -> Composite:
+        """Adds them to what a step reads."""
+        return self.transform_observation_spec(state_spec)
+
+    def transform_reward_spec(self, reward_spec: Composite) -> Composite:
+        """Adds the reward, and that it is not to be scored."""
+        spec = reward_parser.add_reward_specs(reward_spec, ["reward"], "success")
+        spec["reward_refused"] = Unbounded(
+            shape=spec.shape, dtype=torch.bool, device=reward_spec.device
+        )
+        return spec
+
+    def close(self) -> None:
+        """End all programs."""
+        self.sessions.close()
+        super().close()
+
+
+def _outcome(rollout: Rollout) -> Ended:
+    """How a program ended; one that never called has failed."""
+    ended = rollout.ended
+    if ended.failure is None and not rollout.session.num_calls:
+        return Ended(None, Failure.told("NoCallError", _NEVER_CALLED, source=PROGRAM))
+    return ended
+
+
+def _write_outcomes(
+    td: TensorDictBase,
+    next_td: TensorDictBase,
+    ended: Sequence[Ended | None],
+) -> None:
+    size = len(ended)
+    failures = [NO_FAILURE if e is None or e.failure is None else e.failure for e in ended]
+    scores = [(0.0, False) if e is None else _score(e) for e in ended]
+    pairs = zip(failures, scores, strict=True)
+    rewards = [float("nan") if failure.kind else reward for failure, (reward, _) in pairs]
+    device, cell = next_td.device, (size, 1, 1)
+    over = torch.tensor([e is not None for e in ended], device=device).unsqueeze(-1)
+    late = torch.tensor([f.kind == "ProgramTimeout" for f in failures], device=device)
+    late = late.unsqueeze(-1)
+    reward_parser.raise_flags(next_td, done=over, terminated=over & ~late, truncated=late)
+    write_reason(next_td, late, TruncationReason.ENV)
+    next_td.set("reward", torch.tensor(rewards, device=device).view(cell))
+    next_td.set("success", torch.tensor([s for _, s in scores], device=device).view(cell))
+    next_td.set("reward_valid", torch.tensor([not f.kind for f in failures], device=device))
+    # The task's reward is for whole rollouts that bring none of their own.
+    scored = [e is not None and e.failure is None and e.value is None for e in ended]
+    next_td.set("reward_refused", torch.tensor([not each for each in scored], device=device))
+    reward_parser.write_errors(next_td, failures, td)
+
+
+def _score(ended: Ended) -> tuple[float, bool]:
+    """Reward and success of what a program returned."""
+    value = ended.value
+    if value is None:
+        return 0.0, False
+    if not isinstance(value, Mapping):
+        return float(value), value > 0
+    reward = value["reward"] if "reward" in value else sum(value.values())
+    return float(reward), bool(value.get("success", reward > 0))
+
+
+class ProgramEnv(TransformedEnv, HoldsTurns):
+    """A task whose rows are programs; see :class:`~torchrl_llm.agents.ProgramAgent`.
+
+    Args:
+        task: gives rows and the reward; in history mode.
+        sessions: runs the programs.
+    """
+
+    def __init__(self, task: TransformedEnv, sessions: ProgramSessions) -> None:
+        self.__dict__["sessions"] = sessions
+        self.__dict__["programs"] = ProgramTransform(sessions)
+        insert(task, self.programs, before=(AnswerGate, reward_parser.RewardParser))
+        super().__init__(task, Compose())
+
+    @property
+    def tokens_held(self) -> int:
+        """Sampled tokens of turns that are not told of yet."""
+        held = (each.held for each in self.sessions.rollouts if each is not None)
+        return sum(sampled_tokens(row) for row in held if row is not None)
+
+    def step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Give the answers to the programs, and step the rows of which the outcome is known.
+
+        Args:
+            tensordict: all rows, as the policy left them.
+
+        Returns:
+            All rows; ``"_step"`` says which of them this step is one of, with the turn that it is
+            about in the place of the present one.
+        """
+        rollouts, rows = self.sessions.rollouts, split_batch(tensordict.exclude("_step", "next"))
+        lost = [
+            each is None and not done
+            for each, done in zip(rollouts, tensordict.get("done").flatten().tolist(), strict=True)
+        ]
+        self.programs.begin_again(tensordict, lost)
+        for rollout, row in zip(rollouts, rows, strict=True):
+            if rollout is not None and rollout.asked is not None:
+                self.sessions.answer(rollout, row)
+        self.sessions.wait()
+        told = {}
+        for place, rollout in enumerate(rollouts):
+            if rollout is None or rollout.asked is not None:
+                continue
+            self.sessions.take(rollout)
+            if rollout.held is not None and (rollout.asked or rollout.ended):
+                told[place] = rollout.held
+            elif rollout.ended and rollout.asked is None:  # it never called
+                told[place] = rows[place]
+        out = self._told(_with_rows(tensordict.exclude("_step", "next"), told), told)
+        self.programs.ask(out.get("next"))
+        return out
+
+    def _told(self, td: TensorDictBase, told: Mapping[int, TensorDict]) -> TensorDictBase:
+        """A step of the rows of which the outcome is known."""
+        steps = torch.zeros(*self.batch_size, 1, dtype=torch.bool, device=td.device)
+        steps[list(told)] = True
+        if told:
+            td = super().step(td.set("_step", steps.clone()))
+        else:  # calls wait, and nothing else has happened
+            next_td = self._skip_tensordict(td)
+            next_td.set("reward_valid", torch.ones(self.batch_size, dtype=torch.bool))
+            td.set("next", next_td)
+        return td.set("_step", steps)
+
+
+def _with_rows(node: TensorDictBase, rows: Mapping[int, Any]) -> Any:
+    """A batch with other rows in some places.
+
+    Args:
+        node: ``[B]``, dense or lazy.
+        rows: plain rows by place.
+    """
+    if isinstance(node, LazyStackedTensorDict):
+        return lazy_rows([rows.get(at, old) for at, old in enumerate(node.tensordicts)])
+    made: dict[str, Any] = {}
+    for name, value in node._tensordict.items():
+        own = {at: plain_node(row)._tensordict[name] for at, row in rows.items()}
+        if isinstance(value, Tensor):
+            made[name] = value.clone() if own else value
+            for at, cell in own.items():
+                made[name][at] = cell
+        elif isinstance(value, NonTensorStack):
+            items = value.tolist()
+            for at, cell in own.items():
+                items[at] = cell.data
+            made[name] = Column.of(items)
+        else:
+            inner = _with_rows(plain_node(value), {at: plain_node(c) for at, c in own.items()})
+            typed = plain_node(value) is not value
+            made[name] = type(value)._from_tensordict(inner) if typed else inner
+    return TensorDict._new_unsafe(made, batch_size=node.batch_size, device=node.device)

@@ -1,0 +1,250 @@
+"""Process that runs programs of users: a file of the standard library alone, for any Python.
+
+It reads jobs from its standard input, a line of JSON each, and writes what came of them to its
+standard output: ``{"ready"}`` once, then for each job ``{"group"}`` (the process group of a
+command) and ``{"value"}`` or ``{"error"}``. ``{"id", "row", "base_url", "api_key"}`` runs the
+program, ``{"stop": id}`` ends one. Where the input ends, which it does with the process at its
+other end, everything ends.
+
+Next: :mod:`torchrl_llm.gateway.program_runner` is that other end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import importlib.util
+import inspect
+import json
+import math
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from pathlib import Path
+
+_LONGEST = 4000
+
+
+class Stopped(BaseException):
+    """Raised inside a program that took too long."""
+
+
+def tell(out, lock, **message):
+    """Write what came of a job."""
+    line = json.dumps(message) + "\n"
+    with lock:
+        out.write(line.encode())
+        out.flush()
+
+
+def checked(value):
+    """What a program may return: a number, named numbers, or nothing."""
+    if value is None:
+        return None
+    items = value.items() if isinstance(value, dict) else [("reward", value)]
+    for name, number in items:
+        try:
+            good = math.isfinite(float(number)) and not isinstance(number, str)
+        except (TypeError, ValueError):
+            good = False
+        if not good or not isinstance(name, str):
+            raise TypeError(
+                "a program returns a finite number, a dict of named finite numbers, or None for "
+                f"the task's own reward; got {value!r:.200}"
+            )
+    numbers = {name: float(number) for name, number in items}
+    return numbers if isinstance(value, dict) else numbers["reward"]
+
+
+class Functions:
+    """Runs a function of a file, once for each job: in a thread, or a coroutine in one loop."""
+
+    def __init__(self, target, done):
+        file, _, name = target.rpartition(":")
+        path = Path(file).resolve()
+        sys.path.insert(0, str(path.parent))
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[path.stem] = module
+        spec.loader.exec_module(module)
+        self.function, self.done = getattr(module, name), done
+        self.is_async = inspect.iscoroutinefunction(self.function)
+        parameters = list(inspect.signature(self.function).parameters)
+        self.takes_client = parameters[1:2] == ["client"]
+        self.running = {}
+        if self.is_async:
+            self.loop = asyncio.new_event_loop()
+            threading.Thread(target=self.loop.run_forever, daemon=True).start()
+
+    def start(self, job):
+        """Begin a job."""
+        arguments = [job["row"], job["base_url"], job["api_key"]]
+        if self.takes_client:
+            import openai
+
+            kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
+            client = kind(base_url=job["base_url"], api_key=job["api_key"], max_retries=0)
+            arguments = [job["row"], client]
+        if self.is_async:
+            work = self.function(*arguments)
+            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            self.running[job["id"]] = future
+            future.add_done_callback(lambda _: self.end(job["id"], future.result))
+            return
+        run = threading.Thread(
+            target=lambda: self.end(job["id"], lambda: self.function(*arguments)), daemon=True
+        )
+        self.running[job["id"]] = run
+        run.start()
+
+    def end(self, number, result):
+        """Tell what came of a job."""
+        try:
+            told = {"value": checked(result())}
+        except BaseException as error:  # a program may raise anything, SystemExit too
+            told = {"error": failure(error)}
+        self.running.pop(number, None)
+        self.done(id=number, **told)
+
+    def stop(self, number):
+        """Interrupt a job; a thread only once it runs Python again."""
+        run = self.running.get(number)
+        if isinstance(run, threading.Thread):
+            raised = ctypes.py_object(Stopped)
+            ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.ident), raised)
+        elif run is not None:
+            run.cancel()
+
+    def close(self):
+        """Nothing to end: threads go with the process."""
+
+
+class Commands:
+    """Runs a command, once for each job, in a process group of its own."""
+
+    def __init__(self, target, done):
+        self.words, self.done, self.running = shlex.split(target), done, {}
+
+    def start(self, job):
+        """Begin a job."""
+        folder = tempfile.TemporaryDirectory(prefix="program-")
+        result, log = Path(folder.name, "reward.json"), Path(folder.name, "log")
+        url = job["base_url"]
+        environment = {
+            **os.environ,
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_KEY": job["api_key"],
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": job["api_key"],
+            "ROW": json.dumps(job["row"]),
+            "REWARD_FILE": str(result),
+        }
+        try:
+            with log.open("wb") as out:
+                process = subprocess.Popen(
+                    self.words,
+                    env=environment,
+                    stdin=subprocess.DEVNULL,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self.done(id=job["id"], error=failure(error))
+            return
+        self.running[job["id"]] = process
+        self.done(id=job["id"], group=process.pid)
+        wait = threading.Thread(
+            target=self.wait, args=(job["id"], process, folder, result, log), daemon=True
+        )
+        wait.start()
+
+    def wait(self, number, process, folder, result, log):
+        """Tell what came of a job."""
+        status = process.wait()
+        kill(process)  # what it has left behind
+        self.running.pop(number, None)
+        try:
+            if status:
+                said = log.read_bytes()[-_LONGEST:].decode(errors="replace")
+                ended = f"signal {-status}" if status < 0 else f"status {status}"
+                told = {"type": "CommandError", "message": f"the command ended with {ended}"}
+                self.done(id=number, error={**told, "frames": [], "traceback": said})
+                return
+            value = json.loads(result.read_text()) if result.exists() else None
+            self.done(id=number, value=checked(value))
+        except Exception as error:  # a file of the user's
+            self.done(id=number, error=failure(error))
+        finally:
+            folder.cleanup()
+
+    def stop(self, number):
+        """Kill the processes of a job."""
+        if (process := self.running.get(number)) is not None:
+            kill(process)
+
+    def close(self):
+        """Kill the processes of all jobs."""
+        for process in list(self.running.values()):
+            kill(process)
+
+
+def kill(process):
+    """End a process and its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def failure(error):
+    """An exception as JSON."""
+    frames = [
+        (frame.filename, frame.lineno, frame.name)
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__
+    ]
+    shown = traceback.TracebackException.from_exception(error)
+    shown.stack = traceback.StackSummary.from_list(
+        [frame for frame in shown.stack if frame.filename != __file__]
+    )
+    return {
+        "type": type(error).__name__,
+        "message": str(error)[:_LONGEST],
+        "frames": frames,
+        "traceback": "".join(shown.format())[-_LONGEST:],
+    }
+
+
+def main():
+    """Answer jobs until the input ends."""
+    # What programs print goes to the log of the run, not among the answers; they read no jobs.
+    jobs, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
+    lock = threading.Lock()
+    kind, target = sys.argv[1:]
+    try:
+        runner = (Functions if kind == "function" else Commands)(
+            target, lambda **message: tell(out, lock, **message)
+        )
+    except BaseException as error:  # the file of the user may raise anything
+        tell(out, lock, error=failure(error))
+        return
+    tell(out, lock, ready=True)
+    for line in jobs:
+        job = json.loads(line)
+        if "stop" in job:
+            runner.stop(job["stop"])
+        else:
+            runner.start(job)
+    runner.close()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

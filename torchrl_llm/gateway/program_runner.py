@@ -1,0 +1,212 @@
+"""Runs programs that own their loop, many at once, in processes that can be killed.
+
+A program is a function of a file or a command. :class:`ProgramRunner` keeps a few host processes
+(:mod:`torchrl_llm.gateway.program_host`), under this Python or another one, and gives each job to
+the host with the fewest. What a program returns, raises, or leaves behind when it dies comes back
+as a :class:`Ended`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torchrl_llm.data.failures import PROGRAM, Failure
+from torchrl_llm.errors import ConfigError
+
+HOST = str(Path(__file__).with_name("program_host.py"))
+# A thread that does not end stays in its host; a host with so many takes no more jobs.
+_MOST_STUCK = 8
+
+
+class Ended(NamedTuple):
+    """How a program ended.
+
+    Attributes:
+        value: what it returned: a number, numbers by name, or ``None``.
+        failure: why it did not end well.
+    """
+
+    value: float | Mapping[str, float] | None = None
+    failure: Failure | None = None
+
+
+class _Host:
+    """One host process, and the jobs in it."""
+
+    def __init__(self, words: list[str], on_end: Callable[[int, Ended], None]) -> None:
+        self.process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+        )
+        self.jobs: set[int] = set()
+        self.stopped: set[int] = set()
+        self.refused: Failure | None = None
+        self._groups: dict[int, int] = {}
+        self._on_end = on_end
+        self._lock = threading.Lock()
+        threading.Thread(target=self._read, name="program-host", daemon=True).start()
+
+    @property
+    def is_usable(self) -> bool:
+        return self.process.poll() is None and len(self.stopped) < _MOST_STUCK
+
+    def send(self, **message: Any) -> None:
+        # A host that has died is told of by the thread that reads from it.
+        with contextlib.suppress(BrokenPipeError, ValueError), self._lock:
+            self.process.stdin.write(json.dumps(message).encode() + b"\n")
+            self.process.stdin.flush()
+
+    def _read(self) -> None:
+        for line in self.process.stdout:
+            message = json.loads(line)
+            number = message.get("id")
+            if "group" in message:
+                self._groups[number] = message["group"]
+            elif number is not None:
+                failure = _failure(message["error"]) if "error" in message else None
+                self._end(number, Ended(message.get("value"), failure))
+            elif "error" in message:
+                self.refused = _failure(message["error"])
+        status = self.process.wait()
+        ended = f"signal {-status}" if status < 0 else f"status {status}"
+        died = Failure.told(
+            "ProgramDied", f"the process of the program ended with {ended}", source=PROGRAM
+        )
+        for group in self._groups.values():
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        for number in list(self.jobs):
+            self._end(number, Ended(None, self.refused or died))
+
+    def _end(self, number: int, ended: Ended) -> None:
+        self._groups.pop(number, None)
+        self.stopped.discard(number)
+        if number in self.jobs:
+            self.jobs.discard(number)
+            self._on_end(number, ended)
+
+    def kill(self) -> None:
+        self.jobs.clear()
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()  # it ends what it runs, and itself
+        try:
+            self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+
+
+def _failure(told: Mapping[str, Any]) -> Failure:
+    frames = [tuple(frame) for frame in told["frames"]]
+    made = Failure.told(told["type"], told["message"], frames, PROGRAM)
+    return made._replace(traceback=told["traceback"].rstrip() or made.traceback)
+
+
+class ProgramRunner:
+    """Runs one program for many rows.
+
+    Args:
+        on_end: called with the number of a job and how it ended, from a thread of its host.
+        program: ``FILE.py:FUNCTION``; sync, or a coroutine function.
+        command: words of a shell, instead of ``program``; no shell reads them.
+        python: the Python that runs ``program``; this one if not given.
+        num_hosts: processes that run functions; commands are processes of their own.
+
+    Raises:
+        ConfigError: neither or both are given, or there is no such file, function or Python.
+    """
+
+    def __init__(
+        self,
+        on_end: Callable[[int, Ended], None],
+        *,
+        program: str | None = None,
+        command: str | None = None,
+        python: str | None = None,
+        num_hosts: int = 2,
+    ) -> None:
+        check_program(program, command, python)
+        kind, target = ("function", program) if program is not None else ("command", command)
+        self._words = [python or sys.executable, HOST, kind, target]
+        self._on_end, self._num_hosts = on_end, 1 if program is None else num_hosts
+        self._hosts: list[_Host] = []
+
+    def start(self, number: int, row: Mapping[str, Any], base_url: str, api_key: str) -> None:
+        """Begin a job.
+
+        Args:
+            number: of the job.
+            row: of the dataset; JSON.
+            base_url: of the gateway, ending in ``/v1``.
+            api_key: of its session.
+        """
+        host = self._host()
+        host.jobs.add(number)
+        host.send(id=number, row=row, base_url=base_url, api_key=api_key)
+
+    def _host(self) -> _Host:
+        for host in self._hosts:
+            if not host.is_usable and not host.jobs:
+                host.kill()
+        self._hosts = [host for host in self._hosts if host.is_usable or host.jobs]
+        usable = [host for host in self._hosts if host.is_usable]
+        if len(usable) < self._num_hosts:
+            self._hosts.append(_Host(self._words, self._on_end))
+            return self._hosts[-1]
+        return min(usable, key=lambda host: len(host.jobs))
+
+    def stop(self, number: int) -> None:
+        """End a job; nobody is told.
+
+        Args:
+            number: of the job.
+        """
+        for host in self._hosts:
+            if number in host.jobs:
+                host.jobs.discard(number)
+                host.stopped.add(number)
+                host.send(stop=number)
+
+    def close(self) -> None:
+        """End all jobs and processes."""
+        hosts, self._hosts = self._hosts, []
+        for host in hosts:
+            host.kill()
+
+
+def check_program(program: str | None, command: str | None, python: str | None) -> None:
+    """Refuse what cannot be run.
+
+    Args:
+        program: ``FILE.py:FUNCTION``.
+        command: a command.
+        python: a Python.
+
+    Raises:
+        ConfigError: neither or both of the first are given, or something is not there.
+    """
+    if (program is None) == (command is None):
+        raise ConfigError(
+            "agent=program needs agent.program=FILE.py:FUNCTION or agent.command='...', one of both"
+        )
+    if program is None:
+        if not command.split() or shutil.which(command.split()[0]) is None:
+            raise ConfigError(f"agent.command={command!r}: there is no such command")
+        if python is not None:
+            raise ConfigError("agent.python has no effect with agent.command, which names its own")
+        return
+    file, colon, name = program.rpartition(":")
+    if not (colon and name.isidentifier()):
+        raise ConfigError(f"agent.program is FILE.py:FUNCTION, got {program!r}")
+    if not Path(file).is_file():
+        raise ConfigError(f"agent.program={program!r}: there is no file {file!r}")
+    if python is not None and shutil.which(python) is None:
+        raise ConfigError(f"agent.python={python!r}: there is no such Python")

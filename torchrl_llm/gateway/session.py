@@ -1,0 +1,363 @@
+"""One rollout of a program: its calls, the conversations that they make, and what becomes of them.
+
+A :class:`GatewaySession` is a :class:`~torchrl_llm.gateway.calls.Port`. It turns each call into a
+:class:`Pending` prompt, whose ids continue what the model has sampled before, and hands it to an
+:class:`Engine`. A session of training is one row of an environment
+(:mod:`torchrl_llm.gateway.program_env`), one of a server asks a policy directly
+(:mod:`torchrl_llm.gateway.policy_engine`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from torchrl_llm.data.chat import Chat
+from torchrl_llm.data.enums import FinishReason, Source
+from torchrl_llm.data.record import TokenRecord
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.errors import DataError, TemplateError, TokenizerError
+from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
+from torchrl_llm.gateway.conversation_tree import ConversationTree, Place
+from torchrl_llm.modules.policies.row_readers import TextCodec
+
+
+class EngineLimits(NamedTuple):
+    """What the calls of a gateway may ask for.
+
+    Attributes:
+        longest_prompt: tokens of a prompt; ``None`` without a limit.
+        max_new_tokens: of an answer; a call that asks for more is cut there.
+        vocab_size: ids must lie below it.
+        keeps_support: whether what top-k, top-p and min-p leave is recorded, so that such answers
+            can be trained on.
+        trains: whether answers are trained on.
+    """
+
+    longest_prompt: int | None
+    max_new_tokens: int
+    vocab_size: int
+    keeps_support: bool = False
+    trains: bool = False
+
+
+@dataclass(eq=False)
+class Pending:
+    """A prompt that waits for its answer.
+
+    Args:
+        session: whose call it is.
+        chat: the conversation, with the record of the prompt.
+        sampling: the sampling fields that the call sets.
+        loop: where the answer is waited for.
+
+    Attributes:
+        answered: the record of prompt and answer.
+    """
+
+    session: GatewaySession
+    chat: Chat
+    sampling: Mapping[str, Any]
+    loop: asyncio.AbstractEventLoop
+    answered: asyncio.Future[TokenRecord] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.answered = self.loop.create_future()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody waits for it any more."""
+        return self.answered.cancelled()
+
+    def resolve(self, outcome: TokenRecord | Exception) -> None:
+        """Give the answer to who waits; called from any thread.
+
+        Args:
+            outcome: the record of prompt and answer, or why there is none.
+        """
+        self.loop.call_soon_threadsafe(self._resolve, outcome)
+
+    def _resolve(self, outcome: TokenRecord | Exception) -> None:
+        if self.answered.done():
+            return
+        if isinstance(outcome, Exception):
+            self.answered.set_exception(outcome)
+        else:
+            self.answered.set_result(outcome)
+
+
+class Engine(ABC):
+    """Answers prompts of many sessions.
+
+    Attributes:
+        limits: what calls may ask for.
+    """
+
+    limits: EngineLimits
+
+    @abstractmethod
+    def submit(self, pending: Pending) -> None:
+        """Take a prompt, to be resolved later.
+
+        Raises:
+            RefusedCallError: it takes no more.
+        """
+
+    def withdraw(self, pending: Pending) -> None:
+        """Forget a prompt whose client has gone away; nothing by default."""
+
+
+class Formatters:
+    """The formatter of a policy, one for each set of tools that calls bring.
+
+    Args:
+        tokenizer: of the policy.
+        kept: how many sets of tools are remembered.
+        **template: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
+
+    Attributes:
+        tokenizer: as given.
+        codec: of texts that are no conversations.
+    """
+
+    def __init__(self, tokenizer: Any, *, kept: int = 64, **template: Any) -> None:
+        self.tokenizer, self._template, self._kept = tokenizer, template, kept
+        self.codec = TextCodec(tokenizer)
+        self._made: dict[str, ChatFormatter] = {}
+
+    def get(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatFormatter:
+        """The formatter for some tools.
+
+        Raises:
+            TemplateError: the chat template cannot express them.
+        """
+        name = json.dumps(list(tools), sort_keys=True)
+        found = self._made.pop(name, None)
+        if found is None:
+            found = ChatFormatter(self.tokenizer, tools=list(tools) or None, **self._template)
+        self._made[name] = found
+        if len(self._made) > self._kept:
+            self._made.pop(next(iter(self._made)))
+        return found
+
+
+class GatewaySession(Port):
+    """The calls of one rollout.
+
+    Args:
+        engine: answers prompts.
+        formatters: encode conversations.
+        max_answers: answers that are remembered, to be continued; ``None`` for all.
+        max_calls: calls that are answered; ``None`` for any number.
+
+    Attributes:
+        num_calls: calls so far that were handed to the engine.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        formatters: Formatters,
+        *,
+        max_answers: int | None = None,
+        max_calls: int | None = None,
+    ) -> None:
+        self._engine, self._formatters = engine, formatters
+        self._tree = ConversationTree(max_answers)
+        self._raw: list[Chat] = []
+        self._max_answers, self._max_calls = max_answers, max_calls
+        self.num_calls = 0
+        self._closed = ""
+
+    def close(self, why: str) -> None:
+        """Answer no more calls.
+
+        Args:
+            why: what later calls are told.
+        """
+        self._closed = why
+
+    # -- calls ------------------------------------------------------------------------------------
+
+    async def answer(self, call: Call) -> list[Answer]:
+        """See :meth:`torchrl_llm.gateway.calls.Port.answer`."""
+        self._check(call)
+        formatter = self._formatter(call)
+        jobs = [self._answer(call, formatter) for _ in range(call.num_samples)]
+        return [await jobs[0]] if len(jobs) == 1 else list(await asyncio.gather(*jobs))
+
+    def count_tokens(self, call: Call) -> int:
+        """See :meth:`torchrl_llm.gateway.calls.Port.count_tokens`."""
+        formatter = self._formatter(call)
+        with _as_refusal():
+            return len(formatter.encode(call.messages).token_ids)
+
+    def token_texts(self, token_ids: Tensor) -> list[str]:
+        """See :meth:`torchrl_llm.gateway.calls.Port.token_texts`."""
+        formatter = self._formatters.get()
+        return [formatter.decode([token]) for token in token_ids.tolist()]
+
+    def _check(self, call: Call) -> None:
+        limits, sampling = self._engine.limits, call.sampling
+        if self._closed:
+            raise RefusedCallError(self._closed, kind="key")
+        if self._max_calls is not None and self.num_calls + call.num_samples > self._max_calls:
+            raise RefusedCallError(
+                f"this session may make {self._max_calls} calls, and has made {self.num_calls}; "
+                "agent.max_calls changes that",
+                kind="invalid",
+            )
+        cuts = [
+            name
+            for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0))
+            if sampling.get(name, neutral) != neutral
+        ]
+        if limits.trains and cuts and not limits.keeps_support and sampling.get("temperature") != 0:
+            raise RefusedCallError(
+                f"{cuts[0]} cuts what can be sampled, which a loss can only follow with "
+                "inference_model.record_support=true; leave it out, or set that key",
+                field=cuts[0],
+            )
+        if limits.trains and sampling.get("repetition_penalty", 1.0) != 1.0:
+            raise RefusedCallError(
+                "repetition_penalty changes the probabilities that are trained; leave it out",
+                field="repetition_penalty",
+            )
+
+    def _formatter(self, call: Call) -> ChatFormatter:
+        with _as_refusal("tools" if call.tools else "messages"):
+            return self._formatters.get(call.tools)
+
+    async def _answer(self, call: Call, formatter: ChatFormatter) -> Answer:
+        with _as_refusal():
+            place, prompt = self._prompt(call, formatter)
+        limits, length = self._engine.limits, prompt.record.token_ids.shape[0]
+        if limits.longest_prompt is not None and length > limits.longest_prompt:
+            raise RefusedCallError(
+                f"the prompt is too long: {length} tokens > {limits.longest_prompt} maximum",
+                kind="context",
+                field="messages" if call.prompt is None else "prompt",
+            )
+        sampling = dict(call.sampling)
+        if "max_new_tokens" in sampling:
+            sampling["max_new_tokens"] = min(sampling["max_new_tokens"], limits.max_new_tokens)
+        pending = Pending(self, prompt, sampling, asyncio.get_running_loop())
+        self.num_calls += 1
+        self._engine.submit(pending)
+        try:
+            record = await pending.answered
+        except asyncio.CancelledError:
+            self._engine.withdraw(pending)
+            raise
+        return self._answered(call, place, prompt, record, formatter)
+
+    # -- prompts ----------------------------------------------------------------------------------
+
+    def _prompt(self, call: Call, formatter: ChatFormatter) -> tuple[Place | None, Chat]:
+        """Where a call stands, and its conversation with the record of its prompt."""
+        if call.prompt is not None:
+            return None, self._raw_prompt(call.prompt)
+        if not call.messages:
+            raise DataError("messages must hold at least one message")
+        place = self._tree.find(call.messages, call.tools)
+        chat, record = place.chat, place.chat.record
+        if record is None:
+            encoded = formatter.encode(chat)
+            record = encoded.prompt_record(chat, fork_cause=place.cause, earlier_turns=place.turns)
+        else:
+            record = formatter.continue_record(record, chat)
+            record = replace(record, fork_cause=record.fork_cause or place.cause)
+        return place, chat.with_record(record)
+
+    def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Chat:
+        """A prompt that is no conversation, as one message with the ids of the prompt."""
+        codec = self._formatters.codec
+        if isinstance(prompt, str):
+            text, ids = prompt, None
+            before = [chat for chat in self._raw if text.startswith(chat[0]["content"])]
+        else:
+            size = self._engine.limits.vocab_size
+            if any(not 0 <= token < size for token in prompt):
+                raise TokenizerError(f"prompt must hold token ids from 0 to {size - 1}")
+            ids = torch.tensor(prompt, dtype=torch.int64)
+            [text] = codec.decode([ids])
+            before = [chat for chat in self._raw if _begins(ids, chat.record.token_ids)]
+        longest = max(before, key=lambda chat: len(chat.record.token_ids), default=None)
+        if longest is None:
+            more = codec.encode([text])[0] if ids is None else ids
+            source = torch.full_like(more, int(Source.PROMPT))
+            record = TokenRecord.from_prompt(more, source, 1)
+        else:
+            known, record = longest[0]["content"], longest.record
+            if ids is None:
+                more = codec.encode_continuation(text[len(known) :])
+            else:
+                more = ids[len(record.token_ids) :]
+            record = record.extend(more, torch.full_like(more, int(Source.PROMPT)), 1)
+        if not len(record.token_ids):
+            raise DataError("prompt is empty; a model needs at least one token to go on")
+        return Chat([{"role": "user", "content": text}], record)
+
+    # -- answers ----------------------------------------------------------------------------------
+
+    def _answered(
+        self,
+        call: Call,
+        place: Place | None,
+        prompt: Chat,
+        record: TokenRecord,
+        formatter: ChatFormatter,
+    ) -> Answer:
+        """What the client gets; the conversation is remembered."""
+        ids, reason, start = record.token_ids, record.finish_reason, len(prompt.record.token_ids)
+        begin = record.response_start
+        message = formatter.parse_response(ids[:begin], ids[begin:], reason)
+        if message.get("tool_calls") and not call.tools:
+            del message["tool_calls"]
+            message["content"] = message["raw"]
+        if begin == start:
+            content = message["content"] if place is not None else message["raw"]
+        else:  # the prompt ended with a message that this answer goes on with
+            content = formatter.parse_response(ids[:start], ids[start:], reason)["raw"]
+        shown = _before_stop(content, call.sampling.get("stop", ()))
+        sent = {name: message[name] for name in _SHOWN if name in message} | {"content": shown}
+        if place is None:
+            [text] = self._formatters.codec.decode([ids])
+            self._raw.append(Chat([{"role": "user", "content": text}], record))
+            del self._raw[: -self._max_answers if self._max_answers else 0]
+        else:
+            before = prompt[:-1] if prompt.record.continues else prompt
+            self._tree.add(place, (before + [message]).with_record(record), [sent])
+        if message.get("tool_calls") and reason == FinishReason.STOP:
+            reason = FinishReason.TOOL_CALLS
+        return Answer(sent, reason, ids[:start], ids[start:], record.log_probs[start:])
+
+
+_SHOWN = ("role", "content", "reasoning_content", "tool_calls")
+
+
+def _begins(ids: Tensor, known: Tensor) -> bool:
+    return len(known) <= len(ids) and torch.equal(ids[: len(known)], known)
+
+
+def _before_stop(text: str, stop: Sequence[str]) -> str:
+    """The text without the string that ended it."""
+    places = [place for each in stop if (place := text.find(each)) >= 0]
+    return text[: min(places)] if places else text
+
+
+@contextmanager
+def _as_refusal(field: str = "messages") -> Iterator[None]:
+    """What is wrong with the conversation of a call is told to its client."""
+    try:
+        yield
+    except (DataError, TemplateError, TokenizerError) as error:
+        raise RefusedCallError(str(error), field=field) from error

@@ -1,0 +1,65 @@
+"""Sampling that a row asks for itself, instead of what the policy was made with.
+
+The calls of programs (:mod:`torchrl_llm.gateway`) bring a temperature or a length of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from tensordict import TensorDictBase
+
+from torchrl_llm.modules.backends.backend_port import SamplingParams
+from torchrl_llm.modules.policies import row_blocks
+
+SAMPLING_KEY = "sampling"
+"""A column of dicts: the fields of :class:`~torchrl_llm.modules.SamplingParams` that a row sets."""
+
+
+def params_of_rows(
+    blocks: Sequence[TensorDictBase], params: SamplingParams
+) -> list[SamplingParams]:
+    """How each row is sampled.
+
+    Args:
+        blocks: the rows.
+        params: of the policy, with the ends of a response that its template adds.
+    """
+    wanted = row_blocks.object_rows(blocks, (SAMPLING_KEY,))
+    if wanted is None:
+        return [params] * sum(block.batch_size[0] for block in blocks)
+    return [own_params(params, own) for own in wanted]
+
+
+def own_params(params: SamplingParams, own: dict) -> SamplingParams:
+    """Sampling parameters with some of them changed; further ends of a response are added.
+
+    Args:
+        params: of the policy.
+        own: fields by name.
+    """
+    if not own:
+        return params
+    ends = {*params.stop_token_ids, *own.get("stop_token_ids", ())}
+    return replace(params, **{**own, "stop_token_ids": tuple(sorted(ends))})
+
+
+def alike(
+    rows: Iterable[int], params: Sequence[SamplingParams]
+) -> list[tuple[SamplingParams, list[int]]]:
+    """Rows that can be sampled in one call; a row with a seed is alone.
+
+    Args:
+        rows: indices.
+        params: of all rows.
+    """
+    found: list[tuple[SamplingParams, list[int]]] = []
+    for row in rows:
+        own = params[row]
+        same = next((g for known, g in found if known is own or known == own), None)
+        if same is None or (own.seed is not None and own is not params[same[0]]):
+            found.append((own, [row]))
+        else:
+            same.append(row)
+    return found
