@@ -18,6 +18,7 @@ from torchrl_llm._settings import dotted, naming
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.recipes import builders
+from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.data_config import ROWS
 from torchrl_llm.recipes.tasks import task_class
 
@@ -182,6 +183,8 @@ class Subject:
         if "env.repeats" in self.keys:
             config.train.prompts_per_batch = 1
             config.env.repeats = task_class(config.env.dataset).num_players(config.env.options)
+            if config.agent.owns_loop:  # its prompts are its own; rows and reward are the task's
+                config.agent = AgentConfig.of()
             env = builders.make_train_env(config, tokenizer, seed=config.seed)
             held_out = builders.make_eval_env(config, tokenizer)
             return [self._task(config.env.dataset, env, self.data_key, "env.dataset", held_out)]
