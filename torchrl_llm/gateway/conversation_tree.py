@@ -33,21 +33,23 @@ class Place(NamedTuple):
             conversation of its own.
         turns: turns of the model in what was given up.
         digest: names the messages of the call.
+        before: names those in front of the last, where that is an answer which is gone on with.
     """
 
     chat: Chat
     cause: str | None
     turns: int
     digest: bytes
+    before: bytes | None = None
 
 
 class _Answered:
     """A conversation that ends with an answer of the model."""
 
-    __slots__ = ("chat", "digest", "is_continued")
+    __slots__ = ("before", "chat", "digest", "is_continued")
 
-    def __init__(self, chat: Chat, digest: bytes) -> None:
-        self.chat, self.digest, self.is_continued = chat, digest, False
+    def __init__(self, chat: Chat, before: bytes, digest: bytes) -> None:
+        self.chat, self.before, self.digest, self.is_continued = chat, before, digest, False
 
 
 class ConversationTree:
@@ -60,7 +62,8 @@ class ConversationTree:
         >>> tree = ConversationTree()
         >>> user = {"role": "user", "content": "Hi"}
         >>> place = tree.find([user])
-        >>> tree.add(place, Chat([user, {"role": "assistant", "content": "Yes?"}]), [])
+        >>> answer = {"role": "assistant", "content": "Yes?"}
+        >>> tree.add(place, Chat([user, answer]), answer)
         >>> longer = [user, {"role": "assistant", "content": "Yes?"}, user]
         >>> tree.find(longer).cause, tree.find([user, user]).cause
         (None, 'history_changed')
@@ -92,7 +95,8 @@ class ConversationTree:
             return Place(Chat(messages), cause, turns, digest)
         cause = BRANCHED if found.is_continued else None
         found.is_continued = True
-        return Place(found.chat + messages[covered:], cause, 0, digest)
+        before = found.before if covered == len(messages) else None
+        return Place(found.chat + messages[covered:], cause, 0, digest, before)
 
     def _edit(self, messages: Sequence[Message], root: bytes) -> tuple[str | None, int]:
         """Why a call extends nothing, and the turns of what it has edited."""
@@ -101,19 +105,23 @@ class ConversationTree:
             return OTHER_TOOLS, turns
         return (EDITED, turns) if turns else (None, 0)
 
-    def add(self, place: Place, chat: Chat, other_forms: Iterable[Message]) -> None:
+    def add(
+        self, place: Place, chat: Chat, sent: Message, other_forms: Iterable[Message] = ()
+    ) -> None:
         """Remember an answer.
 
         Args:
             place: what :meth:`find` said of its call.
             chat: the conversation with the answer, and its record.
-            other_forms: of the answer, in which a client may send it back.
+            sent: what the client was given.
+            other_forms: of the whole answer, in which a client may send it back.
         """
-        answer = chat.messages[-1]
-        node = _Answered(chat, _digest(place.digest, _spoken(answer)))
-        bare = {name: value for name, value in answer.items() if name != "reasoning_content"}
-        for form in (answer, bare, *other_forms):
-            self._answers[_digest(place.digest, _spoken(form))] = node
+        answer, before = chat.messages[-1], place.before or place.digest
+        node = _Answered(chat, before, _digest(before, _spoken(answer)))
+        self._answers[_digest(place.digest, _spoken(sent))] = node
+        for form in (answer, *other_forms):
+            for each in (form, {**form, "reasoning_content": None}):
+                self._answers[_digest(before, _spoken(each))] = node
         beginning = _beginning(chat.messages)
         root, turns = self._begun.get(beginning, (b"", 0))
         own = 0 if chat.record is None else chat.record.num_turns

@@ -293,6 +293,12 @@ class GatewaySession(Port):
         else:
             record = formatter.continue_record(record, chat)
             record = replace(record, fork_cause=record.fork_cause or place.cause)
+            if not bool((record.source == Source.SAMPLED).any()):
+                # The template has rewritten all; what the client has left out stays out.
+                chat, forked = Chat(call.messages), record
+                record = formatter.encode(chat).prompt_record(
+                    chat, fork_cause=forked.fork_cause, earlier_turns=forked.earlier_turns
+                )
         return place, chat.with_record(record)
 
     def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Chat:
@@ -352,8 +358,11 @@ class GatewaySession(Port):
             self._raw.append(Chat([{"role": "user", "content": text}], record))
             del self._raw[: -self._max_answers if self._max_answers else 0]
         else:
-            before = prompt[:-1] if prompt.record.continues else prompt
-            self._tree.add(place, (before + [message]).with_record(record), [sent])
+            before, merged = prompt, []
+            if begin < start:
+                before, begun = prompt[:-1], prompt[-1]
+                merged = [{**begun, "content": begun["content"] + shown}]
+            self._tree.add(place, (before + [message]).with_record(record), sent, merged)
         if message.get("tool_calls") and reason == FinishReason.STOP:
             reason = FinishReason.TOOL_CALLS
         return Answer(sent, reason, ids[:start], ids[start:], record.log_probs[start:])
