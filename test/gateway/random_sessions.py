@@ -81,7 +81,7 @@ class Sampled:
 
 
 class ScriptedEngine(Engine):
-    """Answers as a model that knows the template would, in ids of its own, in any order."""
+    """Answers as a model that knows the template would, in ids of its own."""
 
     def __init__(self, specimen: Any, tokenizer: Any, rng: random.Random, **limits: Any) -> None:
         self.specimen, self.tokenizer, self.rng = specimen, tokenizer, rng
@@ -104,9 +104,8 @@ class ScriptedEngine(Engine):
             self.waiting.remove(pending)
 
     def work(self) -> None:
-        """Answer those that wait, in any order."""
+        """Answer those that wait, the oldest first."""
         waiting, self.waiting = self.waiting, []
-        self.rng.shuffle(waiting)
         for pending in waiting:
             self.answer(pending)
 
@@ -137,14 +136,11 @@ class ScriptedEngine(Engine):
         if stops and rng.random() < 0.5:
             ids = body + scattered(rng, self.tokenizer, scenarios.plain_ids(formatter, stops[0]))
         most = min(sampling.get("max_new_tokens", 200), self.limits.max_new_tokens)
-        for n in range(1, len(ids) + 1):
+        for n in range(1, min(most, len(ids)) + 1) if stops else ():
             text = self.tokenizer.decode(ids[:n])
             if any(stop in text for stop in stops):
                 return ids[:n], FinishReason.STOP
-            if n == most:
-                ended = n == len(ids)
-                return ids[:n], FinishReason.STOP if ended else FinishReason.LENGTH
-        return ids, FinishReason.STOP
+        return ids[:most], FinishReason.STOP if len(ids) <= most else FinishReason.LENGTH
 
 
 # -- the client -------------------------------------------------------------------------------------
@@ -307,8 +303,12 @@ class Client:
             return
         for answer in asked.answers:
             whole = torch.cat([answer.prompt_ids, answer.token_ids])
-            found = (s for s in self.engine.sampled if torch.equal(s.record.token_ids, whole))
-            asked.records.append(next(found))
+            asked.records += [
+                sampled
+                for sampled in self.engine.sampled
+                if torch.equal(sampled.record.token_ids, whole)
+                and torch.equal(sampled.record.log_probs[-len(answer.log_probs) :], answer.log_probs)
+            ]
         for answer in asked.answers:
             self.take(held, answer, sampling.get("stop", ()), continues)
 
@@ -328,7 +328,9 @@ class Client:
         ids = torch.cat([answer.prompt_ids, answer.token_ids])
         said = self.engine.tokenizer.decode(ids)
         written = reference_text(self, [*messages, message], held.tools, add_generation_prompt=False)
-        clean = held.clean and written.startswith(said)
+        cut = answer.finish_reason == FinishReason.LENGTH
+        cut = cut or any(stop in said[-100:] for stop in stops)
+        clean = held.clean and not cut and written.startswith(said)
         self.held.append(Conversation([*messages, message], held.tools, answer.finish_reason, clean))
 
 

@@ -59,6 +59,44 @@ def check_prompt(client, asked, record):
     return "stood in"
 
 
+def check_record(asked, answer, sampled):
+    """The answer is what was sampled, in a turn of its own or the one that was cut."""
+    prompt, record = sampled.pending.chat.record, sampled.record
+    start = len(prompt.token_ids)
+    assert torch.equal(answer.log_probs, record.log_probs[start:])
+    assert record.source[start:].eq(Source.SAMPLED).all()
+    assert record.policy_version[start:].eq(3).all()
+    before = prompt.turn[prompt.source == Source.SAMPLED]
+    [turn] = record.turn[start:].unique().tolist()
+    if prompt.continues:
+        assert turn == before.max()
+    elif len(before):
+        assert turn == before.max() + 1
+        assert sorted(before.unique().tolist()) == [*range(int(before.min()), turn)]
+    if prompt.fork_cause is None:
+        said = [message["role"] for message in asked.call.messages].count("assistant")
+        assert turn <= said - asked.continues  # fewer where other tools have had some of them
+
+
+def check_causes(client):
+    """A prompt that extends the last turn of no row has a cause, but that of a new conversation."""
+    rows, begun = [], set()
+    for sampled in client.engine.sampled:
+        prompt, whole = sampled.pending.chat.record, sampled.record.token_ids.tolist()
+        ids = prompt.token_ids.tolist()
+        at = next((k for k in reversed(range(len(rows))) if ids[: len(rows[k])] == rows[k]), None)
+        messages = sampled.pending.chat.messages
+        roles = [message["role"] for message in messages]
+        beginning = str([(m["role"], m["content"]) for m in messages[: roles.index("user") + 1]])
+        if at is not None:
+            rows[at] = whole
+            continue
+        rows.append(whole)
+        if beginning in begun:
+            assert prompt.fork_cause is not None, [m["content"] for m in messages]
+        begun.add(beginning)
+
+
 def sessions(request):
     return FULL if request.config.getoption("markexpr") == "full" else README
 
@@ -69,6 +107,8 @@ def test_a_prompt_is_what_the_template_writes_but_for_sampled_ids(name, request)
     for seed in range(sessions(request)):
         client = play(name, seed)
         for asked in client.asked:
-            for sampled in asked.records:
+            for answer, sampled in zip(asked.answers or (), asked.records, strict=True):
                 seen[check_prompt(client, asked, sampled.pending.chat.record)] += 1
+                check_record(asked, answer, sampled)
+        check_causes(client)
     assert seen["fresh"] and (seen["continued"] or seen["stood in"])

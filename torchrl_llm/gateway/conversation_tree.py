@@ -10,7 +10,6 @@ Next: :mod:`torchrl_llm.gateway.session` makes prompts of what is found here.
 from __future__ import annotations
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -71,9 +70,12 @@ class ConversationTree:
 
     def __init__(self, max_answers: int | None = None) -> None:
         self._max_answers = max_answers
-        self._answers: OrderedDict[bytes, _Answered] = OrderedDict()
+        self._answers: dict[bytes, _Answered] = {}
         # First messages of conversations, with the digest of their tools and their turns.
         self._begun: dict[bytes, tuple[bytes, int]] = {}
+        # Calls that extend nothing, with the turns of what they have edited; all that was answered.
+        self._asked: dict[bytes, int] = {}
+        self._said: dict[bytes, None] = {}
 
     def find(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Place:
         """Where a call stands.
@@ -91,16 +93,23 @@ class ConversationTree:
                 # An answer may come back in several forms; they are one conversation.
                 digest, found, covered = answered.digest, answered, count
         if found is None:
-            cause, turns = self._edit(messages, root)
+            cause, turns = self._edit(messages, root, digest)
             return Place(Chat(messages), cause, turns, digest)
         cause = BRANCHED if found.is_continued else None
         found.is_continued = True
         before = found.before if covered == len(messages) else None
         return Place(found.chat + messages[covered:], cause, 0, digest, before)
 
-    def _edit(self, messages: Sequence[Message], root: bytes) -> tuple[str | None, int]:
+    def _edit(
+        self, messages: Sequence[Message], root: bytes, digest: bytes
+    ) -> tuple[str | None, int]:
         """Why a call extends nothing, and the turns of what it has edited."""
+        if digest in self._asked:
+            return BRANCHED, self._asked[digest]
         before, turns = self._begun.setdefault(_beginning(messages), (root, 0))
+        # A window that slides over a conversation begins otherwise each time.
+        own = sum(_digest(b"", _spoken(message)) in self._said for message in messages)
+        turns = self._asked[digest] = max(turns, own)
         if before != root:
             return OTHER_TOOLS, turns
         return (EDITED, turns) if turns else (None, 0)
@@ -118,18 +127,18 @@ class ConversationTree:
         """
         answer, before = chat.messages[-1], place.before or place.digest
         node = _Answered(chat, before, _digest(before, _spoken(answer)))
-        self._answers[_digest(place.digest, _spoken(sent))] = node
-        for form in (answer, *other_forms):
+        forms = [(place.digest, sent), *((before, form) for form in (answer, *other_forms))]
+        for above, form in forms:
             for each in (form, {**form, "reasoning_content": None}):
-                self._answers[_digest(before, _spoken(each))] = node
+                self._answers[_digest(above, _spoken(each))] = node
+                self._said[_digest(b"", _spoken(each))] = None
         beginning = _beginning(chat.messages)
         root, turns = self._begun.get(beginning, (b"", 0))
         own = 0 if chat.record is None else chat.record.num_turns
         self._begun[beginning] = (root, max(turns, own, 1))
-        while self._max_answers is not None and len(self._answers) > self._max_answers:
-            self._answers.popitem(last=False)
-            if len(self._begun) > self._max_answers:
-                self._begun.pop(next(iter(self._begun)))
+        for kept in (self._answers, self._begun, self._asked, self._said):
+            while self._max_answers is not None and len(kept) > self._max_answers:
+                kept.pop(next(iter(kept)))
 
 
 def _beginning(messages: Sequence[Message]) -> bytes:
