@@ -1,7 +1,8 @@
 """A client that does to its conversations what clients do, and a model that knows the template.
 
-:class:`Client` makes the calls of one session at random: turns, results of tools, edits, compaction,
-branches, several answers at once, retries, changed tools, sub-agents, calls that it gives up.
+:class:`Client` makes the calls of one session at random: turns, results of tools, edits,
+compaction, branches, several answers at once, retries, changed tools, sub-agents, and calls that it
+gives up.
 :class:`ScriptedEngine` answers them with texts whose ids are no canonical split.
 """
 
@@ -31,7 +32,20 @@ ADD = {
     },
 }
 TOOL_SETS = [(), (WEATHER,), (WEATHER, ADD), (ADD,)]
-WORDS = ["sunny", "rain ", " in Paris", "\n", "?", "12", "é", "  odd", "x = 1\n", "— so", "日本", "."]
+WORDS = [
+    "sunny",
+    "rain ",
+    " in Paris",
+    "\n",
+    "?",
+    "12",
+    "é",
+    "  odd",
+    "x = 1\n",
+    "— so",
+    "日本",
+    ".",
+]
 STOPS = ["END", "\n\nObs", "sun"]
 
 
@@ -39,7 +53,7 @@ def words(rng: random.Random, most: int = 6) -> str:
     return "".join(rng.choices(WORDS, k=rng.randint(1, most)))
 
 
-# -- the model --------------------------------------------------------------------------------------
+# -- the model ------------------------------------------------------------------------------------
 
 
 def scattered(rng: random.Random, tokenizer: Any, ids: list[int]) -> list[int]:
@@ -64,7 +78,10 @@ def turn_of(rng: random.Random, specimen: Any, tools: tuple) -> dict[str, Any]:
             {
                 "type": "function",
                 "id": f"abcdef12{k}",
-                "function": {"name": "add", "arguments": {"a": rng.randint(0, 99), "b": words(rng)}},
+                "function": {
+                    "name": "add",
+                    "arguments": {"a": rng.randint(0, 99), "b": words(rng)},
+                },
             }
             for k in range(rng.randint(1, 2))
         ]
@@ -86,7 +103,12 @@ class ScriptedEngine(Engine):
     def __init__(self, specimen: Any, tokenizer: Any, rng: random.Random, **limits: Any) -> None:
         self.specimen, self.tokenizer, self.rng = specimen, tokenizer, rng
         self.limits = EngineLimits(
-            **{"longest_prompt": 6000, "max_new_tokens": 200, "vocab_size": len(tokenizer), **limits}
+            **{
+                "longest_prompt": 6000,
+                "max_new_tokens": 200,
+                "vocab_size": len(tokenizer),
+                **limits,
+            }
         )
         self.formatters = Formatters(tokenizer)
         self.sampled: list[Sampled] = []
@@ -143,7 +165,7 @@ class ScriptedEngine(Engine):
         return ids[:most], FinishReason.STOP if len(ids) <= most else FinishReason.LENGTH
 
 
-# -- the client -------------------------------------------------------------------------------------
+# -- the client -----------------------------------------------------------------------------------
 
 
 @dataclass
@@ -181,7 +203,15 @@ class Client:
         self.refused = 0
 
     async def run(self, steps: int) -> None:
-        moves = [self.begin, self.go_on, self.go_on, self.go_on, self.go_on, self.edit, self.compact]
+        moves = [
+            self.begin,
+            self.go_on,
+            self.go_on,
+            self.go_on,
+            self.go_on,
+            self.edit,
+            self.compact,
+        ]
         moves += [self.branch, self.retry, self.other_tools, self.leave, self.several, self.cut]
         await self.begin()
         for _ in range(steps):
@@ -307,7 +337,9 @@ class Client:
                 sampled
                 for sampled in self.engine.sampled
                 if torch.equal(sampled.record.token_ids, whole)
-                and torch.equal(sampled.record.log_probs[-len(answer.log_probs) :], answer.log_probs)
+                and torch.equal(
+                    sampled.record.log_probs[-len(answer.log_probs) :], answer.log_probs
+                )
             ]
         for answer in asked.answers:
             self.take(held, answer, sampling.get("stop", ()), continues)
@@ -327,12 +359,15 @@ class Client:
             message = {**begun, **message}
         ids = torch.cat([answer.prompt_ids, answer.token_ids])
         said = self.engine.tokenizer.decode(ids)
-        written = reference_text(self, [*messages, message], held.tools, add_generation_prompt=False)
+        written = reference_text(
+            self, [*messages, message], held.tools, add_generation_prompt=False
+        )
         cut = answer.finish_reason == FinishReason.LENGTH
         cut = cut or any(stop in said[-100:] for stop in stops)
         clean = held.clean and not cut and written.startswith(said)
-        self.held.append(Conversation([*messages, message], held.tools, answer.finish_reason, clean))
-
+        self.held.append(
+            Conversation([*messages, message], held.tools, answer.finish_reason, clean)
+        )
 
 
 def reference_text(client: Client, messages: Any, tools: tuple, **ends: bool) -> str:

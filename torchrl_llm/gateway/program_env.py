@@ -37,7 +37,7 @@ from torchrl_llm.gateway.program_sessions import ProgramSessions, Rollout
 from torchrl_llm.modules.policies.row_sampling import SAMPLING_KEY
 from torchrl_llm.rewards import reward_parser
 
-_NEVER_CALLED = "the program ended without a call of the model"
+_NEVER_CALLED = "the program ended without an answer of the model"
 
 
 class ProgramTransform(Transform):
@@ -165,9 +165,9 @@ class ProgramTransform(Transform):
 
 
 def _outcome(rollout: Rollout) -> Ended:
-    """How a program ended; one that never called has failed."""
+    """How a program ended; one that was never answered has failed."""
     ended = rollout.ended
-    if ended.failure is None and not rollout.session.num_calls:
+    if ended.failure is None and not rollout.num_answers:
         return Ended(None, Failure.told("NoCallError", _NEVER_CALLED, source=PROGRAM))
     return ended
 

@@ -1,7 +1,8 @@
 """Process that runs programs of users: a file of the standard library alone, for any Python.
 
 It reads jobs from its standard input, a line of JSON each, and writes what came of them to its
-standard output: ``{"ready"}`` once, then for each job ``{"group"}`` (the process group of a
+standard output: ``{"ready"}`` once (whether a program that does not end stops the others), then for
+each job ``{"group"}`` (the process group of a
 command) and ``{"value"}`` or ``{"error"}``. ``{"id", "row", "base_url", "api_key"}`` runs the
 program, ``{"stop": id}`` ends one. Where the input ends, which it does with the process at its
 other end, everything ends.
@@ -20,6 +21,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -47,7 +49,7 @@ def checked(value):
     """What a program may return: a number, named numbers, or nothing."""
     if value is None:
         return None
-    items = value.items() if isinstance(value, dict) else [("reward", value)]
+    items = value.items() if isinstance(value, dict) and value else [("reward", value)]
     for name, number in items:
         try:
             good = math.isfinite(float(number)) and not isinstance(number, str)
@@ -84,24 +86,30 @@ class Functions:
 
     def start(self, job):
         """Begin a job."""
-        arguments = [job["row"], job["base_url"], job["api_key"]]
-        if self.takes_client:
-            import openai
-
-            kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
-            client = kind(base_url=job["base_url"], api_key=job["api_key"], max_retries=0)
-            arguments = [job["row"], client]
         if self.is_async:
-            work = self.function(*arguments)
-            future = asyncio.run_coroutine_threadsafe(work, self.loop)
+            future = asyncio.run_coroutine_threadsafe(self.call_async(job), self.loop)
             self.running[job["id"]] = future
             future.add_done_callback(lambda _: self.end(job["id"], future.result))
             return
         run = threading.Thread(
-            target=lambda: self.end(job["id"], lambda: self.function(*arguments)), daemon=True
+            target=lambda: self.end(job["id"], lambda: self.call(job)), daemon=True
         )
         self.running[job["id"]] = run
         run.start()
+
+    def call(self, job):
+        """Run the function, which may be handed a client."""
+        if not self.takes_client:
+            return self.function(job["row"], job["base_url"], job["api_key"])
+        import openai
+
+        kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
+        client = kind(base_url=job["base_url"], api_key=job["api_key"], max_retries=0)
+        return self.function(job["row"], client)
+
+    async def call_async(self, job):
+        """Run the coroutine function."""
+        return await self.call(job)
 
     def end(self, number, result):
         """Tell what came of a job."""
@@ -127,6 +135,8 @@ class Functions:
 
 class Commands:
     """Runs a command, once for each job, in a process group of its own."""
+
+    is_async = False
 
     def __init__(self, target, done):
         self.words, self.done, self.running = shlex.split(target), done, {}
@@ -221,13 +231,16 @@ def failure(error):
 
 
 def main():
-    """Answer jobs until the input ends."""
+    """Answer jobs until the input ends.
+
+    Its arguments are ``function`` or ``command``, which one, and a folder that goes with it.
+    """
     # What programs print goes to the log of the run, not among the answers; they read no jobs.
     jobs, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     lock = threading.Lock()
-    kind, target = sys.argv[1:]
+    kind, target, tempfile.tempdir = sys.argv[1:]
     try:
         runner = (Functions if kind == "function" else Commands)(
             target, lambda **message: tell(out, lock, **message)
@@ -235,7 +248,7 @@ def main():
     except BaseException as error:  # the file of the user may raise anything
         tell(out, lock, error=failure(error))
         return
-    tell(out, lock, ready=True)
+    tell(out, lock, ready=True, shares_loop=runner.is_async)
     for line in jobs:
         job = json.loads(line)
         if "stop" in job:
@@ -243,6 +256,9 @@ def main():
         else:
             runner.start(job)
     runner.close()
+    shutil.rmtree(tempfile.tempdir, ignore_errors=True)
+    if os.getpgrp() == os.getpid():  # what functions have left behind goes too
+        os.killpg(0, signal.SIGKILL)
     os._exit(0)
 
 

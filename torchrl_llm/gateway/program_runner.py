@@ -15,6 +15,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,8 +25,9 @@ from torchrl_llm.data.failures import PROGRAM, Failure
 from torchrl_llm.errors import ConfigError
 
 HOST = str(Path(__file__).with_name("program_host.py"))
-# A thread that does not end stays in its host; a host with so many takes no more jobs.
-_MOST_STUCK = 8
+# A thread that does not end stays in its host; a host with so many takes no more jobs. A coroutine
+# that does not end stops the others of its host.
+_MOST_STUCK_THREADS = 8
 
 
 class Ended(NamedTuple):
@@ -44,12 +46,17 @@ class _Host:
     """One host process, and the jobs in it."""
 
     def __init__(self, words: list[str], on_end: Callable[[int, Ended], None]) -> None:
+        self._folder = tempfile.mkdtemp(prefix="programs-")
         self.process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
+            [*words, self._folder],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
         )
         self.jobs: set[int] = set()
         self.stopped: set[int] = set()
         self.refused: Failure | None = None
+        self._most_stuck, self._is_over = _MOST_STUCK_THREADS, False
         self._groups: dict[int, int] = {}
         self._on_end = on_end
         self._lock = threading.Lock()
@@ -57,7 +64,14 @@ class _Host:
 
     @property
     def is_usable(self) -> bool:
-        return self.process.poll() is None and len(self.stopped) < _MOST_STUCK
+        return self.process.poll() is None and len(self.stopped) < self._most_stuck
+
+    def add(self, number: int) -> bool:
+        """Whether it takes a job, of which it then tells how it ended."""
+        with self._lock:
+            if not self._is_over:
+                self.jobs.add(number)
+            return not self._is_over
 
     def send(self, **message: Any) -> None:
         # A host that has died is told of by the thread that reads from it.
@@ -76,15 +90,20 @@ class _Host:
                 self._end(number, Ended(message.get("value"), failure))
             elif "error" in message:
                 self.refused = _failure(message["error"])
+            elif message["shares_loop"]:
+                self._most_stuck = 1
         status = self.process.wait()
         ended = f"signal {-status}" if status < 0 else f"status {status}"
         died = Failure.told(
             "ProgramDied", f"the process of the program ended with {ended}", source=PROGRAM
         )
-        for group in self._groups.values():
+        for group in (self.process.pid, *self._groups.values()):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(group, signal.SIGKILL)
-        for number in list(self.jobs):
+        shutil.rmtree(self._folder, ignore_errors=True)
+        with self._lock:
+            self._is_over, jobs = True, list(self.jobs)
+        for number in jobs:
             self._end(number, Ended(None, self.refused or died))
 
     def _end(self, number: int, ended: Ended) -> None:
@@ -148,8 +167,8 @@ class ProgramRunner:
             base_url: of the gateway, ending in ``/v1``.
             api_key: of its session.
         """
-        host = self._host()
-        host.jobs.add(number)
+        while not (host := self._host()).add(number):
+            pass  # it has died meanwhile
         host.send(id=number, row=row, base_url=base_url, api_key=api_key)
 
     def _host(self) -> _Host:

@@ -45,6 +45,7 @@ class Rollout:
         waiting: calls that nobody has been asked yet, oldest first.
         asked: the call that the policy answers next.
         held: the row of the last answer, until what comes of it is known.
+        num_answers: answers that it was given.
         ended: how the program ended.
         own_s: seconds that it has run without waiting for an answer.
         since: when it was last left to itself; ``None`` while it waits for an answer.
@@ -56,6 +57,7 @@ class Rollout:
     waiting: deque[Pending] = field(default_factory=deque)
     asked: Pending | None = None
     held: TensorDict | None = None
+    num_answers: int = 0
     ended: Ended | None = None
     own_s: float = 0.0
     since: float | None = None
@@ -187,6 +189,8 @@ class ProgramSessions(Engine):
             runs = rollout.ended is None
             if runs:
                 self._end(rollout, Ended())
+            if rollout.asked is not None:
+                rollout.asked.resolve(RefusedCallError(_GONE, kind="key"))
             del self._by_session[rollout.session]
             del self._by_key[rollout.key], self._by_number[rollout.number]
         if runs:
@@ -228,6 +232,8 @@ class ProgramSessions(Engine):
             while rollout.asked is None and rollout.waiting:
                 pending = rollout.waiting.popleft()
                 rollout.asked = None if pending.is_given_up else pending
+            if rollout.asked is None and rollout.since is None and rollout.ended is None:
+                rollout.since = time.monotonic()  # all were given up
 
     def answer(self, rollout: Rollout, row: TensorDict) -> None:
         """Give an answer to the program.
@@ -238,6 +244,7 @@ class ProgramSessions(Engine):
         """
         with self._changed:
             pending, rollout.asked, rollout.held = rollout.asked, None, row
+            rollout.num_answers += 1
             if not rollout.waiting and rollout.ended is None:
                 rollout.since = time.monotonic()
         pending.resolve(row["history"].full.chats[0].record)

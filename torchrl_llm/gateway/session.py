@@ -24,9 +24,10 @@ from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.enums import FinishReason, Source
 from torchrl_llm.data.record import TokenRecord
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.errors import DataError, TemplateError, TokenizerError
+from torchrl_llm.errors import ConfigError, DataError, TemplateError, TokenizerError
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
 from torchrl_llm.gateway.conversation_tree import ConversationTree, Place
+from torchrl_llm.modules.backends.backend_port import SamplingParams
 from torchrl_llm.modules.policies.row_readers import TextCodec
 
 
@@ -177,7 +178,7 @@ class GatewaySession(Port):
         max_calls: calls that are answered; ``None`` for any number.
 
     Attributes:
-        num_calls: calls so far that were handed to the engine.
+        num_calls: answers that were asked for so far.
     """
 
     def __init__(
@@ -209,8 +210,17 @@ class GatewaySession(Port):
         """See :meth:`torchrl_llm.gateway.calls.Port.answer`."""
         self._check(call)
         formatter = self._formatter(call)
-        jobs = [self._answer(call, formatter) for _ in range(call.num_samples)]
-        return [await jobs[0]] if len(jobs) == 1 else list(await asyncio.gather(*jobs))
+        self.num_calls += call.num_samples
+        if call.num_samples == 1:
+            return [await self._answer(call, formatter)]
+        jobs = [
+            asyncio.ensure_future(self._answer(call, formatter)) for _ in range(call.num_samples)
+        ]
+        try:
+            return list(await asyncio.gather(*jobs))
+        finally:
+            for job in jobs:  # where one is refused, nobody waits for the others
+                job.cancel()
 
     def count_tokens(self, call: Call) -> int:
         """See :meth:`torchrl_llm.gateway.calls.Port.count_tokens`."""
@@ -227,6 +237,11 @@ class GatewaySession(Port):
         limits, sampling = self._engine.limits, call.sampling
         if self._closed:
             raise RefusedCallError(self._closed, kind="key")
+        try:
+            kept = {"max_new_tokens": 1, "record_support": limits.keeps_support}
+            SamplingParams(**{**kept, **sampling})
+        except ConfigError as error:
+            raise RefusedCallError(str(error)) from error
         if self._max_calls is not None and self.num_calls + call.num_samples > self._max_calls:
             raise RefusedCallError(
                 f"this session may make {self._max_calls} calls, and has made {self.num_calls}; "
@@ -268,7 +283,6 @@ class GatewaySession(Port):
         if "max_new_tokens" in sampling:
             sampling["max_new_tokens"] = min(sampling["max_new_tokens"], limits.max_new_tokens)
         pending = Pending(self, prompt, sampling, asyncio.get_running_loop(), place is None)
-        self.num_calls += 1
         self._engine.submit(pending)
         try:
             record = await pending.answered
