@@ -306,3 +306,141 @@ def test_faults_of_commands_are_invalid_rows_and_their_groups_are_gone(tmp_path,
         assert ledger_closes(collector, given)
         # Only the host is there: what "leaves" left and the group of "sleeps" are gone.
         until(lambda: len(set(of_us()) - before) == 1)
+
+
+# -- coroutines and clients -------------------------------------------------------------------------
+
+COROUTINES = '''
+async def run(row, base_url, key):
+    await asyncio.to_thread(ask, base_url, key, row["query"])
+    if row["query"] == "sleeps": await asyncio.sleep(60)
+    if row["query"] == "raises": raise ValueError("of a coroutine")
+    if row["query"].startswith("blocks"): time.sleep(60)
+    if row["query"] == "cancels": raise asyncio.CancelledError
+    return 0.5
+'''
+
+
+def test_faults_of_coroutines_are_invalid_rows(tmp_path, tokenizer):
+    rows = [{"query": q} for q in ("good 0", "good 1", "sleeps", "raises", "cancels", "good 2")]
+    agent = write_program(tmp_path, COROUTINES)
+    with waves(rows, tokenizer, timeout_s=2.0, **agent) as (collector, batches):
+        given = next(batches)
+        found = by_query(given)
+        for number in range(3):
+            check(found[f"good {number}"], 0.5)
+        check(found["sleeps"], ("ProgramTimeout", "more than 2 s"))
+        check(found["raises"], ("ValueError", "of a coroutine"))
+        check(found["cancels"], ("CancelledError", ""))
+        assert ledger_closes(collector, given)
+
+
+def test_a_coroutine_that_blocks_its_loop_is_not_in_the_way_of_later_rollouts(tmp_path, tokenizer):
+    rows = [{"query": q} for q in ("blocks", "good 0", "good 1", "good 2")]
+    agent = write_program(tmp_path, COROUTINES)
+    with waves(rows, tokenizer, num_envs=2, timeout_s=2.0, **agent) as (collector, batches):
+        given = next(batches)
+        found = by_query(given)
+        check(found["blocks"], ("ProgramTimeout", "more than 2 s"))
+        check(found["good 0"], 0.5)  # of the other host
+        given += (more := next(batches))
+        for turns in by_query(more).values():
+            check(turns, 0.5)
+        assert ledger_closes(collector, given)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("async def run(row): pass", "TypeError"),
+        ("def run(row): pass", "TypeError"),
+        ("async def run(row, client): raise KeyError(type(client).__name__)", "KeyError"),
+        ("raise ZeroDivisionError('as it is read')", "ZeroDivisionError"),
+        ("other = 3", "AttributeError"),
+    ],
+)
+def test_what_cannot_begin_is_an_invalid_row_with_its_traceback(tmp_path, tokenizer, text, kind):
+    pytest.importorskip("openai")
+    rows = [{"query": f"q{i}"} for i in range(6)]
+    with waves(rows, tokenizer, num_envs=3, **write_program(tmp_path, text)) as (_, batches):
+        for _ in range(2):
+            found = by_query(next(batches))
+            assert len(found) == 3
+            for turns in found.values():
+                check(turns, (kind, kind))
+
+
+CLIENTS = '''
+import socket
+from urllib.parse import urlparse
+
+def send(base_url, key, text, path="/v1/chat/completions"):
+    where = urlparse(base_url)
+    body = json.dumps({"model": "policy", "messages": [{"role": "user", "content": text}]})
+    line = socket.create_connection((where.hostname, where.port))
+    head = f"POST {path} HTTP/1.1\\r\\nHost: x\\r\\nAuthorization: Bearer {key}\\r\\n"
+    line.sendall(f"{head}Content-Length: {len(body)}\\r\\n\\r\\n{body}".encode())
+    return line
+
+def leaves(row, *where):
+    for number in range(5):
+        send(*where, f"bye {number}").close()
+        time.sleep(0.01)
+    ask(*where, "q")
+    return 0.25
+
+def slow(row, *where):
+    line, got = send(*where, "q"), b""
+    line.settimeout(10)
+    while b"}]" not in got:
+        got += line.recv(1)
+        time.sleep(0.001)
+    return 0.25
+
+def broad(row, *where):
+    found = []
+    def one(number): found.append(ask(*where, f"number {number}"))
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(50)]
+    for each in threads: each.start()
+    for each in threads: each.join()
+    return len(found) / 100
+
+def lends(row, base_url, key):
+    ask(base_url, key, "q")
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "key")
+    with open(path + ".new", "w") as out: out.write(key)
+    os.rename(path + ".new", path)
+    while not os.path.exists(path + ".done"): time.sleep(0.02)
+    return 0.5
+
+def steals(row, base_url, key):
+    ask(base_url, key, "q")
+    path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "key")
+    while not os.path.exists(path): time.sleep(0.02)
+    other = open(path).read()
+    line = send(base_url, key, "q", f"/session/{other}/v1/chat/completions")
+    refused = b" 401 " in line.recv(100)
+    open(path + ".done", "w").close()
+    return 0.5 if refused else 0.0
+
+def vanishes(row, base_url, key):
+    send(base_url, key, "q").close()
+    return 1.0
+
+def run(row, *where): return globals()[row["query"]](row, *where)
+'''
+
+
+def test_clients_that_leave_read_slowly_or_use_another_key_disturb_nobody(tmp_path, tokenizer):
+    rows = [{"query": q} for q in ("good", "leaves", "slow", "broad", "lends", "steals")]
+    with waves(rows, tokenizer, **write_program(tmp_path, CLIENTS)) as (collector, batches):
+        given = next(batches)
+        found = by_query(given)
+        expected = {"leaves": 0.25, "slow": 0.25}
+        for query, turns in found.items():
+            check(turns, expected.get(query, 0.5))
+        # A key of another session beside one's own is refused, and costs that session no turn.
+        turns = {query: len(turns) for query, turns in found.items() if query != "leaves"}
+        assert turns == {"good": 2, "slow": 1, "broad": 50, "lends": 1, "steals": 1}
+        assert len({str(row["text", "prompt"]) for row in found["broad"]}) == 50
+        assert ledger_closes(collector, given)

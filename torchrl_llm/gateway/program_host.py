@@ -121,13 +121,13 @@ class Functions:
         self.done(id=number, **told)
 
     def stop(self, number):
-        """Interrupt a job; a thread only once it runs Python again."""
+        """Interrupt a job, once it runs Python or waits in its loop again."""
         run = self.running.get(number)
         if isinstance(run, threading.Thread):
             raised = ctypes.py_object(Stopped)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.ident), raised)
-        elif run is not None:
-            run.cancel()
+        elif run is not None:  # by its loop, so that one that is blocked tells of no end
+            self.loop.call_soon_threadsafe(run.cancel)
 
     def close(self):
         """Nothing to end: threads go with the process."""
