@@ -12,7 +12,7 @@ from torchrl_llm.envs import DatasetChatEnv
 from torchrl_llm.modules import FakeWrapper
 
 # What every program below begins with: a client of the standard library.
-CLIENT = '''
+CLIENT = """
 import asyncio, json, os, signal, subprocess, sys, threading, time, urllib.error, urllib.request
 
 def ask(base_url, key, *messages, **more):
@@ -34,15 +34,15 @@ def good(row, base_url, key):
     first = ask(base_url, key, row["query"])
     ask(base_url, key, row["query"], "Again " + first)
     return 0.5
-'''
-COMMAND = '''
+"""
+COMMAND = """
 if __name__ == "__main__":
     row = json.loads(os.environ["ROW"])
     value = run(row, os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"])
     if value is not None:
         with open(os.environ["REWARD_FILE"], "w") as out:
             json.dump(value, out)
-'''
+"""
 
 
 def write_program(folder, text, *, is_command=False):

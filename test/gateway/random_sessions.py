@@ -201,6 +201,7 @@ class Client:
         self.held: list[Conversation] = []
         self.asked: list[Asked] = []
         self.refused = 0
+        self.temperatures: tuple[float, ...] = ()
 
     async def run(self, steps: int) -> None:
         moves = [
@@ -317,6 +318,8 @@ class Client:
             sampling["max_new_tokens"] = self.rng.randint(1, 30)
         if self.rng.random() < 0.3:
             sampling["stop"] = (self.rng.choice(STOPS),)
+        if self.temperatures:
+            sampling["temperature"] = self.rng.choice(self.temperatures)
         call = Call(
             messages=tuple(held.messages),
             tools=held.tools,

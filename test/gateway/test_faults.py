@@ -22,7 +22,7 @@ from gateway.program_files import (
 
 pytest.importorskip("uvicorn")
 
-FAULTS = '''
+FAULTS = """
 LATE = os.path.join(os.path.dirname(os.path.abspath(__file__)), "late")
 
 class Broken(Exception): pass
@@ -64,7 +64,7 @@ def stranger(row, base_url, key): ask(base_url, key, "q"); return float(status_o
 
 def run(row, base_url, key):
     return globals()[row["fault"]](row, base_url, key)
-'''
+"""
 # Type of the error and a part of its traceback, or the reward.
 EXPECTED = {
     "good": 0.5,
@@ -171,14 +171,14 @@ def test_each_fault_is_an_invalid_row_with_its_traceback_and_no_other_row_suffer
 
 # -- processes that die -----------------------------------------------------------------------------
 
-DEATHS = '''
+DEATHS = """
 def run(row, base_url, key):
     if row["query"].startswith("bad"):
         ask(base_url, key, "q")
         if row["how"] == "exit": os._exit(7)
         os.kill(os.getpid(), signal.SIGKILL)
     return good(row, base_url, key)
-'''
+"""
 
 
 @pytest.mark.parametrize(("how", "told"), [("exit", "status 7"), ("kill", "signal 9")])
@@ -226,7 +226,7 @@ def test_a_host_that_is_killed_ends_its_commands_and_leaves_no_folder(tmp_path, 
         until(lambda: not own())
 
 
-COLLECTS = '''
+COLLECTS = """
 import sys
 sys.path[:0] = {path!r}
 from pathlib import Path
@@ -236,7 +236,7 @@ text = {text!r}
 agent = write_program(Path({folder!r}), text, is_command={is_command})
 with waves([{{"query": str(i)}} for i in range(3)], make_tokenizer(), **agent) as (_, batches):
     next(batches)
-'''
+"""
 
 
 @pytest.mark.parametrize("is_command", [False, True])
@@ -264,7 +264,7 @@ def run(row, *where):
 
 # -- commands ---------------------------------------------------------------------------------------
 
-COMMANDS = '''
+COMMANDS = """
 def exits(row, *where): ask(*where, "q"); print("said before"); sys.exit(3)
 def killed(row, *where): os.kill(os.getpid(), 9)
 def raises(row, *where): raise ValueError("of a command")
@@ -278,7 +278,7 @@ def leaves(row, *where):
     return 0.75
 def parts(row, *where): ask(*where, "q"); return {"reward": 0.25, "style": 3.0, "success": 1}
 def run(row, *where): return globals()[row["fault"]](row, *where)
-'''
+"""
 OF_COMMANDS = {
     "good": 0.5,
     "exits": ("CommandError", "said before"),
@@ -310,7 +310,7 @@ def test_faults_of_commands_are_invalid_rows_and_their_groups_are_gone(tmp_path,
 
 # -- coroutines and clients -------------------------------------------------------------------------
 
-COROUTINES = '''
+COROUTINES = """
 async def run(row, base_url, key):
     await asyncio.to_thread(ask, base_url, key, row["query"])
     if row["query"] == "sleeps": await asyncio.sleep(60)
@@ -318,7 +318,7 @@ async def run(row, base_url, key):
     if row["query"].startswith("blocks"): time.sleep(60)
     if row["query"] == "cancels": raise asyncio.CancelledError
     return 0.5
-'''
+"""
 
 
 def test_faults_of_coroutines_are_invalid_rows(tmp_path, tokenizer):
@@ -370,7 +370,7 @@ def test_what_cannot_begin_is_an_invalid_row_with_its_traceback(tmp_path, tokeni
                 check(turns, (kind, kind))
 
 
-CLIENTS = '''
+CLIENTS = """
 import socket
 from urllib.parse import urlparse
 
@@ -428,7 +428,7 @@ def vanishes(row, base_url, key):
     return 1.0
 
 def run(row, *where): return globals()[row["query"]](row, *where)
-'''
+"""
 
 
 def test_clients_that_leave_read_slowly_or_use_another_key_disturb_nobody(tmp_path, tokenizer):
