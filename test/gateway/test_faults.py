@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -42,10 +41,13 @@ def silent(row, *where): return 1.0
 def refused(row, *where): return float(status_of(*where, "q", temperature=-1) == 400)
 def prints(row, *where): print("x" * 70_000); return good(row, *where)
 def reads(row, *where): good(row, *where); return float(sys.stdin.read() == "")
-def greedy(row, *where): return float([status_of(*where, str(i)) for i in range(9)] == [200] * 8 + [400])
+def greedy(row, *where):
+    codes = [status_of(*where, str(i)) for i in range(9)]
+    return float(codes == [200] * 8 + [400])
 def broad(row, *where):
     found = []
-    threads = [threading.Thread(target=lambda i=i: found.append(ask(*where, str(i)))) for i in range(8)]
+    def one(number): found.append(ask(*where, str(number)))
+    threads = [threading.Thread(target=one, args=(number,)) for number in range(8)]
     for each in threads: each.start()
     for each in threads: each.join()
     return 0.25 if found == ["Yes."] * 8 else 0.0
@@ -60,7 +62,9 @@ def haunted(row, *where):
     while not os.path.exists(LATE): time.sleep(0.05)
     ask(*where, "q")
     return float(open(LATE).read() == "401")
-def stranger(row, base_url, key): ask(base_url, key, "q"); return float(status_of(base_url, key + "x", "q") == 401)
+def stranger(row, base_url, key):
+    ask(base_url, key, "q")
+    return float(status_of(base_url, key + "x", "q") == 401)
 
 def run(row, base_url, key):
     return globals()[row["fault"]](row, base_url, key)
@@ -158,7 +162,7 @@ def test_each_fault_is_an_invalid_row_with_its_traceback_and_no_other_row_suffer
             batch = next(batches)
             given += batch
             found = by_query(batch)
-            assert list(sorted(found)) == sorted(EXPECTED)
+            assert sorted(found) == sorted(EXPECTED)
             for name, expected in EXPECTED.items():
                 check(found[name], expected)
             assert len(found["good"]) == 2
@@ -169,7 +173,7 @@ def test_each_fault_is_an_invalid_row_with_its_traceback_and_no_other_row_suffer
     assert sum("Broken: by the user" in text for text in said) == 1
 
 
-# -- processes that die -----------------------------------------------------------------------------
+# -- processes that die ---------------------------------------------------------------------------
 
 DEATHS = """
 def run(row, base_url, key):
@@ -262,7 +266,7 @@ def run(row, *where):
     until(lambda: not left())
 
 
-# -- commands ---------------------------------------------------------------------------------------
+# -- commands -------------------------------------------------------------------------------------
 
 COMMANDS = """
 def exits(row, *where): ask(*where, "q"); print("said before"); sys.exit(3)
@@ -308,7 +312,7 @@ def test_faults_of_commands_are_invalid_rows_and_their_groups_are_gone(tmp_path,
         until(lambda: len(set(of_us()) - before) == 1)
 
 
-# -- coroutines and clients -------------------------------------------------------------------------
+# -- coroutines and clients -----------------------------------------------------------------------
 
 COROUTINES = """
 async def run(row, base_url, key):

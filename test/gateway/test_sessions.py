@@ -130,7 +130,7 @@ def test_a_prompt_is_what_the_template_writes_but_for_sampled_ids(name, request)
     assert seen["continued"] + seen["stood in"] > 0
 
 
-# -- rows -------------------------------------------------------------------------------------------
+# -- rows -----------------------------------------------------------------------------------------
 
 
 class InThread:
@@ -141,7 +141,7 @@ class InThread:
     def __init__(self, sessions, on_end, name, seed):
         self.sessions, self.on_end, self.name, self.seed = sessions, on_end, name, seed
         self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever)
+        self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
 
     def start(self, number, row, base_url, api_key):
@@ -196,7 +196,7 @@ def trained(row):
 
 @pytest.fixture(scope="module", params=["qwen3", "drops_thoughts"])
 def rollout(request):
-    """Turns of random sessions of a real policy whose weights change, and the weights by version."""
+    """Turns of random sessions, whose policy's weights change, and the weights by version."""
     name = request.param
     tokenizer = family_tokenizer(name)
     settings = {"eos_token_id": tokenizer.eos_token_id, "initializer_range": 0.1}
@@ -282,14 +282,15 @@ def test_each_sampled_token_is_trained_in_one_row_with_what_was_recorded_of_it(r
 
 
 def leaves(turns):
-    """Turns that no later turn extends, each being extended once at most."""
+    """Turns that no later turn goes on with at once, each being gone on with once at most."""
     open_ = []
     for row in turns:
         ids, heat = row["tokens", "full"].tolist(), float(row["tokens", "temperature"])
         prompt = row["tokens", "prompt"].tolist()
-        found = [old for old in open_ if old[1] == heat and prompt[: len(old[0])] == old[0]]
-        if found:
-            open_.remove(found[-1])
+        before = (row["trace", "source"][: len(prompt)] == Source.SAMPLED).nonzero().flatten()
+        last = int(before[-1]) + 1 if len(before) else 0
+        if last and (prompt[:last], heat) in open_:
+            open_.remove((prompt[:last], heat))
         open_.append((ids, heat))
     return len(open_)
 

@@ -388,3 +388,26 @@ def test_rows_without_tokens_pass_through_and_open_ends_without_id_are_an_error(
 def test_rows_without_id_are_trajectories_one_after_the_other():
     rows = [row.exclude("traj_id") for row in _two_turns() + _two_turns()]
     assert len(_write(rows)[0]) == 2
+
+
+def test_a_turn_between_two_at_another_temperature_is_trained_once():
+    one = _turn([1], [2], [P, S])
+    warm = _turn([1, 2, 3], [4], [P, S, T, S], turn=1, temperature=2.0)
+    last = _turn([1, 2, 3, 4, 5], [6], [P, S, T, S, T, S], turn=2, done=True)
+    buffer = ReplayBuffer(transform=JoinTurns())
+    buffer.extend(lazy_rows([one, warm, last]))
+    rows = [buffer[index] for index in range(len(buffer))]
+    found = [row["tokens", "full"][row["trace", "mask_reason"] == 0].tolist() for row in rows]
+    assert found == [[2], [4], [6]]
+
+
+def test_a_turn_goes_on_with_the_answer_in_its_prompt_not_with_a_shorter_one():
+    # The same prompt was answered twice; the younger answer is the beginning of the older one.
+    old = _turn([1], [2, 3], [P, S, S])
+    young = _turn([1], [2], [P, S])
+    last = _turn([1, 2, 3, 4], [5], [P, S, S, T, S], turn=1, done=True)
+    buffer = ReplayBuffer(transform=JoinTurns())
+    buffer.extend(lazy_rows([old, young, last]))
+    rows = [buffer[index] for index in range(len(buffer))]
+    found = [row["tokens", "full"][row["trace", "mask_reason"] == 0].tolist() for row in rows]
+    assert sorted(found) == [[2], [2, 3, 5]]

@@ -244,6 +244,10 @@ def _extends(before: TensorDict, turn: TensorDict) -> bool:
     temperatures = [row.get(("tokens", "temperature"), None) for row in (before, turn)]
     if None not in temperatures and not torch.equal(*temperatures):
         return False
+    source = leaf(turn, ("trace", "source"))
+    between = slice(old.shape[0], prompt.shape[0])
+    if source is not None and bool((source[between] == Source.SAMPLED).any()):
+        return False  # a turn of another row stands between them
     return torch.equal(prompt[: old.shape[0]], old)
 
 
