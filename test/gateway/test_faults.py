@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
 import os
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +21,15 @@ from gateway.program_files import (
     waves,
     write_program,
 )
+
+from torchrl_llm.data.record import respond_records
+from torchrl_llm.gateway.calls import Call
+from torchrl_llm.gateway.policy_engine import PolicyEngine, limits_of
+from torchrl_llm.gateway.program_runner import Ended
+from torchrl_llm.gateway.program_sessions import ProgramSessions
+from torchrl_llm.gateway.session import Formatters, GatewaySession
+from torchrl_llm.modules import FakeWrapper
+from torchrl_llm.modules.backends.backend_port import SamplingParams
 
 pytest.importorskip("uvicorn")
 
@@ -448,3 +460,96 @@ def test_clients_that_leave_read_slowly_or_use_another_key_disturb_nobody(tmp_pa
         assert turns == {"good": 2, "slow": 1, "broad": 50, "lends": 1, "steals": 1}
         assert len({str(row["text", "prompt"]) for row in found["broad"]}) == 50
         assert ledger_closes(collector, given)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+class NoRunner:
+    """Runs nothing: the test makes the calls itself."""
+
+    url = "http://nowhere"
+
+    def start(self, number, row, base_url, key):
+        self.key = key
+
+    def stop(self, number):
+        pass
+
+    def close(self):
+        pass
+
+
+class Answered(NamedTuple):
+    """What of a policy's row is read."""
+
+    chats: list
+
+    @property
+    def full(self):
+        return self
+
+    def __getitem__(self, name):
+        return self
+
+
+async def one_session(sessions, runner, policy, number):
+    """A session of two calls, one of which extends the other, and its end."""
+    sessions.begin(0, {"query": "q"})
+    rollout = sessions._by_key[runner.key]
+    messages = [{"role": "user", "content": f"number {number}"}]
+    for _ in range(2):
+        task = asyncio.ensure_future(rollout.session.answer(Call(messages=tuple(messages))))
+        await asyncio.sleep(0)
+        sessions.take(rollout)
+        prompt = rollout.asked.chat.record
+        [[done]] = policy.backend.generate([prompt.token_ids], SamplingParams(max_new_tokens=8))
+        [record] = respond_records([prompt], [done], 0)
+        sessions.answer(rollout, Answered([rollout.asked.chat.with_record(record)]))
+        [answer] = await task
+        messages += [answer.message, {"role": "user", "content": "on"}]
+    sessions._ended(rollout.number, Ended(1.0))
+
+
+def resident():
+    """Bytes of this process in memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(run, count):
+    """How many tracked objects and bytes ``count`` runs add, behind a quarter of as many."""
+    for number in range(count // 4):
+        run(number)
+    gc.collect()
+    objects, size = len(gc.get_objects()), resident()
+    for number in range(count):
+        run(number)
+    gc.collect()
+    return len(gc.get_objects()) - objects, resident() - size
+
+
+@pytest.mark.parametrize("count", [2000, pytest.param(10_000, marks=pytest.mark.full)])
+def test_memory_does_not_grow_with_sessions(tokenizer, count):
+    policy = FakeWrapper("Yes.", tokenizer=tokenizer)
+    runner = NoRunner()
+    sessions = ProgramSessions(limits_of(policy), Formatters(tokenizer), 1, program={})
+    sessions._runner = sessions._server = runner
+    loop = asyncio.new_event_loop()
+    run = lambda n: loop.run_until_complete(one_session(sessions, runner, policy, n))  # noqa: E731
+    objects, size = growth(run, count)
+    assert objects < 200
+    assert size < 8 * 2**20
+    sessions.close()
+    with PolicyEngine(policy) as engine:
+        formatters = Formatters(tokenizer)
+        call = Call(messages=({"role": "user", "content": "q"},))
+
+        def serve(number):
+            session = GatewaySession(engine, formatters)
+            [answer] = loop.run_until_complete(session.answer(call))
+            assert answer.message["content"] == "Yes."
+
+        objects, size = growth(serve, count)
+    assert objects < 200
+    assert size < 8 * 2**20
+    loop.close()
