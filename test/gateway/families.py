@@ -30,8 +30,10 @@ _BUILTIN = {
 }
 # Rewrites of history: thoughts go, the last turn is closed otherwise.
 _OF_THE_ZOO = ("drops_thoughts", "closes_last_otherwise")
+# Contents as lists, arguments as text: the formatter brings messages into that form.
+_IN_OTHER_FORMS = ("parts", "arguments_as_text")
 FAMILIES: dict[str, Specimen] = {**_BUILTIN, **OURS, **{name: ZOO[name] for name in _OF_THE_ZOO}}
-MORE = {name: each for name, each in ZOO.items() if name not in {*_OF_THE_ZOO, "parts"}}
+MORE = {name: each for name, each in ZOO.items() if name not in {*_OF_THE_ZOO, *_IN_OTHER_FORMS}}
 
 EACH_FAMILY = [
     *FAMILIES,

@@ -18,19 +18,22 @@ from models_helper import make_tiny_model
 
 from torchrl_llm.agents import ProgramAgent
 from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.data import Chat
 from torchrl_llm.data.enums import MaskReason, Source
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.envs import DatasetChatEnv
+from torchrl_llm.gateway.calls import Call, RefusedCallError
+from torchrl_llm.gateway.conversation_tree import ConversationTree
 from torchrl_llm.gateway.program_runner import Ended
 from torchrl_llm.gateway.program_sessions import ProgramSessions
-from torchrl_llm.gateway.session import GatewaySession
+from torchrl_llm.gateway.session import EngineLimits, Formatters, GatewaySession
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import MCAdvantage
 
-README, FULL = 30, 500
+README, FULL = 15, 500
 
 
 def play(name, seed, steps=9):
@@ -54,8 +57,12 @@ def runs_of(record):
 
 def check_prompt(client, asked, record):
     tokenizer = client.engine.tokenizer
-    ends = {"continue_final_message": True} if asked.continues else {"add_generation_prompt": True}
-    text = reference_text(client, asked.call.messages, asked.call.tools, **ends)
+    if asked.continues:  # what was cut goes on as it is
+        known = (each.record.token_ids for each in client.engine.sampled)
+        assert any(torch.equal(record.token_ids, ids) for ids in known)
+        return "cut"
+    messages, tools = asked.call.messages, asked.call.tools
+    text = reference_text(client, messages, tools, add_generation_prompt=True)
     runs = runs_of(record)
     if not any(was_sampled for _, was_sampled in runs):
         said = "".join(str(message) for message in asked.call.messages)
@@ -66,7 +73,7 @@ def check_prompt(client, asked, record):
         assert record.token_ids.tolist() == want, (tokenizer.decode(record.token_ids), text)
         return "fresh"
     shown = tokenizer.decode(record.token_ids)
-    if asked.clean and not asked.continues:
+    if asked.clean:
         assert shown == text
         return "continued"
     parts = [".*" if was else re.escape(tokenizer.decode(ids)) for ids, was in runs]
@@ -94,22 +101,20 @@ def check_record(asked, answer, sampled):
 
 
 def check_causes(client):
-    """A prompt that extends the last turn of no row has a cause, but that of a new conversation."""
-    rows, begun = [], set()
+    """Without a cause, each answer is gone on with once, and each conversation begins once."""
+    seen = set()
     for sampled in client.engine.sampled:
-        prompt, whole = sampled.pending.chat.record, sampled.record.token_ids.tolist()
-        ids = prompt.token_ids.tolist()
-        at = next((k for k in reversed(range(len(rows))) if ids[: len(rows[k])] == rows[k]), None)
-        messages = sampled.pending.chat.messages
-        roles = [message["role"] for message in messages]
-        beginning = str([(m["role"], m["content"]) for m in messages[: roles.index("user") + 1]])
-        if at is not None:
-            rows[at] = whole
-            continue
-        rows.append(whole)
-        if beginning in begun:
-            assert prompt.fork_cause is not None, [m["content"] for m in messages]
-        begun.add(beginning)
+        prompt, messages = sampled.pending.chat.record, sampled.pending.chat.messages
+        before = (prompt.source == Source.SAMPLED).nonzero().flatten()
+        if len(before):
+            # Two answers may have the same ids, but not the same log-probs.
+            known = prompt.token_ids[: before[-1] + 1], prompt.log_probs[: before[-1] + 1]
+            key = str([column.tolist() for column in known])
+        else:
+            roles = [message["role"] for message in messages]
+            key = str([(m["role"], m["content"]) for m in messages[: roles.index("user") + 1]])
+        assert key not in seen or prompt.fork_cause is not None, [m["content"] for m in messages]
+        seen.add(key)
 
 
 def sessions(request):
@@ -127,7 +132,7 @@ def test_a_prompt_is_what_the_template_writes_but_for_sampled_ids(name, request)
                 check_record(asked, answer, sampled)
         check_causes(client)
     assert seen["fresh"] > 0
-    assert seen["continued"] + seen["stood in"] > 0
+    assert seen["continued"] + seen["stood in"] + seen["cut"] > 0
 
 
 # -- rows -----------------------------------------------------------------------------------------
@@ -325,3 +330,149 @@ def test_recorded_log_probs_are_the_models_own_at_each_calls_temperature(rollout
         torch.testing.assert_close(row["log_probs", "response"], own, atol=1e-5, rtol=0)
         heats.add(heat)
     assert heats == {0.5, 1.0, 1.5}
+
+
+# -- single calls ---------------------------------------------------------------------------------
+
+
+def scripted(**limits):
+    specimen, tokenizer = specimen_of("qwen"), family_tokenizer("qwen")
+    return ScriptedEngine(specimen, tokenizer, random.Random(0), **limits)
+
+
+def call(*texts, **more):
+    return Call(messages=tuple({"role": "user", "content": text} for text in texts), **more)
+
+
+def test_calls_at_once_do_not_exceed_the_limit_of_calls_together():
+    engine = scripted()
+    session = GatewaySession(engine, engine.formatters, max_calls=3)
+
+    async def both():
+        calls = [session.answer(call(text, num_samples=2)) for text in ("a", "b")]
+        return await asyncio.gather(*calls, return_exceptions=True)
+
+    first, second = asyncio.run(both())
+    assert len(first) == 2
+    assert isinstance(second, RefusedCallError)
+    assert len(engine.sampled) == 2
+
+
+def test_where_one_of_several_answers_is_refused_the_others_are_withdrawn():
+    class Full(ScriptedEngine):
+        def submit(self, pending):
+            if self.waiting:
+                raise RefusedCallError("full", kind="busy")
+            self.waiting.append(pending)
+
+    engine = Full(specimen_of("qwen"), family_tokenizer("qwen"), random.Random(0))
+    session = GatewaySession(engine, engine.formatters)
+
+    async def ask():
+        with pytest.raises(RefusedCallError, match="full"):
+            await session.answer(call("a", num_samples=3))
+        await asyncio.sleep(0)
+
+    asyncio.run(ask())
+    assert engine.waiting == []
+    assert engine.withdrawn == 1
+
+
+@pytest.mark.parametrize(
+    "sampling", [{"temperature": -1.0}, {"stop": ("",)}, {"repetition_penalty": 2.0}]
+)
+def test_what_no_policy_can_sample_by_is_refused_before_it_reaches_one(sampling):
+    engine = scripted(keeps_support=True)
+    session = GatewaySession(engine, engine.formatters)
+    with pytest.raises(RefusedCallError):
+        asyncio.run(session.answer(call("a", sampling=sampling)))
+    assert engine.waiting == []
+
+
+def test_a_window_that_slides_over_a_conversation_is_an_edit_and_a_retry_a_branch():
+    tree = ConversationTree()
+    first, later = {"role": "user", "content": "a"}, {"role": "user", "content": "b"}
+    said = {"role": "assistant", "content": "yes"}
+    place = tree.find([first])
+    assert place.cause is None
+    assert tree.find([first]).cause == "branched"
+    tree.add(place, Chat([first, said]), said)
+    slid = tree.find([later, said, first])
+    assert (slid.cause, slid.turns) == ("history_changed", 1)
+    assert tree.find([{"role": "user", "content": "of a sub-agent"}]).cause is None
+
+
+def test_a_cut_answer_that_is_gone_on_with_is_found_as_one_message():
+    engine = scripted()
+    session = GatewaySession(engine, engine.formatters)
+    asked = call("a", sampling={"max_new_tokens": 1})
+
+    async def run():
+        messages = list(asked.messages)
+        [cut] = await session.answer(asked)
+        [rest] = await session.answer(Call(messages=(*messages, cut.message)))
+        whole = {**cut.message, "content": cut.message["content"] + rest.message["content"]}
+        await session.answer(Call(messages=(*messages, whole, *messages)))
+
+    asyncio.run(run())
+    one, two, last = (each.record for each in engine.sampled)
+    prompt = engine.sampled[-1].pending.chat.record
+    assert torch.equal(two.token_ids[: len(one.token_ids)], one.token_ids)
+    assert torch.equal(prompt.token_ids[: len(two.token_ids)], two.token_ids)
+    assert prompt.fork_cause is None
+    assert last.turn.max() == 1
+
+
+class Still:
+    """Runs nothing."""
+
+    url = "http://nowhere"
+
+    def start(self, number, row, base_url, key):
+        self.key = key
+
+    def stop(self, number):
+        pass
+
+    def close(self):
+        pass
+
+
+@pytest.fixture
+def still():
+    tokenizer = family_tokenizer("qwen")
+    limits = EngineLimits(100, 10, len(tokenizer))
+    sessions = ProgramSessions(limits, Formatters(tokenizer), 1, program={}, timeout_s=0.2)
+    sessions._runner = sessions._server = Still()
+    sessions.begin(0, {})
+    yield sessions
+    sessions.close()
+
+
+def test_a_call_that_was_asked_is_refused_where_its_row_is_given_up(still):
+    [rollout] = still.rollouts
+
+    async def ask():
+        task = asyncio.ensure_future(rollout.session.answer(call("a")))
+        await asyncio.sleep(0)
+        still.take(rollout)
+        still.forget(0)
+        with pytest.raises(RefusedCallError, match="has ended"):
+            await asyncio.wait_for(task, 5)
+
+    asyncio.run(ask())
+
+
+def test_a_program_whose_calls_were_all_given_up_still_runs_out_of_time(still):
+    [rollout] = still.rollouts
+
+    async def ask():
+        task = asyncio.ensure_future(rollout.session.answer(call("a")))
+        await asyncio.sleep(0)
+        rollout.waiting[0].answered.cancel()  # and before its session has told of it
+        still.take(rollout)
+        await asyncio.wait([task])
+
+    asyncio.run(ask())
+    still.wait()
+    assert rollout.ended.failure.kind == "ProgramTimeout"
