@@ -5,8 +5,19 @@ from __future__ import annotations
 import math
 
 import pytest
-from gateway.program_files import by_query, error_of, ledger_closes, waves, write_program
+from gateway.program_files import (
+    by_query,
+    error_of,
+    ledger_closes,
+    make_env,
+    waves,
+    write_program,
+)
 
+from torchrl_llm.collectors import LLMCollector
+from torchrl_llm.data.rollouts import row_list
+from torchrl_llm.evaluation import evaluate
+from torchrl_llm.modules import FakeWrapper
 from torchrl_llm.rewards import RewardParser
 
 pytest.importorskip("uvicorn")
@@ -114,3 +125,55 @@ def run(row, *where):
     for sessions in groups.values():
         valid = [all(bool(row["next", "reward_valid"]) for row in own) for own in sessions.values()]
         assert sorted(valid) == [False, True, True, True]
+
+
+def test_a_collector_that_goes_on_from_a_state_runs_programs_anew_without_their_old_turns(
+    tmp_path, tokenizer
+):
+    text = """
+def run(row, *where):
+    good(row, *where)
+    for number in range(int(row["query"])):
+        ask(*where, row["query"], f"more {number}")
+    return 0.5
+"""
+    agent = write_program(tmp_path, text)
+    rows = [{"query": str(number)} for number in range(4)]
+    policy = FakeWrapper("Yes.", tokenizer=tokenizer)
+
+    def open_collector():
+        env = make_env(rows, policy, tokenizer, **agent)
+        return env, LLMCollector(env, policy=policy, yield_completed_trajectories=True)
+
+    env, collector = open_collector()
+    next(iter(collector))
+    state = collector.state_dict()
+    collector.shutdown()
+    env.close(raise_if_closed=False)
+    env, collector = open_collector()
+    collector.load_state_dict(state)
+    batches = map(row_list, iter(collector))
+    turns = [row for _ in range(6) for row in next(batches)]
+    trajectories = {}
+    for row in turns:
+        trajectories.setdefault((int(row["traj_id"]), row["query"]), []).append(row)
+    collector.shutdown()
+    env.close(raise_if_closed=False)
+    assert {query for _, query in trajectories} == {"0", "1", "2", "3"}
+    assert all(len(own) == 2 + int(query) for (_, query), own in trajectories.items())
+
+
+def test_an_evaluation_counts_what_programs_return_and_the_invalid_ones(tmp_path, tokenizer):
+    text = """
+def run(row, *where):
+    good(row, *where)
+    return [0.5, 0.0, None][int(row["query"])] + 0.0
+"""
+    agent = write_program(tmp_path, text)
+    rows = [{"query": str(number)} for number in range(3)]
+    policy = FakeWrapper("Yes.", tokenizer=tokenizer)
+    env = make_env(rows, policy, tokenizer, num_envs=2, **agent)
+    found = evaluate(env, policy, num_prompts=3, max_turns=64)
+    env.close(raise_if_closed=False)
+    assert found.invalid == pytest.approx(1 / 3)
+    assert (found.num_prompts, found.accuracy) == (3, pytest.approx(1 / 3))
