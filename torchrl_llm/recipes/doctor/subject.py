@@ -174,6 +174,8 @@ class Subject:
         """The tasks, each with an environment that holds one conversation."""
         config, tokenizer = deepcopy(self.config), self.tokenizer
         config.eval.batch_size = 1
+        if "agent.type" in self.keys and config.agent.owns_loop:
+            config.agent = AgentConfig.of()  # its prompts are its own, rows and reward the task's
         if "tasks" in self.keys:
             config.eval.repeats = 1
             make_env = importlib.import_module("evaluate_utils").make_env
@@ -183,8 +185,6 @@ class Subject:
         if "env.repeats" in self.keys:
             config.train.prompts_per_batch = 1
             config.env.repeats = task_class(config.env.dataset).num_players(config.env.options)
-            if config.agent.owns_loop:  # its prompts are its own; rows and reward are the task's
-                config.agent = AgentConfig.of()
             env = builders.make_train_env(config, tokenizer, seed=config.seed)
             held_out = builders.make_eval_env(config, tokenizer)
             return [self._task(config.env.dataset, env, self.data_key, "env.dataset", held_out)]
