@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import linecache
 import os
 import pathlib
 import select
@@ -57,6 +58,7 @@ class Shell:
             keep: bytes of its output.
             names: files whose contents are handed out.
         """
+        linecache.clearcache()  # the interpreter keeps each piece, which holds all of this file
         if self._bash is None:
             self._start()
         self._told, self._status = _Output(keep), bytearray()
