@@ -283,7 +283,7 @@ def canonical(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     """
     try:
         return canonical_message(message, path)
-    except DataError as error:
+    except (DataError, RecursionError) as error:  # the latter of arguments with too many levels
         raise refused(path, str(error).removeprefix(f"{path} ")) from None
 
 
