@@ -17,7 +17,7 @@ from torchrl_llm.gateway.server import GatewayServer
 def served():
     """A gateway, its ports by key, and clients without a key."""
     ports = {}
-    with GatewayServer(make_app(ports.get, max_body_bytes=2**20, max_calls=4)) as server:
+    with GatewayServer(make_app(ports.get, max_body_bytes=2**20, max_calls=24)) as server:
         options = {"api_key": "nobody", "max_retries": 0}
         yield SimpleNamespace(
             server=server,
