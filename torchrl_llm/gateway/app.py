@@ -22,7 +22,7 @@ from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
 from torchrl_llm.gateway.protocols.anthropic import AnthropicMessages
 from torchrl_llm.gateway.protocols.chat_completions import ChatCompletions
 from torchrl_llm.gateway.protocols.completions import Completions
-from torchrl_llm.gateway.protocols.protocol import STATUS, Protocol
+from torchrl_llm.gateway.protocols.protocol import STATUS, Protocol, Reply
 from torchrl_llm.gateway.protocols.responses import Responses
 
 if TYPE_CHECKING:
@@ -112,10 +112,10 @@ class _Gateway:
             body = await self._body(request)
             port = self._port(request)
             answers = await self._answers(request, port, protocol.parse(body))
+            reply = Reply(body, answers, port)
             if body.get("stream"):
-                stream = protocol.stream(body, answers, port)
-                return self._response(stream, media_type="text/event-stream")
-            return self._json(protocol.response(body, answers, port))
+                return self._response(protocol.stream(reply), media_type="text/event-stream")
+            return self._json(protocol.response(reply))
 
         return self.guarded(answer, protocol)
 
