@@ -153,9 +153,10 @@ def test_a_body_beyond_the_limit_is_refused_by_both_protocols(served, session):
     with pytest.raises(openai.APIStatusError, match="longer than 1048576 bytes") as error:
         session.openai.chat.completions.create(model="any", messages=long)
     assert (error.value.status_code, error.value.type) == (413, "invalid_request_error")
-    with pytest.raises(anthropic.ContentTooLargeError) as error:
+    with pytest.raises(anthropic.APIStatusError) as error:
         session.anthropic.messages.create(model="any", messages=long, max_tokens=9)
-    assert error.value.type == "request_too_large"
+    assert error.value.status_code == 413
+    assert error.value.body["error"]["type"] == "request_too_large"
     assert not session.port.calls
 
 

@@ -8,6 +8,7 @@ import random
 
 import anthropic
 import openai
+import pydantic
 import pytest
 from gateway.scripted_port import PROMPT_IDS, answer_of, text_answer
 
@@ -121,6 +122,25 @@ def test_blocks_of_an_anthropic_message_come_back_as_they_were_sampled(session, 
     history = [USER, {"role": "assistant", "content": content}, next_user]
     session.anthropic.messages.create(messages=history, **fields)
     assert session.port.messages == [USER, message, *results(message), USER]
+
+
+def test_calls_that_a_client_has_parsed_come_back_as_they_were_sampled(session):
+    class Add(pydantic.BaseModel):
+        a: int
+
+    session.port.answer_or_error = answer_of(MESSAGES["a call"])
+    tools = [openai.pydantic_function_tool(Add, name="add")]
+    parsed = session.openai.chat.completions.parse(model="any", messages=[USER], tools=tools)
+    [got] = [choice.message for choice in parsed.choices]
+    assert got.tool_calls[0].function.parsed_arguments == Add(a=1)
+    history = [USER, got.model_dump(exclude_none=True)]
+    session.openai.chat.completions.create(model="any", messages=history)
+    assert session.port.messages == [USER, MESSAGES["a call"]]
+    tools = [{"type": "function", "strict": True, **tools[0]["function"]}]
+    output = session.openai.responses.parse(model="any", input=[USER], tools=tools).output
+    session.openai.responses.create(model="any", input=[USER, *output])
+    assert session.port.messages == [USER, MESSAGES["a call"]]
+    assert "strict" not in session.port.calls[0].tools[0]["function"]
 
 
 # -- chat completions ------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from torchrl_llm._checked import In
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call
 from torchrl_llm.gateway.protocols.fields import (
+    CALL_NOTES,
     Fields,
     Role,
     canonical,
@@ -142,7 +143,7 @@ def _call(fields: Fields) -> dict[str, Any]:
         "arguments": function.take("arguments", str | dict),
     }
     call = {"id": fields.take("id", str), "function": called}
-    function.finish({}, ())
+    function.finish({}, CALL_NOTES)
     fields.finish({}, ("index",))
     return call
 

@@ -20,7 +20,8 @@ COUNT = Annotated[int, In(f"[1, {LARGEST}]")]
 TOKEN = Annotated[int, In(f"[0, {LARGEST}]")]
 TEXT_PARTS = ("text",)
 # Notes of clients and of servers on a part of a message, which change no token.
-PART_NOTES = ("cache_control", "annotations", "citations", "logprobs")
+PART_NOTES = ("cache_control", "annotations", "citations", "logprobs", "parsed", "parsed_output")
+CALL_NOTES = ("parsed_arguments",)
 # Each has one value, or a few, that asks for nothing; no other can be honoured.
 _FALSE = ("add_special_tokens", "background", "continue_final_message", "echo")
 _FALSE += ("include_stop_str_in_output", "use_beam_search")

@@ -11,6 +11,7 @@ from torchrl_llm._checked import In
 from torchrl_llm.gateway.calls import Answer, Call
 from torchrl_llm.gateway.protocols.chat_completions import take_stream
 from torchrl_llm.gateway.protocols.fields import (
+    CALL_NOTES,
     Fields,
     canonical,
     function_tool,
@@ -31,7 +32,7 @@ from torchrl_llm.gateway.protocols.protocol import (
 _LOG_PROBS = "message.output_text.logprobs"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 _TEXTS = ("input_text", "output_text", "text")
-_NOTES = ("id", "status", "phase", "encrypted_content")
+_NOTES = ("id", "status", "phase", "encrypted_content", *CALL_NOTES)
 _DIRECT = {"caller": ({"type": "direct"},)}
 # The order of the items of one turn; only calls may come more than once.
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
