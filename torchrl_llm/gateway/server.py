@@ -56,7 +56,6 @@ class GatewayServer:
         settings = uvicorn.Config(
             app,
             lifespan="off",
-            log_level="warning",
             ws="none",
             log_config=None,
             log_level="critical",  # its warnings are of broken requests and of calls cut at the end
