@@ -11,7 +11,6 @@ from torchrl_llm.gateway.calls import Answer, Call
 from torchrl_llm.gateway.protocols.fields import (
     CALL_NOTES,
     Fields,
-    Role,
     canonical,
     function_tool,
     refused,
@@ -36,6 +35,7 @@ FINISH = {
 }
 """OpenAI's word for how an answer ended."""
 
+_ROLE = Literal["system", "developer", "user", "assistant", "tool"]
 # What a client's object of our own answer may hold.
 _UNUSED = {"annotations": ([],)}
 
@@ -121,7 +121,7 @@ def usage_event(reply: Reply, told: Mapping[str, Any]) -> Iterator[dict[str, Any
 
 
 def _message(fields: Fields) -> dict[str, Any]:
-    role = fields.need("role", Role)
+    role = fields.need("role", _ROLE)
     message = {"role": "system" if role == "developer" else role, "content": take_text(fields)}
     message["name"] = fields.take("name", str)
     if role == "assistant":

@@ -6,7 +6,7 @@ Next: :mod:`torchrl_llm.gateway.protocols.chat_completions` reads a request with
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from torchrl_llm._checked import In, check
 from torchrl_llm._registry import did_you_mean
@@ -272,6 +272,3 @@ def canonical(message: Mapping[str, Any], path: str) -> dict[str, Any]:
         return canonical_message(message, path)
     except (DataError, RecursionError) as error:  # the latter of arguments with too many levels
         raise refused(path, str(error).removeprefix(f"{path} ")) from None
-
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]
