@@ -95,7 +95,7 @@ class Fields:
 
         Args:
             name: of the field.
-            hint: what it may be, as for :func:`torchrl_llm._checked.check`.
+            hint: what it may be, as for ``torchrl_llm._checked.check``.
             default: where it is left out.
 
         Raises:
