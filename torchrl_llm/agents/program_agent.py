@@ -98,6 +98,7 @@ class ProgramAgent(Agent):
         *,
         template: Mapping[str, Any] | None = None,
         limits: EngineLimits | None = None,
+        show_tools: bool = True,
     ) -> TransformedEnv:
         """Let programs act in the place of an environment's own loop.
 
@@ -106,6 +107,7 @@ class ProgramAgent(Agent):
             policy: what answers, from which template and limits are read.
             template: instead, arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
             limits: likewise, what calls may ask for.
+            show_tools: whether prompts describe the tools that calls bring.
 
         Returns:
             The environment around it.
@@ -140,7 +142,7 @@ class ProgramAgent(Agent):
         env.empty_cache()
         sessions = ProgramSessions(
             limits,
-            Formatters(tokenizer, **(template or {})),
+            Formatters(tokenizer, show_tools=show_tools, **(template or {})),
             env.batch_size.numel(),
             program={
                 "program": self.program,

@@ -123,7 +123,8 @@ class ProgramTransform(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         size = next_tensordict.batch_size.numel()
-        told = tensordict.get("_step").reshape(size, -1).any(-1).tolist()
+        steps = tensordict.get("_step", None)
+        told = [True] * size if steps is None else steps.reshape(size, -1).any(-1).tolist()
         ended: list[Ended | None] = [None] * size
         for place, is_told in enumerate(told):
             rollout = self.sessions.rollouts[place]

@@ -120,6 +120,8 @@ class Formatters:
 
     Args:
         tokenizer: of the policy.
+        show_tools: whether prompts describe the tools of calls. Without, a model has to know them;
+            its calls are read all the same.
         kept: how many sets of tools are remembered.
         **template: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
 
@@ -128,13 +130,27 @@ class Formatters:
         codec: of texts that are no conversations.
     """
 
-    def __init__(self, tokenizer: Any, *, kept: int = 64, **template: Any) -> None:
+    def __init__(
+        self, tokenizer: Any, *, show_tools: bool = True, kept: int = 64, **template: Any
+    ) -> None:
         self.tokenizer, self._template, self._kept = tokenizer, template, kept
+        self._show_tools = show_tools
         self.codec = TextCodec(tokenizer)
         self._made: dict[str, ChatFormatter] = {}
 
+    def shown(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+        """Those of the tools that prompts describe: all or none.
+
+        Args:
+            tools: of a call.
+        """
+        return tools if self._show_tools else ()
+
     def get(self, tools: Sequence[Mapping[str, Any]] = ()) -> ChatFormatter:
         """The formatter for some tools.
+
+        Args:
+            tools: that prompts describe.
 
         Raises:
             TemplateError: the chat template cannot express them.
@@ -234,7 +250,7 @@ class GatewaySession(Port):
 
     def _formatter(self, call: Call) -> ChatFormatter:
         with _as_refusal("tools" if call.tools else "messages"):
-            return self._formatters.get(call.tools)
+            return self._formatters.get(self._formatters.shown(call.tools))
 
     async def _answer(self, call: Call, formatter: ChatFormatter) -> Answer:
         with _as_refusal():
@@ -267,7 +283,7 @@ class GatewaySession(Port):
             return None, self._raw_prompt(call.prompt)
         if not call.messages:
             raise DataError("messages must hold at least one message")
-        place = self._tree.find(call.messages, call.tools)
+        place = self._tree.find(call.messages, self._formatters.shown(call.tools))
         chat, record = place.chat, place.chat.record
         if record is None:
             encoded = formatter.encode(chat)

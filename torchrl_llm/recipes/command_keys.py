@@ -183,9 +183,11 @@ def check_overrides(
         free = name in table.open or table.is_open(name)
         new = free and not argument.startswith(("+", "~"))
         checked.append(f"++{argument}" if new else argument)
+    implied = _implied(given, table)
+    known = given | dict(argument.split("=") for argument in implied)
     for name, value in given.items():
-        _check_key(name, value, given, table, elsewhere or {})
-    return checked + _implied(given, table)
+        _check_key(name, value, known, table, elsewhere or {})
+    return checked + implied
 
 
 def _check_word(argument: str, before: str, table: KeyTable) -> None:

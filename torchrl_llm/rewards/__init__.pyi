@@ -4,6 +4,7 @@ from torchrl_llm.rewards.code import (
     CodeResult as CodeResult,
     CodeRewardParser as CodeRewardParser,
     CodeRunner as CodeRunner,
+    FilesRewardParser as FilesRewardParser,
     HumanEvalRewardParser as HumanEvalRewardParser,
 )
 from torchrl_llm.rewards.composite_reward import (

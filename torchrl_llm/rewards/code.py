@@ -25,10 +25,12 @@ from pathlib import Path
 from textwrap import indent
 from typing import Annotated, Any, Literal, NamedTuple
 
+from tensordict import TensorDictBase
+
 from torchrl_llm._checked import Ge, Gt, checked
 from torchrl_llm.errors import DataError, RewardError
 from torchrl_llm.rewards import code_judge
-from torchrl_llm.rewards.reward_parser import RewardParser, extract_block
+from torchrl_llm.rewards.reward_parser import RewardParser, extract_block, needed_column
 from torchrl_llm.rewards.reward_scorer import RewardScore
 from torchrl_llm.sandbox.interface import MEMORY_BYTES, Limits, Sandbox, SandboxResult
 from torchrl_llm.tools.code_blocks import python_blocks
@@ -468,3 +470,56 @@ def _first_part(body: str) -> str:
     lines = body.split("\n")
     end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
     return "\n".join(lines[:end])
+
+
+_FROM_FILES = """
+import os, sys
+for path, text in {files!r}.items():
+    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        file.write(text)
+sys.path.insert(0, os.getcwd())
+from {module} import {entry_point}
+"""
+
+
+class FilesRewardParser(CodeRewardParser):
+    """Runs a function of the row's files, as the shell has left them, against tests.
+
+    What the model says is not looked at: the column ``files``
+    (:class:`~torchrl_llm.tools.shell.ShellTransform`) is. A row's ``answer`` is that of a
+    :class:`CodeRewardParser`, with the ``module`` that has the function.
+
+    Args:
+        compile_failure_reward: where the function cannot be loaded.
+        kwargs: further arguments of :class:`CodeRewardParser`.
+
+    Example:
+        >>> answer = {"module": "a", "entry_point": "one", "tests": "assert one() == 1"}
+        >>> files = {"a.py": "from b import one", "b.py": "def one(): return 1"}
+        >>> FilesRewardParser().score(json.dumps(files), answer).reward
+        1.0
+    """
+
+    def __init__(self, *, compile_failure_reward: float = 0.0, **kwargs: Any) -> None:
+        super().__init__(compile_failure_reward=compile_failure_reward, **kwargs)
+
+    def _responses(self, td: TensorDictBase) -> list[str | Exception]:
+        return [json.dumps(dict(files)) for files in needed_column(td, "files")]
+
+    def judge(self, response: str, answer: Any) -> CodeResult:
+        """What comes of the function in some files.
+
+        Args:
+            response: path to text, as JSON; ``null`` for a file that is not there.
+            answer: the row's answer.
+
+        Raises:
+            RewardError: the sandbox failed.
+            DataError: the answer is no problem of code.
+        """
+        problem = CodeProblem.of(answer)
+        files = {path: text for path, text in json.loads(response).items() if text is not None}
+        names = {"module": answer["module"], "entry_point": problem.entry_point}
+        source = _FROM_FILES.format(files=files, **names)
+        return self.runner.run(source, problem, stop_early=not self.partial_credit)

@@ -29,6 +29,7 @@ from torchrl_llm.tools.python_interpreter import (
     PythonInterpreter as PythonInterpreter,
     PythonTool as PythonTool,
 )
+from torchrl_llm.tools.shell import ShellTool as ShellTool, ShellTransform as ShellTransform
 from torchrl_llm.tools.text_tools import (
     LLMToolParser as LLMToolParser,
     ParseResult as ParseResult,

@@ -9,7 +9,6 @@ Shape legend: ``T`` tokens of the joined row, ``P`` its prompt, ``R = T - P`` it
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -42,10 +41,10 @@ class JoinTurns(Transform):
 
     Rows wait until their trajectory is done (``traj_id`` tells which; see
     :class:`~torchrl_llm.data.replay_buffers.trajectory_queues.TrajectoryQueue`). A turn is joined
-    to the one before when its prompt begins with that turn's ids, token for token, and it was
-    sampled at the same temperature. Where it does not (a template rewrote the history), the
-    trajectory goes on in a second row, whose prompt is marked as prompt: its sampled tokens are
-    trained in the first.
+    to an earlier one when its prompt begins with that turn's ids, token for token, and it was
+    sampled at the same temperature. Where it extends the last turn of no row (a template rewrote
+    the history, a program branched), the trajectory has a further row, whose prompt is marked as
+    prompt: its sampled tokens are trained in the row that they were sampled in.
 
     The joined row has the first turn's prompt; everything after it is the response, tool results
     and templates included, which ``trace`` tells apart. Log-probs, masks, trace, kept ids and the
@@ -113,7 +112,10 @@ class JoinTurns(Transform):
             self.stats["turns"] += len(turns)
             self.stats["rows"] += len(chains)
             self.stats["forks"] += len(chains) - 1
-            joined += [self._join(chain, continues=bool(i)) for i, chain in enumerate(chains)]
+            rows = [self._join(chain, continues=bool(i)) for i, chain in enumerate(chains)]
+            # The row that ends the trajectory is its last one.
+            last = next(i for i, chain in enumerate(chains) if chain[-1] is turns[-1])
+            joined += [*rows[:last], *rows[last + 1 :], rows[last]]
         return lazy_rows(joined) if joined else None
 
     def _join(self, turns: list[TensorDict], *, continues: bool) -> TensorDict:
@@ -221,13 +223,17 @@ def _conversations(turns: list[TensorDict]) -> list[list[TensorDict]]:
 
 
 def _chains(turns: list[TensorDict]) -> list[list[TensorDict]]:
-    """Runs of turns in which each prompt extends the row before it."""
-    chains = [[turns[0]]]
-    for before, turn in pairwise(turns):
-        if _extends(before, turn):
-            chains[-1].append(turn)
-        else:
+    """Runs of turns in which each prompt extends the row before it, the youngest that it extends.
+
+    Conversations of one trajectory may alternate: those of sub-agents, or calls in parallel.
+    """
+    chains: list[list[TensorDict]] = []
+    for turn in turns:
+        extended = next((chain for chain in reversed(chains) if _extends(chain[-1], turn)), None)
+        if extended is None:
             chains.append([turn])
+        else:
+            extended.append(turn)
     return chains
 
 

@@ -15,6 +15,7 @@ from torchrl_llm.envs.datasets.number_tasks import (
     CalculatorEnv as CalculatorEnv,
     CountdownEnv as CountdownEnv,
 )
+from torchrl_llm.envs.datasets.repairs import RepairsEnv as RepairsEnv
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv as DatasetChatEnv, TaskEnv as TaskEnv
 from torchrl_llm.envs.datasets.word_tasks import (
     LetterCountingEnv as LetterCountingEnv,

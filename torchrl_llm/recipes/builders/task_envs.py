@@ -181,7 +181,12 @@ def _with_program(config: SampledConfig, env: TaskEnv) -> ProgramEnv:
         trains=True,
     )
     with naming("agent=program"):
-        return config.agent.build().wrap(env, template=config.model.template, limits=limits)
+        return config.agent.build().wrap(
+            env,
+            template=config.model.template,
+            limits=limits,
+            show_tools=config.model.is_told_of_tools,
+        )
 
 
 def _longest_prompt(config: SampledConfig) -> int | None:

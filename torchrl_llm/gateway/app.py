@@ -1,0 +1,274 @@
+"""ASGI application of the gateway: finds the session of a request, and answers it by its port.
+
+It knows no model and no template. Next: :mod:`torchrl_llm.gateway.server` runs it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import traceback
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import ModuleType
+from typing import TYPE_CHECKING, Annotated, Any
+
+from torchrl_llm._checked import Ge, checked
+from torchrl_llm._imports import require
+from torchrl_llm._log import tell_once
+from torchrl_llm._masking import masked
+from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
+from torchrl_llm.gateway.protocols.anthropic import AnthropicMessages
+from torchrl_llm.gateway.protocols.chat_completions import ChatCompletions
+from torchrl_llm.gateway.protocols.completions import Completions
+from torchrl_llm.gateway.protocols.protocol import STATUS, Protocol
+from torchrl_llm.gateway.protocols.responses import Responses
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.exceptions import HTTPException
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+    Endpoint = Callable[[Request], Awaitable[Response]]
+
+_CHAT, _ANTHROPIC = ChatCompletions(), AnthropicMessages()
+_PROTOCOLS: tuple[Protocol, ...] = (_CHAT, Completions(), Responses(), _ANTHROPIC)
+_MOST_LEVELS = 100
+_LONGEST_ERROR = 2000
+_TOO_LARGE = 413
+_CLIENT_GONE = 499  # nobody reads it
+
+
+@checked
+def make_app(
+    find_port: Callable[[str], Port | None],
+    *,
+    max_body_bytes: Annotated[int, Ge(1)] = 16 * 2**20,
+    max_calls: Annotated[int, Ge(1)] = 4096,
+) -> Starlette:
+    """The application that answers all protocols.
+
+    The key of a session comes in a header (``Authorization: Bearer KEY`` or ``x-api-key: KEY``) or
+    in the path (``/session/KEY/v1/...``). Next to a key in the path, a header may say anything but
+    the key of another session.
+
+    Args:
+        find_port: key to the port of its session; ``None`` for a key that is not known.
+        max_body_bytes: a longer request is refused (413).
+        max_calls: most calls that may wait for their answers; a further one is refused (429).
+
+    Raises:
+        MissingExtraError: the extra ``gateway`` is not installed.
+    """
+    routing, gateway = _starlette("routing"), _Gateway(find_port, max_body_bytes, max_calls)
+    paths = [(each.path, "POST", gateway.answers_by(each)) for each in _PROTOCOLS]
+    paths += [
+        ("/v1/messages/count_tokens", "POST", gateway.guarded(gateway.count_tokens, _ANTHROPIC)),
+        ("/v1/models", "GET", gateway.guarded(gateway.models)),
+        ("/v1/models/{name:path}", "GET", gateway.guarded(gateway.models)),
+        ("/health", "GET", gateway.health),
+    ]
+    routes = [routing.Route(path, endpoint, methods=[method]) for path, method, endpoint in paths]
+    routes.append(routing.Mount("/session/{key}", routes=list(routes)))
+    handlers = {_starlette("exceptions").HTTPException: gateway.no_route}
+    app = _starlette("applications").Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
+    return app
+
+
+def _starlette(part: str) -> ModuleType:
+    return require(f"starlette.{part}", extra="gateway", feature="the gateway")
+
+
+class _TooLargeError(RefusedCallError):
+    """A body beyond the limit."""
+
+
+class _ClientGoneError(Exception):
+    """There is nobody to answer."""
+
+
+class _Gateway:
+    """The endpoints of the application."""
+
+    def __init__(
+        self, find_port: Callable[[str], Port | None], max_body_bytes: int, max_calls: int
+    ) -> None:
+        self._find_port = find_port
+        self._max_body_bytes = max_body_bytes
+        self._max_calls = max_calls
+        self._num_calls = 0
+        self._response = _starlette("responses").Response
+        self._gone = (_ClientGoneError, _starlette("requests").ClientDisconnect)
+
+    def answers_by(self, protocol: Protocol) -> Endpoint:
+        """The endpoint that answers calls in a protocol."""
+
+        async def answer(request: Request) -> Response:
+            body = await self._body(request)
+            port = self._port(request)
+            answers = await self._answers(request, port, protocol.parse(body))
+            if body.get("stream"):
+                stream = protocol.stream(body, answers, port)
+                return self._response(stream, media_type="text/event-stream")
+            return self._json(protocol.response(body, answers, port))
+
+        return self.guarded(answer, protocol)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """How many tokens the prompt of a call in Anthropic's protocol has."""
+        call = _ANTHROPIC.parse_count(await self._body(request))
+        return self._json({"input_tokens": self._port(request).count_tokens(call)})
+
+    async def models(self, request: Request) -> Response:
+        """The one model of a session, as OpenAI and Anthropic describe it."""
+        card = _model_card(self._port(request).model)
+        name = request.path_params.get("name")
+        if name is None:
+            ends = {"first_id": card["id"], "last_id": card["id"], "has_more": False}
+            return self._json({"object": "list", "data": [card], **ends})
+        if name != card["id"]:
+            raise RefusedCallError(f"there is no model {name!r:.100}", kind="missing")
+        return self._json(card)
+
+    async def health(self, request: Request) -> Response:
+        """That the gateway is there."""
+        return self._json({"status": "ok"})
+
+    async def no_route(self, request: Request, error: HTTPException) -> Response:
+        """The answer to a path or method that there is not."""
+        why = f"there is no {request.method} {request.url.path:.100}"
+        refused = RefusedCallError(why, kind="missing")
+        return self._json(_spoken(request).refusal(refused, error.status_code), error.status_code)
+
+    def guarded(self, endpoint: Endpoint, protocol: Protocol | None = None) -> Endpoint:
+        """An endpoint whose errors become answers.
+
+        Args:
+            endpoint: may raise any.
+            protocol: of the answers; by default the one that the client seems to speak.
+        """
+
+        async def guard(request: Request) -> Response:
+            try:
+                return await endpoint(request)
+            except RefusedCallError as error:
+                refused = error
+            except self._gone:
+                return self._response(status_code=_CLIENT_GONE)
+            except Exception as error:  # the program is told, and other calls go on
+                refused = _failed(error)
+            status = _TOO_LARGE if isinstance(refused, _TooLargeError) else STATUS[refused.kind]
+            return self._json((protocol or _spoken(request)).refusal(refused, status), status)
+
+        return guard
+
+    def _json(self, body: Mapping[str, Any], status: int = 200) -> Response:
+        return self._response(json.dumps(body), status, media_type="application/json")
+
+    def _port(self, request: Request) -> Port:
+        """The port of the session that a request belongs to."""
+        in_path, headers = request.path_params.get("key"), request.headers
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        keys = {in_path, bearer.strip() * (scheme.lower() == "bearer"), headers.get("x-api-key")}
+        ports = {key: port for key in keys if key and (port := self._find_port(key)) is not None}
+        if not ports or (in_path is not None and in_path not in ports):
+            raise RefusedCallError("the key of the session is not known", kind="key")
+        if len(ports) > 1:
+            raise RefusedCallError("the keys belong to different sessions", kind="key")
+        return next(iter(ports.values()))
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        """The body of a request; one that is too long is read to its end, but not kept."""
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size <= self._max_body_bytes:
+                chunks.append(chunk)
+        if size > self._max_body_bytes:
+            raise _TooLargeError(f"the body is longer than {self._max_body_bytes} bytes")
+        return read_json(b"".join(chunks))
+
+    async def _answers(self, request: Request, port: Port, call: Call) -> Sequence[Answer]:
+        """Wait for the answers, or for the client to leave, which cancels them."""
+        if self._num_calls >= self._max_calls:
+            raise RefusedCallError(f"{self._num_calls} calls wait for answers", kind="busy")
+        self._num_calls += 1
+        work = asyncio.ensure_future(port.answer(call))
+        left = asyncio.ensure_future(_left(request))
+        try:
+            await asyncio.wait({work, left}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise _ClientGoneError
+            if work.cancelled():
+                raise RefusedCallError("the call was cancelled by its session", kind="server")
+            return work.result()
+        finally:
+            left.cancel()
+            work.cancel()
+            await asyncio.wait({work})
+            if not work.cancelled():
+                work.exception()  # it is looked at, or asyncio would log it
+            self._num_calls -= 1
+
+
+async def _left(request: Request) -> None:
+    """Wait for the client to leave, the one thing that a server reports after the body."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def read_json(text: bytes) -> dict[str, Any]:
+    """The JSON object that a text is.
+
+    Args:
+        text: in UTF-8.
+
+    Raises:
+        RefusedCallError: it is none, has more than 100 levels, or text that is no Unicode.
+
+    Example:
+        >>> read_json(b'{"n": 2}')
+        {'n': 2}
+    """
+    try:
+        body = json.loads(text.decode(), parse_constant=_no_number)
+        if b"\\ud" in text.lower():
+            json.dumps(body, ensure_ascii=False).encode()  # lone surrogates have no bytes
+    except (ValueError, RecursionError) as error:
+        raise RefusedCallError(f"the body is not JSON: {error!s:.200}") from None
+    if not isinstance(body, dict):
+        raise RefusedCallError("the body must be a JSON object")
+    if text.count(b"{") + text.count(b"[") > _MOST_LEVELS:
+        _check_levels(body)
+    return body
+
+
+def _no_number(name: str) -> None:
+    raise ValueError(f"{name} is not a number")
+
+
+def _check_levels(body: dict[str, Any]) -> None:
+    level: list[Any] = [body]
+    for _ in range(_MOST_LEVELS):
+        below = [each.values() if isinstance(each, dict) else each for each in level]
+        level = [item for each in below for item in each if isinstance(item, (dict, list))]
+    if level:
+        raise RefusedCallError(f"the body has more than {_MOST_LEVELS} levels")
+
+
+def _failed(error: Exception) -> RefusedCallError:
+    tell_once(f"a call of the gateway failed:\n{masked(traceback.format_exc())}")
+    told = masked(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
+    return RefusedCallError(f"the gateway failed: {told}", kind="server")
+
+
+def _spoken(request: Request) -> Protocol:
+    """The protocol of a client, where the path does not say it."""
+    return _ANTHROPIC if "anthropic-version" in request.headers else _CHAT
+
+
+def _model_card(name: str) -> dict[str, Any]:
+    openai = {"id": name, "object": "model", "created": 0, "owned_by": "torchrl_llm"}
+    since = "1970-01-01T00:00:00Z"
+    return {**openai, "type": "model", "display_name": name, "created_at": since}

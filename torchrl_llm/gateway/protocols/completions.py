@@ -1,0 +1,91 @@
+"""``/v1/completions`` of OpenAI: a text or token ids that the model continues."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
+from typing import Annotated, Any
+
+from torchrl_llm._checked import In
+from torchrl_llm.gateway.calls import Answer, Call, Port
+from torchrl_llm.gateway.protocols.chat_completions import (
+    FINISH,
+    NUM_SAMPLES,
+    prompt_ids,
+    take_stream,
+    token_ids,
+    usage,
+    wants_usage,
+)
+from torchrl_llm.gateway.protocols.fields import LARGEST, Fields, refused, take_sampling
+from torchrl_llm.gateway.protocols.protocol import Protocol, header, pieces
+
+
+class Completions(Protocol):
+    """OpenAI's completions."""
+
+    path = "/v1/completions"
+    stream_end = ("data: [DONE]\n\n",)
+
+    def parse(self, body: Mapping[str, Any]) -> Call:
+        """Read a call, see :meth:`Protocol.parse`."""
+        fields = Fields(body)
+        call = Call(
+            prompt=_prompt(fields.need("prompt", str | list)),
+            sampling=take_sampling(fields, "max_tokens"),
+            num_samples=fields.take("n", NUM_SAMPLES, 1),
+        )
+        fields.take("logprobs", Annotated[int, In("[0, 1]"), "of the sampled token only"])
+        take_stream(fields)
+        fields.finish()
+        return call
+
+    def response(
+        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
+    ) -> dict[str, Any]:
+        """Write answers, see :meth:`Protocol.response`."""
+        told = header(body, port, "cmpl-", "text_completion")
+        told["choices"] = [
+            {"index": i, "text": answer.message["content"], **_end(body, answer, port)}
+            for i, answer in enumerate(answers)
+        ]
+        return {**told, "usage": usage(answers)}
+
+    def events(
+        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
+    ) -> Iterator[dict[str, Any]]:
+        """Write answers as a stream, see :meth:`Protocol.events`."""
+        told = header(body, port, "cmpl-", "text_completion")
+        for i, answer in enumerate(answers):
+            for piece in pieces(answer.message["content"]):
+                choice = {"index": i, "text": piece, "finish_reason": None, "logprobs": None}
+                yield {**told, "choices": [choice]}
+            yield {**told, "choices": [{"index": i, "text": "", **_end(body, answer, port)}]}
+        if wants_usage(body):
+            yield {**told, "choices": [], "usage": usage(answers)}
+
+
+def _prompt(given: str | list[Any]) -> str | tuple[int, ...]:
+    if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
+        [given] = given
+    if isinstance(given, str):
+        return given
+    if not given or not all(type(each) is int and 0 <= each <= LARGEST for each in given):
+        raise refused("prompt", "must be one text, or one list of token ids")
+    return tuple(given)
+
+
+def _end(body: Mapping[str, Any], answer: Answer, port: Port) -> dict[str, Any]:
+    log_probs = None if body.get("logprobs") is None else _log_probs(answer, port)
+    end = {"finish_reason": FINISH[answer.finish_reason], "logprobs": log_probs}
+    return {**end, **prompt_ids(body, [answer]), **token_ids(body, answer)}
+
+
+def _log_probs(answer: Answer, port: Port) -> dict[str, Any]:
+    texts = port.token_texts(answer.token_ids)
+    return {
+        "tokens": texts,
+        "token_logprobs": answer.log_probs.tolist(),
+        "text_offset": list(accumulate(map(len, texts), initial=0))[:-1],
+        "top_logprobs": None,
+    }

@@ -1,0 +1,190 @@
+"""Shell of a session: a program that runs inside the sandbox, and nowhere else.
+
+Its source is sent as text to the interpreter of a session (:mod:`.interpreter`), next to that of
+:mod:`.run_supervisor`, whose functions find and kill processes and which it knows as ``guard``. A
+:class:`Shell` gives one command after another to a bash that it keeps, reads what they print, and
+says as JSON on standard output what came of each.
+
+Next: :mod:`torchrl_llm.tools.shell` is the tool.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shlex
+import stat
+import subprocess
+import sys
+import time
+
+# Of all files that are handed out together.
+_FILE_BYTES = 64 << 10
+# A command that writes this many times what is kept is ended, as every run in a sandbox.
+_OUTPUT_FACTOR = 64
+_CHUNK = 1 << 16
+# Between two looks whether the shell has ended.
+_LOOK_S = 0.02
+guard = None
+
+
+class Shell:
+    """A bash that is kept from one command to the next, and replaced where it ends.
+
+    Args:
+        files: path to text, put into the working directory.
+    """
+
+    def __init__(self, files) -> None:
+        # What a command leaves behind becomes a child of this process, which can end it.
+        guard._prctl(guard._PR_SET_CHILD_SUBREAPER, 1)
+        # Commands must not find the pipes of this process in /proc.
+        guard._prctl(guard._PR_SET_DUMPABLE, 0)
+        for path, text in files.items():
+            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+            with open(path, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+        self._bash = None
+
+    def run(self, command, *, timeout_s, keep, names) -> None:
+        """Run a command and write what came of it.
+
+        Args:
+            command: for bash.
+            timeout_s: seconds that it may take.
+            keep: bytes of its output.
+            names: files whose contents are handed out.
+        """
+        if self._bash is None:
+            self._start()
+        self._told, self._status = _Output(keep), b""
+        script = f"eval {shlex.quote(command)} </dev/null {self._status_w}>&-\n"
+        script += f"builtin echo $? >&{self._status_w}\n"
+        ended = self._pump(script.encode("utf-8", "replace"), time.monotonic() + timeout_s)
+        exit_code = int(self._status) if ended == "ready" else self._stop()
+        answer = {"ended": ended, "exit_code": exit_code, "output": self._told.parts()}
+        sys.stdout.write(json.dumps({**answer, "files": _contents(names)}))
+
+    def _start(self) -> None:
+        self._output_r, output_w = os.pipe()
+        self._status_r, self._status_w = os.pipe()
+        self._bash = subprocess.Popen(
+            ["bash", "--noprofile", "--norc", "-s"],
+            stdin=subprocess.PIPE,
+            stdout=output_w,
+            stderr=output_w,
+            pass_fds=[self._status_w],
+            preexec_fn=os.setpgrp,  # "kill 0" ends the shell, not this process
+            bufsize=0,
+        )
+        os.close(output_w)
+        os.close(self._status_w)
+        for fd in (self._output_r, self._status_r, self._bash.stdin.fileno()):
+            os.set_blocking(fd, False)
+
+    def _stop(self):
+        """End the shell and all that it left running; its exit code."""
+        exit_codes = {}
+        guard._kill_all(exit_codes, alone=False, uid=None)
+        while self._take(self._output_r, self._told.add):
+            pass
+        bash, self._bash = self._bash, None
+        bash.returncode = exit_codes.get(bash.pid, bash.returncode)
+        bash.stdin.close()
+        os.close(self._output_r)
+        os.close(self._status_r)
+        return bash.returncode
+
+    def _pump(self, script, deadline) -> str:
+        """Write the script and read until its status has come, or a limit is hit."""
+        stdin = self._bash.stdin.fileno()
+        readers = {self._output_r: self._told.add, self._status_r: self._add_status}
+        while (left := deadline - time.monotonic()) > 0:
+            ready, can_write, _ = select.select(
+                readers, [stdin] if script else [], [], min(left, _LOOK_S)
+            )
+            try:
+                script = script[os.write(stdin, script[:_CHUNK]) :] if can_write else script
+            except OSError:  # the shell has ended
+                script = b""
+            for fd in ready:
+                if not self._take(fd, readers[fd]):
+                    del readers[fd]
+            if self._status.endswith(b"\n"):
+                # What still runs in the background may write without an end.
+                while not self._told.too_long and self._take(self._output_r, self._told.add):
+                    pass
+                return "ready" if self._status.strip().isdigit() else "exit"
+            if self._told.too_long:
+                return "output"
+            ended = guard._reap()[0]
+            if self._bash.pid in ended:
+                self._bash.returncode = ended[self._bash.pid]
+                return "exit"
+        return "timeout"
+
+    def _add_status(self, chunk) -> None:
+        self._status += chunk
+
+    @staticmethod
+    def _take(fd, add) -> bool:
+        """Read a chunk; false at the end of the pipe, and where there is nothing now."""
+        try:
+            chunk = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        add(chunk)
+        return bool(chunk)
+
+
+class _Output:
+    """The beginning and the end of what a command writes.
+
+    Args:
+        keep: bytes of both together.
+    """
+
+    def __init__(self, keep) -> None:
+        self.keep, self.total = keep, 0
+        self._head, self._tail = b"", b""
+
+    def add(self, chunk) -> None:
+        self.total += len(chunk)
+        room = self.keep * 2 // 3 - len(self._head)
+        self._head += chunk[:room]
+        self._tail = (self._tail + chunk[room:])[-(self.keep - self.keep * 2 // 3) :]
+
+    @property
+    def too_long(self) -> bool:
+        """Whether it is more than any command may write."""
+        return self.total > _OUTPUT_FACTOR * self.keep
+
+    def parts(self):
+        """Both as texts, and how many bytes are missing between them."""
+        left_out = self.total - len(self._head) - len(self._tail)
+        if not left_out:  # a character may lie across the two
+            return [(self._head + self._tail).decode("utf-8", "replace"), 0, ""]
+        return [
+            self._head.decode("utf-8", "replace"),
+            left_out,
+            self._tail.decode("utf-8", "replace"),
+        ]
+
+
+def _contents(names):
+    """Texts of files; ``None`` for what is no file, or too much."""
+    found, room = {}, _FILE_BYTES
+    for name in names:
+        found[name] = None
+        try:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
+        except (OSError, ValueError):
+            continue
+        with open(fd, "rb") as file:
+            state = os.fstat(fd)
+            if stat.S_ISREG(state.st_mode) and state.st_size <= room:
+                data = file.read(room)
+                room -= len(data)
+                found[name] = data.decode("utf-8", "replace")
+    return found

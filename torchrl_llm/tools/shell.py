@@ -1,0 +1,284 @@
+"""Shell for a model: :class:`ShellTool`, and :class:`ShellTransform` for rows that bring files.
+
+Each conversation has a sandbox of its own, in which :mod:`torchrl_llm.sandbox.shell` keeps a bash:
+files, working directory and variables live from call to call and end with the conversation.
+
+Next: :mod:`torchrl_llm.envs.datasets.repairs` is a task.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any
+
+from tensordict import TensorDictBase
+from torchrl._utils import logger
+
+from torchrl_llm._checked import Ge, Gt, checked
+from torchrl_llm._registry import register
+from torchrl_llm.data.column import Column
+from torchrl_llm.sandbox import Limits, Sandbox, run_supervisor
+from torchrl_llm.sandbox import shell as shell_program
+from torchrl_llm.tools.python_interpreter import PythonExecutorService
+from torchrl_llm.tools.tool import Restarted, Tool, ToolKind
+from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
+from torchrl_llm.tools.tool_transform import ToolTransform
+
+FILES = "files"
+"""Column of a row: path to text, the files of its working directory."""
+# What the sandbox keeps of an answer: output and files, each byte of them perhaps as "\u0000".
+_ANSWER_BYTES = 1 << 20
+# What ending all that a command has started may take.
+_STOP_S = 6.0
+# Of each end of a command: the error's name, and what the model reads besides the output.
+_ENDS = {
+    "timeout": ("TimeoutError", "[The command did not end within {timeout:g} s and was stopped.]"),
+    "output": ("OutputLimit", "[The command wrote too much and was stopped.]"),
+    "exit": ("ShellExited", "[The shell exited with code {code}.]"),
+    "signal": ("Killed", "[The shell was killed by signal {signal}.]"),
+}
+_FRESH = "[The next command gets a fresh shell, in the same files.]"
+_OVER = "[The whole session ended ({status}). The next command gets a new one{files}.]"
+_NOT_RUN = "[The command could not be run; this is no fault of the command.]"
+_PIECE = """
+if "shell" not in globals():
+    import types
+    guard, shell = types.ModuleType("guard"), types.ModuleType("shell")
+    exec({guard!r}, vars(guard))
+    exec({program!r}, vars(shell))
+    shell.guard = guard
+    shell = shell.Shell({files!r})
+shell.run(**{arguments!r})
+"""
+
+
+@register("tools", "shell")
+class ShellTool(Restarted, Tool):
+    r"""Runs commands in a bash that is kept for the whole conversation, in a sandbox.
+
+    Standard output and errors come together, as in a terminal; standard input is empty. A command
+    that does not end in time, and one that ends its shell, is a result that says so: the next one
+    gets a fresh shell in the same files, and what ran in the background is gone. Where a command
+    brings down the session itself (its memory, for example), only the files are left that the row
+    has brought, as they were after the last command.
+
+    Args:
+        timeout: seconds that a command may take.
+        sandbox: where the shells run, or the name of a kind of sandbox; the strongest that the
+            machine has by default. It needs bash, which an image may lack.
+        limits: of each session; ``output_bytes`` is what a model reads of a command, whose middle
+            is left out where it wrote more.
+        max_sessions: shells that are kept; beyond that the one that was used least recently is
+            ended.
+        kind: see :class:`~torchrl_llm.tools.tool.Tool`.
+        name: what the model calls it.
+
+    Raises:
+        ConfigError: an impossible number, or ``limits`` next to a sandbox that has its own.
+
+    Example:
+        >>> tool = ShellTool()
+        >>> tool.run(ToolCall("shell", {"command": "cd /usr && export X=3"}, session=0)).content
+        ''
+        >>> tool.run(ToolCall("shell", {"command": "pwd; echo $X"}, session=0)).content
+        '/usr\n3\n'
+        >>> tool.close()
+    """
+
+    description = (
+        "Runs a command in bash and returns what it prints. Files, the working directory and "
+        "variables are kept from one call to the next."
+    )
+    parameters: Mapping[str, Any] = {
+        "type": "object",
+        "properties": {"command": {"type": "string", "description": "for bash"}},
+        "required": ["command"],
+        "additionalProperties": False,
+    }
+    stateful = True
+
+    _own = ("_owner", "_files")
+
+    @checked
+    def __init__(
+        self,
+        *,
+        timeout: Annotated[float, Gt(0)] = 10.0,
+        sandbox: Sandbox | str | None = None,
+        limits: Limits | None = None,
+        max_sessions: Annotated[int, Ge(1)] = 1024,
+        kind: ToolKind = "auxiliary",
+        name: str = "shell",
+    ) -> None:
+        if limits is None and not isinstance(sandbox, Sandbox):
+            limits = Limits(output_bytes=8 << 10)
+        executor = PythonExecutorService(
+            64, timeout + _STOP_S, sandbox=sandbox, limits=limits, max_sessions=max_sessions
+        )
+        self.output_bytes = executor.limits.output_bytes
+        answer_bytes = _ANSWER_BYTES + 6 * self.output_bytes
+        executor.limits = replace(executor.limits, output_bytes=answer_bytes)
+        self.executor, self.command_timeout = executor, timeout
+        self.timeout = executor.timeout + _STOP_S
+        self.kind, self.name = kind, name
+        self._begin()
+
+    def _begin(self) -> None:
+        # Others may have conversations of the same number with the same service.
+        self._owner = uuid.uuid4().hex
+        self._files: dict[int | None, dict[str, str | None]] = {}
+
+    def run(self, call: ToolCall) -> ToolOutput:
+        """Run the command; whatever comes of it is a result."""
+        command, session = call.args["command"], call.session
+        if "\0" in command:
+            return ToolOutput("A command cannot hold the character NUL.", "ValueError")
+        files = self._files.setdefault(session, _files_of(call.state))
+        piece = _PIECE.format(
+            **_sources(),
+            files={path: text for path, text in files.items() if text is not None},
+            arguments={
+                "command": command,
+                "timeout_s": self.command_timeout,
+                "keep": self.output_bytes,
+                "names": list(files),
+            },
+        )
+        result = self.executor.execute(piece, session=(self._owner, session))
+        answer = _read(result)
+        if answer is None:
+            return self._over(result, session)
+        self._files[session] = {path: answer["files"].get(path) for path in files}
+        output = self._output(answer)
+        if result["restarted"]:
+            return output._replace(content="[This is a new session.]\n" + output.content)
+        return output
+
+    def _output(self, answer: Mapping[str, Any]) -> ToolOutput:
+        head, left_out, tail = answer["output"]
+        ended, code = answer["ended"], answer["exit_code"]
+        if ended == "ready":
+            error, said = ("CommandFailed", f"[exit code {code}]") if code else ("", "")
+        else:
+            signalled = ended == "exit" and code is not None and code < 0
+            error, said = _ENDS["signal" if signalled else ended]
+            said = said.format(timeout=self.command_timeout, code=code, signal=-(code or 0))
+            said = f"{said}\n{_FRESH}"
+        middle = f"[... {left_out} bytes left out ...]" if left_out else ""
+        text = _lines(head, middle, tail, said)
+        return ToolOutput(text, error, exit_code=code, truncated=bool(left_out))
+
+    def _over(self, result: Mapping[str, Any], session: int | None) -> ToolOutput:
+        """What the model reads where the sandbox gave no answer; the session is ended."""
+        self.executor.end_session((self._owner, session))
+        if result["status"] in ("sandbox_error", "error"):
+            # It is about the machine (without a bash, for example): no use for the model.
+            logger.warning(f"the sandbox of a shell failed: {result['stderr']}")
+            return ToolOutput(f"{_NOT_RUN}\n", "SandboxError")
+        files = self._files[session]
+        left = f", with {', '.join(files)} as after the last command" if files else " without files"
+        said = _OVER.format(status=result["status"], files=left)
+        return ToolOutput(f"{said}\n", "SessionEnded", exit_code=result["returncode"])
+
+    def files(self, session: int | None) -> Mapping[str, str | None] | None:
+        """The files that a conversation's row has brought, as its last command has left them.
+
+        Args:
+            session: its ``traj_id``.
+
+        Returns:
+            Path to text, ``None`` for a file that is not there any more (or is no text of at most
+            64 KiB); ``None`` where the conversation has called nothing.
+        """
+        return self._files.get(session)
+
+    def end_session(self, session: int | None) -> None:
+        """End the shell of a conversation, with its files."""
+        self._files.pop(session, None)
+        self.executor.end_session((self._owner, session))
+
+    def close(self) -> None:
+        """End all shells."""
+        self._files.clear()
+        self.executor.close()
+
+
+class ShellTransform(ToolTransform):
+    """A shell in the files of the row: its working directory begins with the column ``files``.
+
+    After each step the column holds them as the shell has left them, so a reward can look at them,
+    and a run that is resumed goes on from them. A row is a mapping of paths to texts.
+
+    Args:
+        shell: the tool; one with default limits if not given.
+        kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
+
+    Example:
+        >>> from torchrl_llm.envs import DatasetChatEnv
+        >>> rows = [{"query": "What is in a.txt?", "files": {"a.txt": "hello"}}]
+        >>> env = DatasetChatEnv(dataset=rows).append_transform(ShellTransform())
+        >>> td = env.reset()
+        >>> call = {"function": {"name": "shell", "arguments": {"command": "cat a.txt; rm *"}}}
+        >>> turn = {"role": "assistant", "content": "", "tool_calls": [call]}
+        >>> prompt = td["history"].prompt
+        >>> td["history"].full = type(prompt).of([prompt.chats[0] + [turn]])
+        >>> td = env.step(td)["next"]
+        >>> td["history"].prompt[0, -1].content, td["files"][0]
+        ('hello', {'a.txt': None})
+        >>> env.close()
+    """
+
+    hands_over_state = True
+
+    def __init__(self, shell: ShellTool | None = None, **kwargs: Any) -> None:
+        shell = ShellTool() if shell is None else shell
+        super().__init__([shell], **kwargs)
+        self.shell = shell
+
+    def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        next_tensordict = super()._step(tensordict, next_tensordict)
+        before = tensordict.get(FILES).tolist()
+        sessions = tensordict.get("traj_id").flatten().tolist()
+        found = [self.shell.files(session) for session in sessions]
+        now = [old if new is None else new for old, new in zip(before, found, strict=True)]
+        next_tensordict.set(FILES, Column.of(now))
+        return next_tensordict
+
+
+@functools.cache
+def _sources() -> dict[str, str]:
+    """The programs of a session, by their names in a piece."""
+    modules = {"guard": run_supervisor, "program": shell_program}
+    return {name: Path(each.__file__).read_text("utf-8") for name, each in modules.items()}
+
+
+def _files_of(row: TensorDictBase | None) -> dict[str, str | None]:
+    """The files that a row brings."""
+    found = None if row is None else row.get(FILES, None)
+    return {} if found is None else dict(found.data)
+
+
+def _read(result: Mapping[str, Any]) -> dict[str, Any] | None:
+    """The answer of the program in the sandbox; ``None`` where there is none."""
+    if result["status"] != "ok":
+        return None
+    try:
+        answer = json.loads(result["stdout"])
+        head, left_out, tail = answer["output"]
+        whole = isinstance(answer["files"], dict) and isinstance(answer["exit_code"], int | None)
+        whole = whole and answer["ended"] in ("ready", *_ENDS) and left_out >= 0
+        return answer if whole and isinstance(head + tail, str) else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def _lines(*parts: str) -> str:
+    """Parts one below the other, those that are empty left out."""
+    parts = [part for part in parts if part]
+    ends = [part if part.endswith("\n") else f"{part}\n" for part in parts[:-1]]
+    return "".join([*ends, *parts[-1:]])
