@@ -19,6 +19,7 @@ from torchrl_llm._registry import register
 from torchrl_llm.data.row_files import GeneratedRows, Row, read_jsonl
 from torchrl_llm.envs.datasets.task_env import TaskEnv, check_split
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.rewards.function_reward import as_reward
 from torchrl_llm.rewards.reward_parser import RewardParser
 
 _PLAYER = Path(__file__).parents[1] / "libs" / "adapters" / "verifiers_program.py"
@@ -100,18 +101,15 @@ class VerifiersEnv(TaskEnv):
         return GeneratedRows(lambda index: rows[index], count, offset=start if held_out else 0)
 
     def make_reward(self) -> RewardParser:
-        """What says that the reward comes from a program, where there is none."""
-        return _ProgramReward()
+        """Says that the reward comes from a program, where there is none."""
+        return as_reward(_refuse)
 
 
-class _ProgramReward(RewardParser):
-    """Refuses to score: the environment does, in the program that plays it."""
-
-    def score(self, response: Any, answer: Any) -> float:
-        raise ConfigError(
-            "an environment for verifiers scores its own rollouts: set agent=program "
-            "agent.program=verifiers agent.python=... (a Python with verifiers)"
-        )
+def _refuse(response: str) -> float:
+    raise ConfigError(
+        "an environment for verifiers scores its own rollouts: set agent=program "
+        "agent.program=verifiers agent.python=... (a Python with verifiers)"
+    )
 
 
 @cache
