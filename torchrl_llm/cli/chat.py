@@ -62,29 +62,16 @@ def main(arguments: Sequence[str]) -> int:
 def _conversation(given: Options) -> Any:
     import torch
 
-    from torchrl_llm import modules
     from torchrl_llm._registry import importing_only
-    from torchrl_llm.recipes.builders import present_device, spare_threads
     from torchrl_llm.recipes.chat_settings import check_types, group_of, make_conversation
-    from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 
-    name, config = given.model, {}
-    if name is not None and Path(name).is_dir():
-        name = model_folder(Path(name))
-        run = run_of(name)
-        config = {} if run is None else read_config(run)
-    elif name is not None:
-        config = {"model": {"name": name}}
+    name, config = model_and_config(given.model)
     check_types(config)
     env = group_of(config, "env")
     config = {**config, "env": {**env, "tools": [*(env.get("tools") or ()), *given.tool]}}
-    spare_threads(name)
-    device = present_device("auto", "device")
-    dtype = "bfloat16" if device.type == "cuda" else "float32"
     make = partial(
         make_conversation,
-        modules.load_model(name, dtype=dtype, device=device),
-        modules.load_tokenizer(name),
+        *load(name),
         system_prompt=given.system,
         max_tokens=given.max_tokens,
         temperature=given.temperature,
@@ -105,6 +92,37 @@ def _conversation(given: Options) -> Any:
     if sys.stdin.isatty():
         _tell(f"{name or 'the model that ships with the package'}; {_HELP}")
     return conversation
+
+
+def model_and_config(name: str | None) -> tuple[Any, dict[str, Any]]:
+    """Where a model is, and the configuration of the run that made it.
+
+    Args:
+        name: folder of a run, of a checkpoint or a model, or a hub name; ``None`` for the model
+            that ships with the package.
+    """
+    from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
+
+    if name is None or not Path(name).is_dir():
+        return name, {} if name is None else {"model": {"name": name}}
+    folder = model_folder(Path(name))
+    run = run_of(folder)
+    return folder, {} if run is None else read_config(run)
+
+
+def load(name: Any) -> tuple[Any, Any]:
+    """A model on the device that there is, and its tokenizer.
+
+    Args:
+        name: as :func:`model_and_config` gives it.
+    """
+    from torchrl_llm import modules
+    from torchrl_llm.recipes.builders import present_device, spare_threads
+
+    spare_threads(name)
+    device = present_device("auto", "device")
+    dtype = "bfloat16" if device.type == "cuda" else "float32"
+    return modules.load_model(name, dtype=dtype, device=device), modules.load_tokenizer(name)
 
 
 def _talk(conversation: Any, *, is_terminal: bool) -> int:

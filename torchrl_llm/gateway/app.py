@@ -53,7 +53,8 @@ def make_app(
     the key of another session.
 
     Args:
-        find_port: key to the port of its session; ``None`` for a key that is not known.
+        find_port: key to the port of its session; ``None`` for a key that is not known. A request
+            without a key has the key ``""``.
         max_body_bytes: a longer request is refused (413).
         max_calls: most calls that may wait for their answers; a further one is refused (429).
 
@@ -171,7 +172,8 @@ class _Gateway:
         in_path, headers = request.path_params.get("key"), request.headers
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         keys = {in_path, bearer.strip() * (scheme.lower() == "bearer"), headers.get("x-api-key")}
-        ports = {key: port for key in keys if key and (port := self._find_port(key)) is not None}
+        keys = keys - {None, ""} or {""}
+        ports = {key: port for key in keys if (port := self._find_port(key)) is not None}
         if not ports or (in_path is not None and in_path not in ports):
             raise RefusedCallError("the key of the session is not known", kind="key")
         if len(ports) > 1:

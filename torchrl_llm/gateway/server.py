@@ -56,6 +56,7 @@ class GatewayServer:
         settings = uvicorn.Config(
             app,
             lifespan="off",
+            log_level="warning",
             ws="none",
             log_config=None,
             access_log=False,

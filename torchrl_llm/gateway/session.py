@@ -58,6 +58,7 @@ class Pending:
         chat: the conversation, with the record of the prompt.
         sampling: the sampling fields that the call sets.
         loop: where the answer is waited for.
+        is_text: the program has written the prompt itself, and not messages.
 
     Attributes:
         answered: the record of prompt and answer.
@@ -67,6 +68,7 @@ class Pending:
     chat: Chat
     sampling: Mapping[str, Any]
     loop: asyncio.AbstractEventLoop
+    is_text: bool = False
     answered: asyncio.Future[TokenRecord] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -265,7 +267,7 @@ class GatewaySession(Port):
         sampling = dict(call.sampling)
         if "max_new_tokens" in sampling:
             sampling["max_new_tokens"] = min(sampling["max_new_tokens"], limits.max_new_tokens)
-        pending = Pending(self, prompt, sampling, asyncio.get_running_loop())
+        pending = Pending(self, prompt, sampling, asyncio.get_running_loop(), place is None)
         self.num_calls += 1
         self._engine.submit(pending)
         try:

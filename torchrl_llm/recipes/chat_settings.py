@@ -41,6 +41,7 @@ class ChatSettings(NamedTuple):
         tools: the task's, those of ``env.tools`` and those of the agent.
         schemas: of the tools that the prompt describes, for a policy's ``tools``; ``None`` for none
             (the model that ships with the package knows its tool without).
+        shows_tools: whether prompts describe tools at all.
         chat_template_name: a family of templates; ``None`` for the tokenizer's own.
         template_kwargs: variables of the template; ``None`` for none.
         max_tokens: tokens that a response may have; ``None`` where nothing is said.
@@ -52,6 +53,7 @@ class ChatSettings(NamedTuple):
     chat_template_name: str | None = None
     template_kwargs: Mapping[str, Any] | None = None
     max_tokens: int | None = None
+    shows_tools: bool = True
 
 
 def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
@@ -90,6 +92,7 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
         model.get("chat_template_name"),
         model.get("template_kwargs") or None,
         group_of(config, "inference_model").get("max_tokens"),
+        told,
     )
 
 
@@ -151,8 +154,32 @@ def make_conversation(
         ConfigError: tools that there are not.
     """
     settings = chat_settings(config)
+    policy = make_chat_policy(
+        model, tokenizer, settings, max_tokens=max_tokens, temperature=temperature
+    )
+    system = settings.system_prompt if system_prompt is None else system_prompt
+    return Conversation(policy, system_prompt=system, tools=settings.tools)
+
+
+def make_chat_policy(
+    model: Any,
+    tokenizer: Any,
+    settings: ChatSettings,
+    *,
+    max_tokens: int | None = None,
+    temperature: float = 0.0,
+) -> modules.TransformersWrapper:
+    """A policy that is prompted as the model of a run was.
+
+    Args:
+        model: what :func:`~torchrl_llm.modules.load_model` gives.
+        tokenizer: its tokenizer.
+        settings: of the run.
+        max_tokens: of an answer; ``None`` for that of the run, or 256.
+        temperature: of sampling; 0 is greedy.
+    """
     wanted = (max_tokens, settings.max_tokens, _MAX_TOKENS)
-    policy = modules.TransformersWrapper(
+    return modules.TransformersWrapper(
         model,
         tokenizer=tokenizer,
         chat_template_name=settings.chat_template_name,
@@ -163,8 +190,6 @@ def make_conversation(
             "temperature": temperature,
         },
     )
-    system = settings.system_prompt if system_prompt is None else system_prompt
-    return Conversation(policy, system_prompt=system, tools=settings.tools)
 
 
 def _of_task(env: Mapping[str, Any]) -> tuple[str | None, tuple[ToolTransform, ...]]:

@@ -11,7 +11,7 @@ from torchrl._utils import logger
 
 from torchrl_llm.data.failures import Failure
 from torchrl_llm.errors import TemplateError, TorchRLLLMError
-from torchrl_llm.recipes.doctor import data, machine, reward, template
+from torchrl_llm.recipes.doctor import data, machine, program, reward, template
 from torchrl_llm.recipes.doctor.finding import Finding, by_level, error
 from torchrl_llm.recipes.doctor.subject import Subject
 
@@ -43,6 +43,7 @@ CHECKS = (
     Check(template.round_trip, template.MODEL, template.TEMPLATE),
     Check(reward.known_answers, "reward.function", "reward.function"),
     Check(machine.learning, "optimizer.lr", _TRAINED),
+    Check(program.session, program.KEY, program.KEY),
     Check(reward.groups, "env.dataset", "env.repeats"),
     Check(machine.needed_memory, "model.name", _TRAINED),
     Check(machine.disk, "checkpoint.keep_last", _TRAINED),

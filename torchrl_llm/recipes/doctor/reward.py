@@ -176,6 +176,7 @@ def groups(subject: Subject) -> Iterator[Finding]:
     with torch.no_grad(), builders.autocast(config):
         sizes = {"num_prompts": rows, "max_turns": turns, "num_shown": 0}
         evaluate(env, policy, **sizes, on_answer=lambda row, outcome: outcomes.append(outcome))
+    env.close()
     seconds = (time.perf_counter() - begun) / len(outcomes)
     yield _ends(config.inference_model.max_tokens, outcomes)
     # Distillation reads it with a coefficient only.

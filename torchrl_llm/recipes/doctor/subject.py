@@ -18,6 +18,7 @@ from torchrl_llm._settings import dotted, naming
 from torchrl_llm.data.chat import Chat
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.recipes import builders
+from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.data_config import ROWS
 from torchrl_llm.recipes.tasks import task_class
 
@@ -173,6 +174,8 @@ class Subject:
         """The tasks, each with an environment that holds one conversation."""
         config, tokenizer = deepcopy(self.config), self.tokenizer
         config.eval.batch_size = 1
+        if "agent.type" in self.keys and config.agent.owns_loop:
+            config.agent = AgentConfig.of()  # its prompts are its own, rows and reward the task's
         if "tasks" in self.keys:
             config.eval.repeats = 1
             make_env = importlib.import_module("evaluate_utils").make_env
