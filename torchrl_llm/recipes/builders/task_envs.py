@@ -156,11 +156,6 @@ def _prepared(config: SampledConfig, env: TaskEnv) -> Any:
     """The environment with its reward, its agent, and its limits."""
     if config.agent.owns_loop:
         return _with_program(config, _with_components(config, env))
-    ensure(
-        task_class(config.env.dataset).PROGRAM is None,
-        f"env={config.env.dataset} is played by a program alone: set agent=program "
-        f"agent.program={config.env.dataset} agent.python=... (a Python with {config.env.dataset})",
-    )
     return _with_context_limit(config, _with_components(config, with_agent(config, env)))
 
 
