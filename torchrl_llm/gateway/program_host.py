@@ -77,7 +77,7 @@ class Functions:
         self.is_async = inspect.iscoroutinefunction(self.function)
         parameters = list(inspect.signature(self.function).parameters)
         self.takes_client = parameters[1:2] == ["client"]
-        self.running = {}
+        self.running, self.shared = {}, None
         if self.is_async:
             self.loop = asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -86,11 +86,7 @@ class Functions:
         """Begin a job."""
         arguments = [job["row"], job["base_url"], job["api_key"]]
         if self.takes_client:
-            import openai
-
-            kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
-            client = kind(base_url=job["base_url"], api_key=job["api_key"], max_retries=0)
-            arguments = [job["row"], client]
+            arguments = [job["row"], self.client(job["base_url"], job["api_key"])]
         if self.is_async:
             work = self.function(*arguments)
             future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -102,6 +98,15 @@ class Functions:
         )
         self.running[job["id"]] = run
         run.start()
+
+    def client(self, base_url, api_key):
+        """A client of the session, which shares its connections with those of others."""
+        if self.shared is None:
+            import openai
+
+            kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
+            self.shared = kind(base_url=base_url, api_key=api_key, timeout=None, max_retries=0)
+        return self.shared.with_options(base_url=base_url, api_key=api_key)
 
     def end(self, number, result):
         """Tell what came of a job."""
