@@ -30,6 +30,7 @@ FLOORS = {
     "collectors": 3,
     "objectives": 3,
     "agents": 3,
+    "gateway": 3,
     "trainers": 3,
     "evaluation": 3,
     "algorithms": 4,
