@@ -61,6 +61,7 @@ SAME_FLOOR = {
     "modules": {"weights"},
     "weights": {"modules"},
     "trainers": {"collectors", "objectives", "evaluation"},
+    "agents": {"gateway"},
     "recipes": {"algorithms"},
     "langmarl": {"recipes"},
     "cli": {"recipes"},

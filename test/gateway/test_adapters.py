@@ -35,8 +35,14 @@ VERIFIERS = os.environ.get("TORCHRL_LLM_VERIFIERS_PYTHON")
 PROGRAMS = Path(__file__).parents[2] / "docs" / "source" / "howto" / "programs"
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
-needs_agents = pytest.mark.skipif(AGENTS is None, reason="no TORCHRL_LLM_AGENTS_PYTHON")
-needs_verifiers = pytest.mark.skipif(VERIFIERS is None, reason="no TORCHRL_LLM_VERIFIERS_PYTHON")
+def _needs(python, name):
+    """Both: it takes minutes, and a Python with packages of others."""
+    skipped = pytest.mark.skipif(python is None, reason=f"no {name}")
+    return lambda test: pytest.mark.full(skipped(test))
+
+
+needs_agents = _needs(AGENTS, "TORCHRL_LLM_AGENTS_PYTHON")
+needs_verifiers = _needs(VERIFIERS, "TORCHRL_LLM_VERIFIERS_PYTHON")
 
 
 def played(program, env, python, max_new_tokens=40):
