@@ -68,7 +68,8 @@ class Functions:
     def __init__(self, target, done):
         file, _, name = target.rpartition(":")
         path = Path(file).resolve()
-        sys.path.insert(0, str(path.parent))
+        # The user's folder in the place of ours, whose files have names that packages have, too.
+        sys.path[0] = str(path.parent)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module

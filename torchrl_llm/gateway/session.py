@@ -377,5 +377,5 @@ def _as_refusal(field: str = "messages") -> Iterator[None]:
     """What is wrong with the conversation of a call is told to its client."""
     try:
         yield
-    except (DataError, TemplateError, TokenizerError) as error:
+    except (DataError, TemplateError, TokenizerError, UnicodeEncodeError) as error:
         raise RefusedCallError(str(error), field=field) from error

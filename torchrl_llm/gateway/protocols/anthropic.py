@@ -79,6 +79,8 @@ class AnthropicMessages(Protocol):
             messages += [canonical(message, each.path) for message in _messages(each)]
         if not messages:
             raise refused("messages", "must have at least one message")
+        if messages[-1]["role"] == "assistant":  # the answer goes on with it
+            messages[-1] = {**messages[-1], "is_complete": False}
         call = Call(
             messages=tuple(messages),
             tools=_tools(fields),

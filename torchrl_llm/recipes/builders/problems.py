@@ -70,9 +70,14 @@ def check_problems(config: SampledConfig) -> None:
 
     Raises:
         DataError: missing or malformed data.
-        ConfigError: the problems do not suffice.
+        ConfigError: the problems do not suffice, or only a program can play the task.
     """
-    task = task_class(config.env.dataset)
+    task, name = task_class(config.env.dataset), config.env.dataset
+    ensure(
+        task.PROGRAM is None or config.agent.owns_loop,
+        f"env={name} is played by a program alone: set agent=program agent.program={name} "
+        f"agent.python=... (a Python with {name})",
+    )
     train, held_out = (each.get("dataset") for each in task_rows(config, task))
     if config.env.dataset == ROWS:
         reward = as_reward(task_settings(config)["reward"])

@@ -11,7 +11,7 @@ CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")  # one for all
 
 
 def calculate(expression):
-    if not re.fullmatch(r"[\d\s+*/()-]{1,60}", expression) or "**" in expression:
+    if not re.fullmatch(r"[\d\s+*/()-]{1,60}", str(expression)) or "**" in expression:
         return "cannot be computed"
     try:
         return str(eval(expression))
