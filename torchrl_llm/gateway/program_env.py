@@ -244,6 +244,7 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
             for each, done in zip(rollouts, tensordict.get("done").flatten().tolist(), strict=True)
         ]
         self.programs.begin_again(tensordict, lost)
+        self.sessions.answered()
         for rollout, row in zip(rollouts, rows, strict=True):
             if rollout is not None and rollout.asked is not None:
                 self.sessions.answer(rollout, row)
