@@ -5,9 +5,9 @@
 The first rows compare CPU time of this process: 64 tokens of the embedded model by a call of the
 gateway (chat completions, its client is another process), and by ``backend.generate``, for one
 client and for 16 at a time. The last figures are how full an engine is that takes 4 seconds for at
-most 256 rows: 256 programs of two calls with a tool between them, on a plain client and on OpenAI's,
-beside 256 rows of a ChatEnv that does the same with a tool of ours. Full is an engine that always
-has 256 rows. The programs run on the same cores, and what their clients take is part of it.
+most 256 rows: 256 programs of two calls with a tool between them, on a plain client and on
+OpenAI's, beside 256 rows of a ChatEnv that does the same with a tool of ours. Full is an engine
+that always has 256 rows. The programs run on the same cores: what their clients take is part of it.
 """
 
 from __future__ import annotations

@@ -35,6 +35,7 @@ VERIFIERS = os.environ.get("TORCHRL_LLM_VERIFIERS_PYTHON")
 PROGRAMS = Path(__file__).parents[2] / "docs" / "source" / "howto" / "programs"
 ENVIRONMENTS = Path(__file__).parent / "environments"
 
+
 def _needs(python, name):
     """Both: it takes minutes, and a Python with packages of others."""
     skipped = pytest.mark.skipif(python is None, reason=f"no {name}")

@@ -415,6 +415,12 @@ class TrajectoryRollout(Lockstep):
         """See :attr:`Rollout.tokens_in_flight`."""
         return self.assembly.tokens + self.tokens_held
 
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; what runs outside begins again."""
+        super().load_state_dict(state)
+        if isinstance(self.env, HoldsTurns):
+            self.assembly.clear_open()
+
 
 class WaveRollout(TrajectoryRollout):
     """Batches of all trajectories that begin together, one a row of the environment.

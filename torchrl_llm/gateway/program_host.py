@@ -12,6 +12,7 @@ Next: :mod:`torchrl_llm.gateway.program_runner` is that other end.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import importlib.util
@@ -29,6 +30,7 @@ import traceback
 from pathlib import Path
 
 _LONGEST = 4000
+_FUTURES = concurrent.futures._base.__file__
 
 
 class Stopped(BaseException):
@@ -209,15 +211,10 @@ def kill(process):
 
 def failure(error):
     """An exception as JSON."""
-    frames = [
-        (frame.filename, frame.lineno, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__
-    ]
     shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(
-        [frame for frame in shown.stack if frame.filename != __file__]
-    )
+    own = [frame for frame in shown.stack if frame.filename not in (__file__, _FUTURES)]
+    shown.stack = traceback.StackSummary.from_list(own)
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in own]
     return {
         "type": type(error).__name__,
         "message": str(error)[:_LONGEST],

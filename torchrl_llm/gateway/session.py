@@ -240,8 +240,8 @@ class GatewaySession(Port):
         ]
         if limits.trains and cuts and not limits.keeps_support and sampling.get("temperature") != 0:
             raise RefusedCallError(
-                f"{cuts[0]} cuts what can be sampled, which a loss can only follow with "
-                "inference_model.record_support=true; leave it out, or set that key",
+                f"{cuts[0]} cuts what can be sampled, which a loss can follow only where the run "
+                f"records it: leave it out, or set inference_model.{cuts[0]} for the whole run",
                 field=cuts[0],
             )
         if limits.trains and sampling.get("repetition_penalty", 1.0) != 1.0:
