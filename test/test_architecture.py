@@ -13,6 +13,9 @@ from without_extras import run_hidden
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrl_llm"
 FILES = sorted(PACKAGE.rglob("*.py"))
+# Programs for packages of others, each under a Python that has the package.
+ADAPTERS = sorted((PACKAGE / "envs" / "libs" / "adapters").glob("*_program.py"))
+OURS = [path for path in FILES if path not in ADAPTERS]
 PAGES = sorted((ROOT / "sota-implementations").rglob("*.py"))
 
 FLOORS = {
@@ -27,6 +30,7 @@ FLOORS = {
     "collectors": 3,
     "objectives": 3,
     "agents": 3,
+    "gateway": 3,
     "trainers": 3,
     "evaluation": 3,
     "algorithms": 4,
@@ -57,6 +61,7 @@ SAME_FLOOR = {
     "modules": {"weights"},
     "weights": {"modules"},
     "trainers": {"collectors", "objectives", "evaluation"},
+    "agents": {"gateway"},
     "recipes": {"algorithms"},
     "langmarl": {"recipes"},
     "cli": {"recipes"},
@@ -201,11 +206,17 @@ def test_torchrl_llm_parts_are_never_imported():
 
 
 def test_no_optional_package_at_module_top():
-    for path in FILES:
+    for path in OURS:
         for line, module, _ in _imports(_tree(path), top_only=True):
             package = module.partition(".")[0]
             allowed = package in ALWAYS_INSTALLED or package in sys.stdlib_module_names
             assert allowed, f"{_id(path)}:{line} imports {package} at module top"
+
+
+def test_no_file_imports_what_runs_under_a_python_of_its_own():
+    for path in FILES:
+        named = [(line, module, *names) for line, module, names in _imports(_tree(path))]
+        assert not [each for each in named if "adapters" in f"{each[1:]}"], _id(path)
 
 
 def test_a_test_that_imports_what_its_extra_does_not_bring_is_skipped_without_it():
@@ -271,7 +282,7 @@ def test_every_public_name_is_documented():
 
 
 def test_every_file_imports_with_the_base_packages_alone_and_changes_no_global_of_tensordict():
-    modules = [_module(path) for path in FILES if path.name != "__main__.py"]
+    modules = [_module(path) for path in OURS if path.name != "__main__.py"]
     late = ["matplotlib", "hydra", "omegaconf", "tensorboard"]  # always there, imported at use
     done = run_hidden(
         "import importlib\n"

@@ -41,6 +41,8 @@ ARGUMENTS = {
     "loggers": {"run_dir": "runs", "experiment_name": "one"},
     "judge": {"url": "http://localhost:1/v1", "model": "judge"},
     "length": {"longest": 9},
+    "program": {"command": "true"},
+    "verifiers": {"dataset": [{"query": "1+1?", "task": "{}"}]},
     "rows": {"dataset": [{"query": "1+1?", "answer": "2"}], "reward": str.__eq__},
 }
 made = {}

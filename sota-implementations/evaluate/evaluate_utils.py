@@ -19,12 +19,13 @@ from evaluate_config import EvaluateConfig
 from server_policy import server_policy
 
 from torchrl_llm._registry import find
-from torchrl_llm._settings import naming
+from torchrl_llm._settings import ensure, naming
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
 from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
+from torchrl_llm.gateway.policy_engine import limits_of
 from torchrl_llm.modules import (
     ChatServerPolicy,
     LLMWrapperBase,
@@ -71,8 +72,10 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
     )
 
 
-def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
-    """The held-out prompts of a task, in the order of its data."""
+def make_env(
+    config: EvaluateConfig, task: str, tokenizer: Any, policy: LLMWrapperBase | None = None
+) -> TaskEnv:
+    """The held-out prompts of a task, in the order of its data; ``policy`` answers programs."""
     settings = dict(config.options.get(task, {}))
     if config.eval.max_steps is not None:
         settings["max_steps"] = config.eval.max_steps
@@ -93,10 +96,16 @@ def make_env(config: EvaluateConfig, task: str, tokenizer: Any) -> TaskEnv:
         repeats=repeats,
         tokenizer=tokenizer,
     )
-    with naming(f"agent={config.agent.type}"):
-        config.agent.build().wrap(env)
     alone = task == ROWS and config.reward.function is None  # the components are the reward
-    return env if alone else add_components(env, config.reward.components)
+    with naming(f"agent={config.agent.type}"):
+        agent = config.agent.build()
+        if not agent.OWNS_LOOP:
+            agent.wrap(env)
+        env = env if alone else add_components(env, config.reward.components)
+        if agent.OWNS_LOOP:
+            shows = config.model.is_told_of_tools
+            env = agent.wrap(env, policy, limits=limits_of(policy), show_tools=shows)
+    return env
 
 
 def answer_task(
@@ -114,14 +123,20 @@ def answer_task(
         The records that were written.
     """
     with_ids = isinstance(policy, LLMWrapperBase)
-    env = make_env(config, task, policy.tokenizer if with_ids else None)
+    owns_loop = config.agent.owns_loop
+    ensure(
+        with_ids or not owns_loop,
+        "agent=program needs a model that gives token ids; a server of chat completions can be "
+        "given to the program itself",
+    )
+    env = make_env(config, task, policy.tokenizer if with_ids else None, policy)
     # A model at a server was never trained on the task, whatever its name here.
     is_told = config.model.is_told_of_tools if with_ids else config.model.show_tools is not False
     told: dict[str, Any] = {}
-    if is_told and (schemas := env.tool_schemas):
+    if is_told and not owns_loop and (schemas := env.tool_schemas):
         told["tools"] = schemas  # whoever learns from the answers has to be told, too
         policy = policy.get_new_version(tools=schemas)
-    if with_ids:
+    if with_ids and not owns_loop:
         env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
     num_prompts = config.eval.num_prompts or env.primer.num_rows
     records: list[dict] = []
@@ -151,6 +166,8 @@ def answer_task(
 
 def _max_turns(config: EvaluateConfig, name: str) -> int:
     """How often the model can be asked in an episode of a task."""
+    if config.agent.owns_loop:
+        return config.agent.max_calls
     task = task_class(name)
     own, turns = task.MAX_AUXILIARY_TURNS, task.max_turns(config.eval.max_steps) or _MOST_TURNS
     return -(-turns // (1 + own)) * (1 + config.agent.build().auxiliary_turns(own))

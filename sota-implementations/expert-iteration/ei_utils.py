@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 from tensordict import LazyStackedTensorDict
 
-from torchrl_llm._settings import Group, ensure, own
+from torchrl_llm._settings import Group, ensure, naming, own
 from torchrl_llm.data import TopKRewardSelector
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import (
+    AgentConfig,
     EnvConfig,
     OptimizerConfig,
     RefModelConfig,
@@ -50,6 +51,7 @@ class EIConfig(SampledConfig):
     env: EnvConfig = own(repeats=16)
     train: TrainConfig = own(epochs=2)
     ref_model: RefModelConfig
+    agent: AgentConfig
     optimizer: OptimizerConfig = own(weight_decay=0.01, scheduler="cosine")
     select: SelectConfig
     loss: SFTLossConfig
@@ -69,6 +71,8 @@ class EIConfig(SampledConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        with naming(f"agent={self.agent.type}"):
+            self.agent.build()
         ensure(
             1 <= self.select.topk_size <= self.env.repeats,
             f"select.topk_size must be between 1 and env.repeats={self.env.repeats}, got "

@@ -14,7 +14,7 @@ import torch
 from recipes.glossary import FOLDER, GROUPS, METRICS
 from recipes.grpo_helper import SMALL
 from recipes.script import run_main
-from tensordict import TensorDict
+from tensordict import NonTensorData, TensorDict
 
 import torchrl_llm.objectives as objectives
 from torchrl_llm.collectors.staleness import age_metrics
@@ -40,6 +40,7 @@ PARTS = {
     "seat": ("X", "O"),
     "passive": ("O",),
     "name": ("reward",),
+    "returned": ("right",),
 }
 STEP = ["train.max_steps=1", "eval.num_prompts=8", "logging.progress=false"]
 RUNS = {
@@ -108,6 +109,7 @@ def of_a_world_that_failed():
             "reward": torch.tensor([[0.0]]),
             "reward_valid": torch.tensor(False),
             "done": torch.tensor([True]),
+            "program": NonTensorData({"right": 1.0}),
             "error": TensorDict(dict(zip(ERROR_KEYS, failed, strict=True))),
         },
     )

@@ -423,6 +423,28 @@ def test_a_cut_answer_that_is_gone_on_with_is_found_as_one_message():
     assert last.turn.max() == 1
 
 
+@pytest.mark.parametrize("is_later", [False, True])
+def test_an_answer_that_the_client_has_begun_is_found_as_one_message(is_later):
+    engine = scripted()
+    session = GatewaySession(engine, engine.formatters)
+    user = {"role": "user", "content": "a"}
+    begun = {"role": "assistant", "content": "It is", "is_complete": False}
+
+    async def run():
+        messages = [user]
+        if is_later:
+            [answer] = await session.answer(call("a"))
+            messages += [answer.message, user]
+        [rest] = await session.answer(Call(messages=(*messages, begun)))
+        whole = {"role": "assistant", "content": begun["content"] + rest.message["content"]}
+        await session.answer(Call(messages=(*messages, whole, user)))
+
+    asyncio.run(run())
+    before, prompt = engine.sampled[-2].record, engine.sampled[-1].pending.chat.record
+    assert torch.equal(prompt.token_ids[: len(before.token_ids)], before.token_ids)
+    assert prompt.fork_cause is None
+
+
 class Still:
     """Runs nothing."""
 

@@ -120,6 +120,7 @@ def task_params():
     return [
         pytest.param(task, marks=[] if task in sample else pytest.mark.full)
         for task in names("tasks")
+        if task_class(task).PROGRAM is None  # those are in test/gateway
     ]
 
 

@@ -104,9 +104,10 @@ class ProgramAgent(Agent):
 
         Args:
             env: a task in history mode; it is changed.
-            policy: what answers, from which template and limits are read.
-            template: instead, arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
-            limits: likewise, what calls may ask for.
+            policy: what answers, from which its template is read.
+            template: without a policy, arguments of
+                :class:`~torchrl_llm.data.text.ChatFormatter`.
+            limits: what calls may ask for; those of training with the policy if not given.
             show_tools: whether prompts describe the tools that calls bring.
 
         Returns:
@@ -132,7 +133,7 @@ class ProgramAgent(Agent):
             options = policy.options
             names = ("chat_template", "chat_template_name", "on_rewrite", "template_kwargs")
             template = {name: getattr(options, name) for name in names}
-            limits = limits_of(policy, trains=True)
+            limits = limits_of(policy, trains=True) if limits is None else limits
         if limits is None:
             raise ConfigError("agent=program needs the policy: ProgramAgent(...).wrap(env, policy)")
         tokenizer = env.base_env.tokenizer if policy is None else policy.tokenizer

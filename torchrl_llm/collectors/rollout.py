@@ -410,16 +410,16 @@ class TrajectoryRollout(Lockstep):
         self.turns += taken
         return lazy_rows(rows)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
-        super().load_state_dict(state)
-        if isinstance(self.env, HoldsTurns):  # what acted in its rows begins anew, with no turns
-            self.assembly.clear_open()
-
     @property
     def tokens_in_flight(self) -> int:
         """See :attr:`Rollout.tokens_in_flight`."""
         return self.assembly.tokens + self.tokens_held
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue where :meth:`state_dict` was taken; what runs outside begins again."""
+        super().load_state_dict(state)
+        if isinstance(self.env, HoldsTurns):
+            self.assembly.clear_open()
 
 
 class WaveRollout(TrajectoryRollout):

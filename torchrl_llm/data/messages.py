@@ -97,7 +97,7 @@ def _canonical_call(call: Any, where: str) -> dict[str, Any]:
 def _loaded(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
-    except ValueError:
+    except (ValueError, RecursionError):
         return arguments
     return value if isinstance(value, dict) else arguments
 

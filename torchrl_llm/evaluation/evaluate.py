@@ -270,7 +270,7 @@ def _text(row: TensorDictBase) -> str:
 
 # Tensors that environments and policies write, besides the columns of the data.
 _OWN = {"done", "terminated", "truncated", "truncation_reason", "group_id", "traj_id", "turn"}
-_OWN |= {"env_step", "step_count", "policy_version", "_step"}
+_OWN |= {"env_step", "step_count", "policy_version", "active", "_step"}
 
 
 def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:

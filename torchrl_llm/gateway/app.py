@@ -12,15 +12,17 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
+from torchrl._utils import logger
+
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._imports import require
-from torchrl_llm._log import tell_once
 from torchrl_llm._masking import masked
+from torchrl_llm.data.failures import place_of
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
 from torchrl_llm.gateway.protocols.anthropic import AnthropicMessages
 from torchrl_llm.gateway.protocols.chat_completions import ChatCompletions
 from torchrl_llm.gateway.protocols.completions import Completions
-from torchrl_llm.gateway.protocols.protocol import STATUS, Protocol
+from torchrl_llm.gateway.protocols.protocol import STATUS, Protocol, Reply
 from torchrl_llm.gateway.protocols.responses import Responses
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ _CHAT, _ANTHROPIC = ChatCompletions(), AnthropicMessages()
 _PROTOCOLS: tuple[Protocol, ...] = (_CHAT, Completions(), Responses(), _ANTHROPIC)
 _MOST_LEVELS = 100
 _LONGEST_ERROR = 2000
+_MOST_KINDS = 100
 _TOO_LARGE = 413
 _CLIENT_GONE = 499  # nobody reads it
 
@@ -99,6 +102,7 @@ class _Gateway:
         self._max_body_bytes = max_body_bytes
         self._max_calls = max_calls
         self._num_calls = 0
+        self._shown: set[tuple[str, str]] = set()
         self._response = _starlette("responses").Response
         self._gone = (_ClientGoneError, _starlette("requests").ClientDisconnect)
 
@@ -109,10 +113,10 @@ class _Gateway:
             body = await self._body(request)
             port = self._port(request)
             answers = await self._answers(request, port, protocol.parse(body))
+            reply = Reply(body, answers, port)
             if body.get("stream"):
-                stream = protocol.stream(body, answers, port)
-                return self._response(stream, media_type="text/event-stream")
-            return self._json(protocol.response(body, answers, port))
+                return self._response(protocol.stream(reply), media_type="text/event-stream")
+            return self._json(protocol.response(reply))
 
         return self.guarded(answer, protocol)
 
@@ -158,11 +162,25 @@ class _Gateway:
             except self._gone:
                 return self._response(status_code=_CLIENT_GONE)
             except Exception as error:  # the program is told, and other calls go on
-                refused = _failed(error)
+                refused = self._failed(error)
             status = _TOO_LARGE if isinstance(refused, _TooLargeError) else STATUS[refused.kind]
             return self._json((protocol or _spoken(request)).refusal(refused, status), status)
 
         return guard
+
+    def _failed(self, error: Exception) -> RefusedCallError:
+        """What is told of an unexpected error; the first of each kind is logged, too."""
+        name = type(error).__name__
+        kind = (name, place_of(error))
+        if kind not in self._shown and len(self._shown) < _MOST_KINDS:
+            self._shown.add(kind)
+            told = "".join(traceback.format_exception(error))
+            logger.warning(
+                "A call of the gateway failed; its program was told so (HTTP 500). Only the first "
+                f"of each kind is shown.\n{masked(told)}"
+            )
+        why = masked(f"{name}: {error}"[:_LONGEST_ERROR])
+        return RefusedCallError(f"the gateway failed: {why}", kind="server")
 
     def _json(self, body: Mapping[str, Any], status: int = 200) -> Response:
         return self._response(json.dumps(body), status, media_type="application/json")
@@ -257,12 +275,6 @@ def _check_levels(body: dict[str, Any]) -> None:
         level = [item for each in below for item in each if isinstance(item, (dict, list))]
     if level:
         raise RefusedCallError(f"the body has more than {_MOST_LEVELS} levels")
-
-
-def _failed(error: Exception) -> RefusedCallError:
-    tell_once(f"a call of the gateway failed:\n{masked(traceback.format_exc())}")
-    told = masked(f"{type(error).__name__}: {error}"[:_LONGEST_ERROR])
-    return RefusedCallError(f"the gateway failed: {told}", kind="server")
 
 
 def _spoken(request: Request) -> Protocol:

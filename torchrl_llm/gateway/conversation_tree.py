@@ -85,19 +85,21 @@ class ConversationTree:
             tools: schemas of the call; a conversation with other tools is another one.
         """
         root = _digest(b"", list(tools)) if tools else b""
-        digest, found, covered = root, None, 0
+        above = digest = root
+        found, covered = None, 0
         for count, message in enumerate(messages, 1):
-            digest = _digest(digest, _spoken(message))
+            above, digest = digest, _digest(digest, _spoken(message))
             answered = self._answers.get(digest)
             if answered is not None:
                 # An answer may come back in several forms; they are one conversation.
                 digest, found, covered = answered.digest, answered, count
+        before = above if messages[-1].get("is_complete") is False else None
         if found is None:
             cause, turns = self._edit(messages, root, digest)
-            return Place(Chat(messages), cause, turns, digest)
+            return Place(Chat(messages), cause, turns, digest, before)
         cause = BRANCHED if found.is_continued else None
         found.is_continued = True
-        before = found.before if covered == len(messages) else None
+        before = found.before if covered == len(messages) else before
         return Place(found.chat + messages[covered:], cause, 0, digest, before)
 
     def _edit(

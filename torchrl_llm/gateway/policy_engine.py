@@ -47,6 +47,8 @@ class PolicyEngine(Engine):
         policy: in history mode; its generation arguments are those of calls that set none.
         max_batch: most prompts of one call of the model.
         max_waiting: prompts that may wait; others are refused as ``"busy"``.
+        patience_s: where several prompts came the last time, a model of this process waits for
+            further ones as long as each comes within so many seconds of the one before.
 
     Example:
         >>> from torchrl_llm.modules import FakeWrapper, load_tokenizer
@@ -56,11 +58,17 @@ class PolicyEngine(Engine):
     """
 
     def __init__(
-        self, policy: LLMWrapperBase, *, max_batch: int = 256, max_waiting: int = 4096
+        self,
+        policy: LLMWrapperBase,
+        *,
+        max_batch: int = 256,
+        max_waiting: int = 4096,
+        patience_s: float = 0.02,
     ) -> None:
         self.policy, self.limits = policy, limits_of(policy)
         self._params = policy._with_closers(policy._arguments.params)
         self._max_batch, self._max_waiting = max_batch, max_waiting
+        self._patience_s, self._last = patience_s, 1
         self._changed = threading.Condition()
         self._waiting: deque[Pending] = deque()
         self._closed = False
@@ -122,7 +130,13 @@ class PolicyEngine(Engine):
                 if self._closed:
                     return None
                 self._changed.wait()
-            count = 1 if self._alone else min(len(self._waiting), self._max_batch)
+            if self._alone:
+                return [self._waiting.popleft()]
+            seen = 0
+            while self._last > 1 and seen < len(self._waiting) < self._max_batch:
+                seen = len(self._waiting)
+                self._changed.wait(self._patience_s)
+            count = self._last = min(len(self._waiting), self._max_batch)
             return [self._waiting.popleft() for _ in range(count)]
 
     def _sample(self, batch: list[Pending], params: SamplingParams) -> None:

@@ -46,7 +46,8 @@ class ProgramTransform(Transform):
     It stands in front of the reward, which scores the last turn of programs that return nothing. It
     writes ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy),
     ``"sampling"`` (what the call sets) and, at each step, ``"reward"``, ``"success"``,
-    ``"reward_valid"``, ``"error"`` and ``"reward_refused"`` as a gate does.
+    ``"reward_valid"``, ``"error"`` and ``"reward_refused"`` as a gate does, and ``"program"``, the
+    named numbers that a program has returned.
 
     Args:
         sessions: runs the programs.
@@ -156,6 +157,7 @@ class ProgramTransform(Transform):
         spec["reward_refused"] = Unbounded(
             shape=spec.shape, dtype=torch.bool, device=reward_spec.device
         )
+        spec["program"] = ColumnSpec((*spec.shape, -1), example_data={})
         return spec
 
     def close(self) -> None:
@@ -194,6 +196,9 @@ def _write_outcomes(
     # The task's reward is for whole rollouts that bring none of their own.
     scored = [e is not None and e.failure is None and e.value is None for e in ended]
     next_td.set("reward_refused", torch.tensor([not each for each in scored], device=device))
+    values = [None if e is None else e.value for e in ended]
+    told = (dict(v) if isinstance(v, Mapping) else {} for v in values)
+    next_td.set("program", Column.of(told))
     reward_parser.write_errors(next_td, failures, td)
 
 
@@ -244,6 +249,7 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
             for each, done in zip(rollouts, tensordict.get("done").flatten().tolist(), strict=True)
         ]
         self.programs.begin_again(tensordict, lost)
+        self.sessions.answered()
         for rollout, row in zip(rollouts, rows, strict=True):
             if rollout is not None and rollout.asked is not None:
                 self.sessions.answer(rollout, row)

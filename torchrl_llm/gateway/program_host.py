@@ -13,6 +13,7 @@ Next: :mod:`torchrl_llm.gateway.program_runner` is that other end.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import importlib.util
@@ -31,6 +32,7 @@ import traceback
 from pathlib import Path
 
 _LONGEST = 4000
+_FUTURES = concurrent.futures._base.__file__
 
 
 class Stopped(BaseException):
@@ -70,7 +72,8 @@ class Functions:
     def __init__(self, target, done):
         file, _, name = target.rpartition(":")
         path = Path(file).resolve()
-        sys.path.insert(0, str(path.parent))
+        # The user's folder in the place of ours, whose files have names that packages have, too.
+        sys.path[0] = str(path.parent)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
         sys.modules[path.stem] = module
@@ -79,7 +82,7 @@ class Functions:
         self.is_async = inspect.iscoroutinefunction(self.function)
         parameters = list(inspect.signature(self.function).parameters)
         self.takes_client = parameters[1:2] == ["client"]
-        self.running = {}
+        self.running, self.shared = {}, None
         if self.is_async:
             self.loop = asyncio.new_event_loop()
             threading.Thread(target=self.loop.run_forever, daemon=True).start()
@@ -99,17 +102,21 @@ class Functions:
 
     def call(self, job):
         """Run the function, which may be handed a client."""
-        if not self.takes_client:
-            return self.function(job["row"], job["base_url"], job["api_key"])
-        import openai
-
-        kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
-        client = kind(base_url=job["base_url"], api_key=job["api_key"], max_retries=0)
-        return self.function(job["row"], client)
+        where = job["base_url"], job["api_key"]
+        return self.function(job["row"], *([self.client(*where)] if self.takes_client else where))
 
     async def call_async(self, job):
         """Run the coroutine function."""
         return await self.call(job)
+
+    def client(self, base_url, api_key):
+        """A client of the session, which shares its connections with those of others."""
+        if self.shared is None:
+            import openai
+
+            kind = openai.AsyncOpenAI if self.is_async else openai.OpenAI
+            self.shared = kind(base_url=base_url, api_key=api_key, timeout=None, max_retries=0)
+        return self.shared.with_options(base_url=base_url, api_key=api_key)
 
     def end(self, number, result):
         """Tell what came of a job."""
@@ -213,15 +220,10 @@ def kill(process):
 
 def failure(error):
     """An exception as JSON."""
-    frames = [
-        (frame.filename, frame.lineno, frame.name)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__
-    ]
     shown = traceback.TracebackException.from_exception(error)
-    shown.stack = traceback.StackSummary.from_list(
-        [frame for frame in shown.stack if frame.filename != __file__]
-    )
+    own = [frame for frame in shown.stack if frame.filename not in (__file__, _FUTURES)]
+    shown.stack = traceback.StackSummary.from_list(own)
+    frames = [(frame.filename, frame.lineno, frame.name) for frame in own]
     return {
         "type": type(error).__name__,
         "message": str(error)[:_LONGEST],

@@ -22,12 +22,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torchrl_llm.data.failures import PROGRAM, Failure
+from torchrl_llm.envs.datasets.verifiers_env import VerifiersEnv
 from torchrl_llm.errors import ConfigError
 
 HOST = str(Path(__file__).with_name("program_host.py"))
 # A thread that does not end stays in its host; a host with so many takes no more jobs. A coroutine
 # that does not end stops the others of its host.
 _MOST_STUCK_THREADS = 8
+ADAPTERS = {"verifiers": VerifiersEnv.PROGRAM}
+"""Programs that ship with the package, by the name that ``program`` can be."""
 
 
 class Ended(NamedTuple):
@@ -134,7 +137,8 @@ class ProgramRunner:
 
     Args:
         on_end: called with the number of a job and how it ended, from a thread of its host.
-        program: ``FILE.py:FUNCTION``; sync, or a coroutine function.
+        program: ``FILE.py:FUNCTION``; sync, or a coroutine function; or a name of
+            :data:`ADAPTERS`.
         command: words of a shell, instead of ``program``; no shell reads them.
         python: the Python that runs ``program``; this one if not given.
         num_hosts: processes that run functions; commands are processes of their own.
@@ -153,6 +157,7 @@ class ProgramRunner:
         num_hosts: int = 2,
     ) -> None:
         check_program(program, command, python)
+        program = ADAPTERS.get(program, program)
         kind, target = ("function", program) if program is not None else ("command", command)
         self._words = [python or sys.executable, HOST, kind, target]
         self._on_end, self._num_hosts = on_end, 1 if program is None else num_hosts
@@ -222,7 +227,7 @@ def check_program(program: str | None, command: str | None, python: str | None) 
         if python is not None:
             raise ConfigError("agent.python has no effect with agent.command, which names its own")
         return
-    file, colon, name = program.rpartition(":")
+    file, colon, name = ADAPTERS.get(program, program).rpartition(":")
     if not (colon and name.isidentifier()):
         raise ConfigError(f"agent.program is FILE.py:FUNCTION, got {program!r}")
     if not Path(file).is_file():

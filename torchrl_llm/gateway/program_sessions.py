@@ -29,6 +29,8 @@ from torchrl_llm.gateway.session import (
 )
 
 _POLL_S = 0.25
+# A step with few calls costs as much as one with many.
+_SHARE = 0.2
 _GONE = "this session has ended"
 
 
@@ -92,7 +94,8 @@ class ProgramSessions(Engine):
         timeout_s: seconds that a program may take without waiting for an answer.
         max_calls: calls of a session.
         patience_s: once a call waits, others are waited for as long as each comes within so many
-            seconds of the one before.
+            seconds of the one before; or within a fifth of what the policy and a step take, where
+            that is longer.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class ProgramSessions(Engine):
         self._by_number: dict[int, Rollout] = {}
         self._changed = threading.Condition()
         self._num_events, self._num_jobs = 0, 0
+        self._cycle_s, self._waited_at = 0.0, 0.0
         self._runner: ProgramRunner | None = None
         self._server: Any = None
 
@@ -198,6 +202,10 @@ class ProgramSessions(Engine):
 
     def wait(self) -> None:
         """Wait until a program has called or ended, and while others keep doing so."""
+        self._wait(max(self._patience_s, self._cycle_s * _SHARE))
+        self._waited_at = time.monotonic()
+
+    def _wait(self, patience_s: float) -> None:
         with self._changed:
             while True:
                 now, seen = time.monotonic(), self._num_events
@@ -210,7 +218,7 @@ class ProgramSessions(Engine):
                 ready = any(each.asked is not None or each.is_known for each in running)
                 if not silent:
                     return
-                self._changed.wait(self._patience_s if ready else _POLL_S)
+                self._changed.wait(patience_s if ready else _POLL_S)
                 if ready and seen == self._num_events:
                     return
 
@@ -234,6 +242,10 @@ class ProgramSessions(Engine):
                 rollout.asked = None if pending.is_given_up else pending
             if rollout.asked is None and rollout.since is None and rollout.ended is None:
                 rollout.since = time.monotonic()  # all were given up
+
+    def answered(self) -> None:
+        """The policy has answered what was asked since the last wait."""
+        self._cycle_s = time.monotonic() - self._waited_at
 
     def answer(self, rollout: Rollout, row: TensorDict) -> None:
         """Give an answer to the program.

@@ -58,6 +58,7 @@ class GatewayServer:
             lifespan="off",
             ws="none",
             log_config=None,
+            log_level="critical",  # its warnings are of broken requests and of calls cut at the end
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -88,12 +89,14 @@ class GatewayServer:
         Raises:
             ConfigError: it cannot listen on this host and port.
         """
-        assert self._thread is None, "it runs already"
+        assert self._loop is None, "a server starts once"
         listener = self._listen()
         self.port = listener.getsockname()[1]
         ready = threading.Event()
-        run = lambda: asyncio.run(self._serve(listener, ready))  # noqa: E731
-        self._thread = threading.Thread(target=run, name="gateway", daemon=True)
+        serving = (self._serve(listener, ready),)
+        self._thread = threading.Thread(
+            target=asyncio.run, args=serving, name="gateway", daemon=True
+        )
         self._thread.start()
         ready.wait()
 

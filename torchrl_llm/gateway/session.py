@@ -255,8 +255,8 @@ class GatewaySession(Port):
         ]
         if limits.trains and cuts and not limits.keeps_support and sampling.get("temperature") != 0:
             raise RefusedCallError(
-                f"{cuts[0]} cuts what can be sampled, which a loss can only follow with "
-                "inference_model.record_support=true; leave it out, or set that key",
+                f"{cuts[0]} cuts what can be sampled, which a loss can follow only where the run "
+                f"records it: leave it out, or set inference_model.{cuts[0]} for the whole run",
                 field=cuts[0],
             )
         if limits.trains and sampling.get("repetition_penalty", 1.0) != 1.0:
@@ -305,7 +305,8 @@ class GatewaySession(Port):
             encoded = formatter.encode(chat)
             record = encoded.prompt_record(chat, fork_cause=place.cause, earlier_turns=place.turns)
         else:
-            record = formatter.continue_record(record, chat)
+            begun = len(chat) > record.num_messages and chat[-1].get("is_complete") is False
+            record = formatter.continue_record(record, chat[:-1] if begun else chat)
             record = replace(record, fork_cause=record.fork_cause or place.cause)
             if not bool((record.source == Source.SAMPLED).any()):
                 # The template has rewritten all; what the client has left out stays out.
@@ -313,6 +314,8 @@ class GatewaySession(Port):
                 record = formatter.encode(chat).prompt_record(
                     chat, fork_cause=forked.fork_cause, earlier_turns=forked.earlier_turns
                 )
+            elif begun:
+                record = _with_begun(record, chat, formatter)
         return place, chat.with_record(record)
 
     def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Chat:
@@ -382,6 +385,18 @@ class GatewaySession(Port):
         return Answer(sent, reason, ids[:start], ids[start:], record.log_probs[start:])
 
 
+def _with_begun(record: TokenRecord, chat: Chat, formatter: ChatFormatter) -> TokenRecord:
+    """The record of a prompt with the answer that its client has begun."""
+    before, whole = (formatter.encode(each) for each in (chat[:-1], chat))
+    if not _begins(whole.token_ids, before.token_ids):  # it is no text behind the same header
+        turns = record.num_turns
+        return whole.prompt_record(chat, fork_cause="prompt_changed", earlier_turns=turns)
+    more = slice(len(before.token_ids), None)
+    start = len(record.token_ids)
+    record = record.extend(whole.token_ids[more], whole.source[more], len(chat))
+    return replace(record, finish_reason=FinishReason.LENGTH, response_start=start)
+
+
 _SHOWN = ("role", "content", "reasoning_content", "tool_calls")
 
 
@@ -400,5 +415,5 @@ def _as_refusal(field: str = "messages") -> Iterator[None]:
     """What is wrong with the conversation of a call is told to its client."""
     try:
         yield
-    except (DataError, TemplateError, TokenizerError) as error:
+    except (DataError, TemplateError, TokenizerError, UnicodeEncodeError) as error:
         raise RefusedCallError(str(error), field=field) from error

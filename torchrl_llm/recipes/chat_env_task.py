@@ -41,6 +41,7 @@ class ChatEnvTask:
     """
 
     COLUMNS = ()
+    PROGRAM = None
     NEEDS_LARGER_MODEL = False
     MAX_AUXILIARY_TURNS = 0
     make_tools = TaskEnv.make_tools

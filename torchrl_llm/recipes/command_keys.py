@@ -22,6 +22,8 @@ from torchrl_llm.trainers.run_folder import read_yaml
 
 # A group that is given one value, and the key that stands for it.
 SHORT = {"data": "data.source", "reward": "reward.function"}
+# Settings of a task that are written without "options".
+_OPTIONS = {"env.id": "env.options.id", "env.args": "env.options.args"}
 # Keys that say which program is the agent.
 _PROGRAM = {"agent.program", "agent.command"}
 # File of a group that only holds what the others share.
@@ -173,6 +175,8 @@ def check_overrides(
             continue
         if (whole := SHORT.get(name)) in table.plain:
             argument, name = f"{whole}={_as_it_stands(value)}", whole
+        if (whole := _OPTIONS.get(name)) and "env.options" in table.plain:
+            argument, name = f"{whole}={value}", whole
         if name in own:
             checked += [f"{name}=none", f"++{name}.type={_as_it_stands(value)}"]
             continue

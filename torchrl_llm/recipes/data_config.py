@@ -149,7 +149,10 @@ def check_data(config: _WithData) -> None:
         "of a dataset on the hub",
     )
     ensure(
-        not own or config.reward.function is not None or bool(config.reward.components),
+        not own
+        or config.reward.function is not None
+        or bool(config.reward.components)
+        or config.agent.owns_loop,  # its program returns it
         "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
         "name of one (torchrl-llm list rewards), reward=exact for example",
     )

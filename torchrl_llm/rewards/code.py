@@ -473,12 +473,11 @@ def _first_part(body: str) -> str:
 
 
 _FROM_FILES = """
-import os, sys
+import pathlib, sys
 for path, text in {files!r}.items():
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        file.write(text)
-sys.path.insert(0, os.getcwd())
+    pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+    pathlib.Path(path).write_bytes(text.encode())
+sys.path.insert(0, str(pathlib.Path.cwd()))
 from {module} import {entry_point}
 """
 

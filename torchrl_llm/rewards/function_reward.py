@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from torchrl_llm.data.failures import place_of
-from torchrl_llm.errors import ConfigError, TorchRLLLMError
+from torchrl_llm.errors import ConfigError, RewardError, TorchRLLLMError
 from torchrl_llm.rewards.composite_reward import CompositeReward
 from torchrl_llm.rewards.reward_components import Component
 from torchrl_llm.rewards.reward_parser import RewardParser
@@ -49,6 +49,21 @@ class FunctionReward(RewardParser):
 
     def _scorer(self) -> Scorer:
         return self.scorer
+
+
+def of_program(response: str) -> float:
+    """The reward of rows without one, whose programs have to return it.
+
+    Args:
+        response: the last answer of a program that has returned nothing.
+
+    Raises:
+        RewardError: always.
+    """
+    raise RewardError(
+        "the program has returned no reward, and the run has none: return a number, or give "
+        "reward=FILE.py:FUNCTION"
+    )
 
 
 def as_reward(reward: Any) -> RewardParser:

@@ -10,8 +10,11 @@ Next: :mod:`torchrl_llm.tools.shell` is the tool.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import linecache
 import os
+import pathlib
 import select
 import shlex
 import stat
@@ -42,9 +45,8 @@ class Shell:
         # Commands must not find the pipes of this process in /proc.
         guard._prctl(guard._PR_SET_DUMPABLE, 0)
         for path, text in files.items():
-            os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-            with open(path, "w", encoding="utf-8", newline="") as file:
-                file.write(text)
+            pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
+            pathlib.Path(path).write_bytes(text.encode("utf-8", "replace"))
         self._bash = None
 
     def run(self, command, *, timeout_s, keep, names) -> None:
@@ -56,15 +58,16 @@ class Shell:
             keep: bytes of its output.
             names: files whose contents are handed out.
         """
+        linecache.clearcache()  # the interpreter keeps each piece, which holds all of this file
         if self._bash is None:
             self._start()
-        self._told, self._status = _Output(keep), b""
+        self._told, self._status = _Output(keep), bytearray()
         script = f"eval {shlex.quote(command)} </dev/null {self._status_w}>&-\n"
         script += f"builtin echo $? >&{self._status_w}\n"
         ended = self._pump(script.encode("utf-8", "replace"), time.monotonic() + timeout_s)
         exit_code = int(self._status) if ended == "ready" else self._stop()
         answer = {"ended": ended, "exit_code": exit_code, "output": self._told.parts()}
-        sys.stdout.write(json.dumps({**answer, "files": _contents(names)}))
+        json.dump({**answer, "files": _contents(names)}, sys.stdout)
 
     def _start(self) -> None:
         self._output_r, output_w = os.pipe()
@@ -99,7 +102,7 @@ class Shell:
     def _pump(self, script, deadline) -> str:
         """Write the script and read until its status has come, or a limit is hit."""
         stdin = self._bash.stdin.fileno()
-        readers = {self._output_r: self._told.add, self._status_r: self._add_status}
+        readers = {self._output_r: self._told.add, self._status_r: self._status.extend}
         while (left := deadline - time.monotonic()) > 0:
             ready, can_write, _ = select.select(
                 readers, [stdin] if script else [], [], min(left, _LOOK_S)
@@ -123,9 +126,6 @@ class Shell:
                 self._bash.returncode = ended[self._bash.pid]
                 return "exit"
         return "timeout"
-
-    def _add_status(self, chunk) -> None:
-        self._status += chunk
 
     @staticmethod
     def _take(fd, add) -> bool:
@@ -165,26 +165,21 @@ class _Output:
         left_out = self.total - len(self._head) - len(self._tail)
         if not left_out:  # a character may lie across the two
             return [(self._head + self._tail).decode("utf-8", "replace"), 0, ""]
-        return [
-            self._head.decode("utf-8", "replace"),
-            left_out,
-            self._tail.decode("utf-8", "replace"),
-        ]
+        head, tail = (part.decode("utf-8", "replace") for part in (self._head, self._tail))
+        return [head, left_out, tail]
 
 
 def _contents(names):
     """Texts of files; ``None`` for what is no file, or too much."""
-    found, room = {}, _FILE_BYTES
+    found, room = dict.fromkeys(names), _FILE_BYTES
     for name in names:
-        found[name] = None
-        try:
-            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK)
-        except (OSError, ValueError):
-            continue
-        with open(fd, "rb") as file:
-            state = os.fstat(fd)
-            if stat.S_ISREG(state.st_mode) and state.st_size <= room:
-                data = file.read(room)
-                room -= len(data)
-                found[name] = data.decode("utf-8", "replace")
+        with contextlib.suppress(OSError, ValueError), open(name, "rb", opener=_at_once) as file:
+            if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                data = file.read(room + 1)
+                if len(data) <= room:
+                    found[name], room = data.decode("utf-8", "replace"), room - len(data)
     return found
+
+
+def _at_once(path, flags):
+    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would wait for one

@@ -8,7 +8,6 @@ Next: :mod:`torchrl_llm.envs.datasets.repairs` is a task.
 
 from __future__ import annotations
 
-import functools
 import json
 import uuid
 from collections.abc import Mapping
@@ -25,7 +24,7 @@ from torchrl_llm.data.column import Column
 from torchrl_llm.sandbox import Limits, Sandbox, run_supervisor
 from torchrl_llm.sandbox import shell as shell_program
 from torchrl_llm.tools.python_interpreter import PythonExecutorService
-from torchrl_llm.tools.tool import Restarted, Tool, ToolKind
+from torchrl_llm.tools.tool import Restarted, Tool
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
@@ -43,8 +42,12 @@ _ENDS = {
     "signal": ("Killed", "[The shell was killed by signal {signal}.]"),
 }
 _FRESH = "[The next command gets a fresh shell, in the same files.]"
-_OVER = "[The whole session ended ({status}). The next command gets a new one{files}.]"
-_NOT_RUN = "[The command could not be run; this is no fault of the command.]"
+_NOT_RUN = "[The command could not be run; this is no fault of the command.]\n"
+# The programs of a session, by their names in a piece.
+_SOURCES = {
+    name: Path(module.__file__).read_text(encoding="utf-8")
+    for name, module in {"guard": run_supervisor, "program": shell_program}.items()
+}
 _PIECE = """
 if "shell" not in globals():
     import types
@@ -75,8 +78,6 @@ class ShellTool(Restarted, Tool):
             is left out where it wrote more.
         max_sessions: shells that are kept; beyond that the one that was used least recently is
             ended.
-        kind: see :class:`~torchrl_llm.tools.tool.Tool`.
-        name: what the model calls it.
 
     Raises:
         ConfigError: an impossible number, or ``limits`` next to a sandbox that has its own.
@@ -90,6 +91,7 @@ class ShellTool(Restarted, Tool):
         >>> tool.close()
     """
 
+    name = "shell"
     description = (
         "Runs a command in bash and returns what it prints. Files, the working directory and "
         "variables are kept from one call to the next."
@@ -112,8 +114,6 @@ class ShellTool(Restarted, Tool):
         sandbox: Sandbox | str | None = None,
         limits: Limits | None = None,
         max_sessions: Annotated[int, Ge(1)] = 1024,
-        kind: ToolKind = "auxiliary",
-        name: str = "shell",
     ) -> None:
         if limits is None and not isinstance(sandbox, Sandbox):
             limits = Limits(output_bytes=8 << 10)
@@ -125,7 +125,6 @@ class ShellTool(Restarted, Tool):
         executor.limits = replace(executor.limits, output_bytes=answer_bytes)
         self.executor, self.command_timeout = executor, timeout
         self.timeout = executor.timeout + _STOP_S
-        self.kind, self.name = kind, name
         self._begin()
 
     def _begin(self) -> None:
@@ -139,25 +138,17 @@ class ShellTool(Restarted, Tool):
         if "\0" in command:
             return ToolOutput("A command cannot hold the character NUL.", "ValueError")
         files = self._files.setdefault(session, _files_of(call.state))
-        piece = _PIECE.format(
-            **_sources(),
-            files={path: text for path, text in files.items() if text is not None},
-            arguments={
-                "command": command,
-                "timeout_s": self.command_timeout,
-                "keep": self.output_bytes,
-                "names": list(files),
-            },
-        )
+        there = {path: text for path, text in files.items() if text is not None}
+        limits = {"timeout_s": self.command_timeout, "keep": self.output_bytes}
+        arguments = {"command": command, "names": list(files), **limits}
+        piece = _PIECE.format(**_SOURCES, files=there, arguments=arguments)
         result = self.executor.execute(piece, session=(self._owner, session))
         answer = _read(result)
         if answer is None:
             return self._over(result, session)
         self._files[session] = {path: answer["files"].get(path) for path in files}
-        output = self._output(answer)
-        if result["restarted"]:
-            return output._replace(content="[This is a new session.]\n" + output.content)
-        return output
+        output, new = self._output(answer), result["restarted"]
+        return output._replace(content="[This is a new session.]\n" * new + output.content)
 
     def _output(self, answer: Mapping[str, Any]) -> ToolOutput:
         head, left_out, tail = answer["output"]
@@ -169,9 +160,9 @@ class ShellTool(Restarted, Tool):
             error, said = _ENDS["signal" if signalled else ended]
             said = said.format(timeout=self.command_timeout, code=code, signal=-(code or 0))
             said = f"{said}\n{_FRESH}"
-        middle = f"[... {left_out} bytes left out ...]" if left_out else ""
-        text = _lines(head, middle, tail, said)
-        return ToolOutput(text, error, exit_code=code, truncated=bool(left_out))
+        text = f"{head}\n[... {left_out} bytes left out ...]\n{tail}" if left_out else head
+        text += "\n" * bool(said and text and not text.endswith("\n"))
+        return ToolOutput(text + said, error, exit_code=code, truncated=bool(left_out))
 
     def _over(self, result: Mapping[str, Any], session: int | None) -> ToolOutput:
         """What the model reads where the sandbox gave no answer; the session is ended."""
@@ -179,11 +170,13 @@ class ShellTool(Restarted, Tool):
         if result["status"] in ("sandbox_error", "error"):
             # It is about the machine (without a bash, for example): no use for the model.
             logger.warning(f"the sandbox of a shell failed: {result['stderr']}")
-            return ToolOutput(f"{_NOT_RUN}\n", "SandboxError")
-        files = self._files[session]
-        left = f", with {', '.join(files)} as after the last command" if files else " without files"
-        said = _OVER.format(status=result["status"], files=left)
-        return ToolOutput(f"{said}\n", "SessionEnded", exit_code=result["returncode"])
+            return ToolOutput(_NOT_RUN, "SandboxError")
+        left = ", ".join(self._files.get(session, ()))
+        left = f"with {left} as after the last command" if left else "without files"
+        said = (
+            f"[The session ended ({result['status']}). The next command gets a new one {left}.]\n"
+        )
+        return ToolOutput(said, "SessionEnded", exit_code=result["returncode"])
 
     def files(self, session: int | None) -> Mapping[str, str | None] | None:
         """The files that a conversation's row has brought, as its last command has left them.
@@ -242,19 +235,11 @@ class ShellTransform(ToolTransform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         next_tensordict = super()._step(tensordict, next_tensordict)
-        before = tensordict.get(FILES).tolist()
-        sessions = tensordict.get("traj_id").flatten().tolist()
-        found = [self.shell.files(session) for session in sessions]
-        now = [old if new is None else new for old, new in zip(before, found, strict=True)]
-        next_tensordict.set(FILES, Column.of(now))
+        if (before := tensordict.get(FILES, None)) is not None:
+            found = map(self.shell.files, tensordict.get("traj_id").flatten().tolist())
+            rows = zip(before.tolist(), found, strict=True)
+            next_tensordict.set(FILES, Column.of(old if new is None else new for old, new in rows))
         return next_tensordict
-
-
-@functools.cache
-def _sources() -> dict[str, str]:
-    """The programs of a session, by their names in a piece."""
-    modules = {"guard": run_supervisor, "program": shell_program}
-    return {name: Path(each.__file__).read_text("utf-8") for name, each in modules.items()}
 
 
 def _files_of(row: TensorDictBase | None) -> dict[str, str | None]:
@@ -275,10 +260,3 @@ def _read(result: Mapping[str, Any]) -> dict[str, Any] | None:
         return answer if whole and isinstance(head + tail, str) else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
-
-
-def _lines(*parts: str) -> str:
-    """Parts one below the other, those that are empty left out."""
-    parts = [part for part in parts if part]
-    ends = [part if part.endswith("\n") else f"{part}\n" for part in parts[:-1]]
-    return "".join([*ends, *parts[-1:]])

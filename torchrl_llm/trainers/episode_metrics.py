@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from math import isnan, nan
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -174,7 +175,8 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
         raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
         tool itself failed at; ``train/env_errors``, where there are any: rows whose world or
         program failed; ``train/out_of_context``, where episodes have several turns: the fraction of
-        them that ended because the conversation had filled the model's context.
+        them that ended because the conversation had filled the model's context; and
+        ``train/program_<name>``, the mean of a number that programs return by this name.
     """
     episodes = Episodes(rows)
     invalid = episodes.rewards.isnan()
@@ -192,7 +194,19 @@ def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
     if success is not None and not isnan(mean):
         metrics["train/success"] = episodes.mean(success[episodes.last].double())
     metrics |= _component_metrics(rows, episodes) | _error_metrics(rows, invalid)
+    metrics |= _program_metrics(rows)
     return metrics | _context_metrics(rows, episodes) | episode_metrics(rows, episodes)
+
+
+def _program_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
+    """The means of the named numbers that programs have returned."""
+    if leaf(rows[0], ("next", "program")) is None:
+        return {}
+    told = [leaf(row, ("next", "program")).data for row in row_list(rows)]
+    found: dict[str, list[float]] = {}
+    for name, value in (item for numbers in told for item in numbers.items()):
+        found.setdefault(f"train/program_{name}", []).append(value)
+    return {name: fmean(values) for name, values in found.items()}
 
 
 def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:

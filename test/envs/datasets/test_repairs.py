@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
-import torch
+from recipes.script import run_alone
 from rewards.local_sandbox import LocalSandbox
 from tensordict import TensorDict
 from torchrl.envs.utils import check_env_specs, step_mdp
@@ -21,9 +22,10 @@ from torchrl_llm.envs.datasets.repairs import (
     repair_problems,
 )
 from torchrl_llm.errors import ConfigError, DataError
-from torchrl_llm.modules import FakeWrapper, TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.modules import FakeWrapper, load_tokenizer
 from torchrl_llm.rewards.code import CodeRunner, FilesRewardParser
 
+EVALUATE = Path(__file__).parents[3] / "sota-implementations" / "evaluate" / "evaluate.py"
 PER_MISTAKE = 4560 // len(_MISTAKES)
 pytestmark = pytest.mark.filterwarnings("ignore:SubprocessSandbox:RuntimeWarning")
 
@@ -130,7 +132,8 @@ def test_rows_that_are_kept_can_be_judged_again():
 
 
 @pytest.mark.parametrize("repairs", [True, False])
-def test_a_policy_that_calls_as_its_template_says_is_collected_and_rewarded(repairs, tokenizer):
+def test_a_policy_that_calls_as_its_template_says_is_collected_and_rewarded(repairs):
+    tokenizer = load_tokenizer()
     solutions = {
         (row := repair_problem(number))["query"]: row["solution"]
         for number in repair_problems("test")[:2]
@@ -141,7 +144,7 @@ def test_a_policy_that_calls_as_its_template_says_is_collected_and_rewarded(repa
             return "done"
         files = next(files for query, files in solutions.items() if query in prompt)
         files = files if repairs else {"other.txt": "x\n"}
-        call = {"name": "shell", "arguments": {"command": writing(files)}}
+        call = {"name": "shell", "arguments": {"command": f"{writing(files)}\nls"}}
         return f"<tool_call>\n{json.dumps(call)}\n</tool_call>"
 
     env = RepairsEnv(num_envs=2, split="test", shuffle=False, tokenizer=tokenizer)
@@ -162,17 +165,14 @@ def test_a_policy_that_calls_as_its_template_says_is_collected_and_rewarded(repa
     env.close()
 
 
-def test_the_embedded_model_is_asked_and_repairs_nothing():
-    torch.manual_seed(0)
-    tokenizer = load_tokenizer()
-    policy = TransformersWrapper(
-        load_model(), tokenizer=tokenizer, generate_kwargs={"max_new_tokens": 16}
-    )
-    env = RepairsEnv(num_envs=4, split="test", tokenizer=tokenizer)
-    td = env.step(policy(env.reset()))["next"]
-    assert td["reward"].flatten().tolist() == [0.0] * 4
-    assert td["reward_valid"].all()
-    env.close()
+def test_the_embedded_model_is_evaluated_and_repairs_nothing(tmp_path, monkeypatch):
+    overrides = ("tasks=[repairs]", "eval.num_prompts=4", "inference_model.max_tokens=16")
+    run_alone(monkeypatch, EVALUATE, tmp_path, *overrides)
+    result = json.loads((tmp_path / "metrics.json").read_text())["repairs"]
+    assert (result["accuracy"], result["invalid"], result["num_prompts"]) == (0.0, 0.0, 4)
+    lines = (tmp_path / "answers_repairs.jsonl").read_text().splitlines()
+    first = repair_problem(repair_problems("test")[0])
+    assert json.loads(lines[0])["messages"][1]["content"] == first["query"]
 
 
 def test_the_specs_describe_what_it_gives():

@@ -62,8 +62,8 @@ def repair_problem(number: int) -> Mapping[str, Any]:
     Example:
         >>> row = repair_problem(1000)
         >>> row["query"], row["answer"]["module"]
-        ('`cost(price, count)` in games.py must be the price of all pieces together, and 15 for \
-the way.', 'games')
+        ('`cost(price, count)` in stock.py must be the price of all pieces together, and 15 for \
+the way.', 'stock')
     """
     number, at = divmod(number, len(_NUMBERS))
     number, module = divmod(number, len(_MODULES))
@@ -96,13 +96,13 @@ class RepairsEnv(TaskEnv):
     Args:
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads problems from JSON-lines
-            files with the columns that :func:`repair_problem` gives (``solution`` is not needed).
+            files with the columns that ``repair_problem`` gives (``solution`` is not needed).
 
     Example:
         >>> env = RepairsEnv(num_envs=1, split="test", shuffle=False)
         >>> td = env.reset()
         >>> sorted(td["files"][0]), td["answer"][0]["entry_point"]
-        (['sales.py'], 'ranking')
+        (['report.py'], 'ranking')
     """
 
     COLUMNS = ("query", "answer", "files")

@@ -103,6 +103,8 @@ class TaskEnv(DatasetChatEnv):
     MAX_AUXILIARY_TURNS: ClassVar[int] = 0
     settings: Mapping[str, Any] = MappingProxyType({})
     """Further arguments of :meth:`generate`; a task that has some sets them before it begins."""
+    PROGRAM: ClassVar[str | None] = None
+    """The program that plays it, where no loop of ours can."""
     NEEDS_LARGER_MODEL: ClassVar[bool] = False
     """Whether the model that ships with the package, which is tiny, cannot learn it."""
 

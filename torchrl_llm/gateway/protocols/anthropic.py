@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
+from torchrl_llm.gateway.calls import Answer, Call, RefusedCallError
 from torchrl_llm.gateway.protocols.fields import (
     NEUTRAL,
     Fields,
@@ -21,10 +21,10 @@ from torchrl_llm.gateway.protocols.fields import (
 )
 from torchrl_llm.gateway.protocols.protocol import (
     Protocol,
+    Reply,
     finish_reason,
     new_id,
     pieces,
-    token_counts,
 )
 
 _STOP_REASONS = {
@@ -79,6 +79,8 @@ class AnthropicMessages(Protocol):
             messages += [canonical(message, each.path) for message in _messages(each)]
         if not messages:
             raise refused("messages", "must have at least one message")
+        if messages[-1]["role"] == "assistant":  # the answer goes on with it
+            messages[-1] = {**messages[-1], "is_complete": False}
         call = Call(
             messages=tuple(messages),
             tools=_tools(fields),
@@ -89,27 +91,23 @@ class AnthropicMessages(Protocol):
         fields.finish(_NEUTRAL, _IGNORED)
         return call
 
-    def response(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> dict[str, Any]:
+    def response(self, reply: Reply) -> dict[str, Any]:
         """Write the answer, see :meth:`Protocol.response`."""
-        [answer] = answers
-        prompt, sampled = token_counts(answers)
+        [answer] = reply.answers
+        prompt, sampled = reply.token_counts
         return {
             "id": new_id("msg_"),
             "type": "message",
             "role": "assistant",
-            "model": body.get("model") or port.model,
+            "model": reply.model,
             "content": _blocks(answer.message),
-            **_stop(body, answer, port),
+            **_stop(reply, answer),
             "usage": {"input_tokens": prompt, "output_tokens": sampled},
         }
 
-    def events(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> Iterator[dict[str, Any]]:
+    def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
         """Write the answer as a stream, see :meth:`Protocol.events`."""
-        whole = self.response(body, answers, port)
+        whole = self.response(reply)
         usage, stop = whole["usage"], {"stop_reason": None, "stop_sequence": None}
         begun = {**whole, **stop, "content": [], "usage": {**usage, "output_tokens": 0}}
         yield {"type": "message_start", "message": begun}
@@ -220,11 +218,11 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     return blocks
 
 
-def _stop(body: Mapping[str, Any], answer: Answer, port: Port) -> dict[str, Any]:
-    reason, strings = finish_reason(answer), body.get("stop_sequences")
+def _stop(reply: Reply, answer: Answer) -> dict[str, Any]:
+    reason, strings = finish_reason(answer), reply.body.get("stop_sequences")
     if strings and reason is FinishReason.STOP:
         # The tokens of a stop string are among the sampled ones, and only the last of all is one.
-        text = "".join(port.token_texts(answer.token_ids))
+        text = "".join(reply.port.token_texts(answer.token_ids))
         if found := [string for string in strings if string in text]:
             return {"stop_reason": "stop_sequence", "stop_sequence": min(found, key=text.index)}
     return {"stop_reason": _STOP_REASONS[reason], "stop_sequence": None}

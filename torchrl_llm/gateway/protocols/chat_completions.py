@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from torchrl_llm._checked import In
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.gateway.calls import Answer, Call, Port
+from torchrl_llm.gateway.calls import Answer, Call
 from torchrl_llm.gateway.protocols.fields import (
+    CALL_NOTES,
     Fields,
-    Role,
     canonical,
     function_tool,
     refused,
@@ -20,12 +20,10 @@ from torchrl_llm.gateway.protocols.fields import (
 )
 from torchrl_llm.gateway.protocols.protocol import (
     Protocol,
+    Reply,
     arguments_text,
     finish_reason,
-    header,
     pieces,
-    token_counts,
-    token_entries,
 )
 
 NUM_SAMPLES = Annotated[int, In("[1, 128]")]
@@ -37,6 +35,7 @@ FINISH = {
 }
 """OpenAI's word for how an answer ended."""
 
+_ROLE = Literal["system", "developer", "user", "assistant", "tool"]
 # What a client's object of our own answer may hold.
 _UNUSED = {"annotations": ([],)}
 
@@ -67,31 +66,26 @@ class ChatCompletions(Protocol):
         fields.finish()
         return call
 
-    def response(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> dict[str, Any]:
+    def response(self, reply: Reply) -> dict[str, Any]:
         """Write answers, see :meth:`Protocol.response`."""
-        told = header(body, port, "chatcmpl-", "chat.completion")
-        told["choices"] = [
-            {"index": i, "message": _written(answer.message), **_end(body, answer, port)}
-            for i, answer in enumerate(answers)
+        choices = [
+            {"index": i, "message": _written(answer.message), **_end(reply, answer)}
+            for i, answer in enumerate(reply.answers)
         ]
-        return {**told, **prompt_ids(body, answers), "usage": usage(answers)}
+        told = {**reply.header("chatcmpl-", "chat.completion"), "choices": choices}
+        return {**told, **reply.prompt_ids(), "usage": usage(reply)}
 
-    def events(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> Iterator[dict[str, Any]]:
+    def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
         """Write answers as a stream, see :meth:`Protocol.events`."""
-        told = header(body, port, "chatcmpl-", "chat.completion.chunk")
-        first = prompt_ids(body, answers)
-        for i, answer in enumerate(answers):
+        told = reply.header("chatcmpl-", "chat.completion.chunk")
+        first = reply.prompt_ids()
+        for i, answer in enumerate(reply.answers):
             for delta in _deltas(answer.message):
                 choice = {"index": i, "delta": delta, "finish_reason": None}
                 yield {**told, "choices": [choice], **first}
                 first = {}
-            yield {**told, "choices": [{"index": i, "delta": {}, **_end(body, answer, port)}]}
-        if wants_usage(body):
-            yield {**told, "choices": [], "usage": usage(answers)}
+            yield {**told, "choices": [{"index": i, "delta": {}, **_end(reply, answer)}]}
+        yield from usage_event(reply, told)
 
 
 def take_stream(fields: Fields) -> None:
@@ -108,34 +102,26 @@ def take_stream(fields: Fields) -> None:
     options.finish({"continuous_usage_stats": (False,)}, ("include_obfuscation",))
 
 
-def wants_usage(body: Mapping[str, Any]) -> bool:
-    """Whether a stream ends with the numbers of tokens."""
-    return bool((body.get("stream_options") or {}).get("include_usage"))
-
-
-def prompt_ids(body: Mapping[str, Any], answers: Sequence[Answer]) -> dict[str, Any]:
-    """The field ``prompt_token_ids``, where ``return_token_ids`` asks for it."""
-    ids = answers[0].prompt_ids
-    return {"prompt_token_ids": ids.tolist()} if body.get("return_token_ids") else {}
-
-
-def token_ids(body: Mapping[str, Any], answer: Answer) -> dict[str, Any]:
-    """The field ``token_ids``, where ``return_token_ids`` asks for it."""
-    return {"token_ids": answer.token_ids.tolist()} if body.get("return_token_ids") else {}
-
-
-def usage(answers: Sequence[Answer]) -> dict[str, int]:
+def usage(reply: Reply) -> dict[str, int]:
     """How many tokens there are, in OpenAI's words."""
-    prompt, sampled = token_counts(answers)
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": sampled,
-        "total_tokens": prompt + sampled,
-    }
+    prompt, sampled = reply.token_counts
+    total = prompt + sampled
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": total}
+
+
+def usage_event(reply: Reply, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """The last event of a stream, where ``stream_options`` ask for the numbers of tokens.
+
+    Args:
+        reply: what is written.
+        told: what each event begins with.
+    """
+    if (reply.body.get("stream_options") or {}).get("include_usage"):
+        yield {**told, "choices": [], "usage": usage(reply)}
 
 
 def _message(fields: Fields) -> dict[str, Any]:
-    role = fields.need("role", Role)
+    role = fields.need("role", _ROLE)
     message = {"role": "system" if role == "developer" else role, "content": take_text(fields)}
     message["name"] = fields.take("name", str)
     if role == "assistant":
@@ -157,7 +143,7 @@ def _call(fields: Fields) -> dict[str, Any]:
         "arguments": function.take("arguments", str | dict),
     }
     call = {"id": fields.take("id", str), "function": called}
-    function.finish({}, ())
+    function.finish({}, CALL_NOTES)
     fields.finish({}, ("index",))
     return call
 
@@ -182,10 +168,10 @@ def _written_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {"id": call["id"], "type": "function", "function": function}
 
 
-def _end(body: Mapping[str, Any], answer: Answer, port: Port) -> dict[str, Any]:
-    entries = {"content": token_entries(answer, port)} if body.get("logprobs") else None
+def _end(reply: Reply, answer: Answer) -> dict[str, Any]:
+    entries = {"content": reply.token_entries(answer)} if reply.body.get("logprobs") else None
     end = {"finish_reason": FINISH[finish_reason(answer)], "logprobs": entries}
-    return {**end, **token_ids(body, answer)}
+    return {**end, **reply.token_ids(answer)}
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

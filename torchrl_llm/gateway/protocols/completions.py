@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Annotated, Any
 
 from torchrl_llm._checked import In
-from torchrl_llm.gateway.calls import Answer, Call, Port
+from torchrl_llm.gateway.calls import Answer, Call
 from torchrl_llm.gateway.protocols.chat_completions import (
     FINISH,
     NUM_SAMPLES,
-    prompt_ids,
     take_stream,
-    token_ids,
     usage,
-    wants_usage,
+    usage_event,
 )
 from torchrl_llm.gateway.protocols.fields import LARGEST, Fields, refused, take_sampling
-from torchrl_llm.gateway.protocols.protocol import Protocol, header, pieces
+from torchrl_llm.gateway.protocols.protocol import Protocol, Reply, pieces
 
 
 class Completions(Protocol):
@@ -40,29 +38,24 @@ class Completions(Protocol):
         fields.finish()
         return call
 
-    def response(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> dict[str, Any]:
+    def response(self, reply: Reply) -> dict[str, Any]:
         """Write answers, see :meth:`Protocol.response`."""
-        told = header(body, port, "cmpl-", "text_completion")
-        told["choices"] = [
-            {"index": i, "text": answer.message["content"], **_end(body, answer, port)}
-            for i, answer in enumerate(answers)
+        choices = [
+            {"index": i, "text": answer.message["content"], **_end(reply, answer)}
+            for i, answer in enumerate(reply.answers)
         ]
-        return {**told, "usage": usage(answers)}
+        told = reply.header("cmpl-", "text_completion")
+        return {**told, "choices": choices, "usage": usage(reply)}
 
-    def events(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> Iterator[dict[str, Any]]:
+    def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
         """Write answers as a stream, see :meth:`Protocol.events`."""
-        told = header(body, port, "cmpl-", "text_completion")
-        for i, answer in enumerate(answers):
+        told = reply.header("cmpl-", "text_completion")
+        for i, answer in enumerate(reply.answers):
             for piece in pieces(answer.message["content"]):
                 choice = {"index": i, "text": piece, "finish_reason": None, "logprobs": None}
                 yield {**told, "choices": [choice]}
-            yield {**told, "choices": [{"index": i, "text": "", **_end(body, answer, port)}]}
-        if wants_usage(body):
-            yield {**told, "choices": [], "usage": usage(answers)}
+            yield {**told, "choices": [{"index": i, "text": "", **_end(reply, answer)}]}
+        yield from usage_event(reply, told)
 
 
 def _prompt(given: str | list[Any]) -> str | tuple[int, ...]:
@@ -75,14 +68,14 @@ def _prompt(given: str | list[Any]) -> str | tuple[int, ...]:
     return tuple(given)
 
 
-def _end(body: Mapping[str, Any], answer: Answer, port: Port) -> dict[str, Any]:
-    log_probs = None if body.get("logprobs") is None else _log_probs(answer, port)
+def _end(reply: Reply, answer: Answer) -> dict[str, Any]:
+    log_probs = None if reply.body.get("logprobs") is None else _log_probs(reply, answer)
     end = {"finish_reason": FINISH[answer.finish_reason], "logprobs": log_probs}
-    return {**end, **prompt_ids(body, [answer]), **token_ids(body, answer)}
+    return {**end, **reply.prompt_ids(), **reply.token_ids(answer)}
 
 
-def _log_probs(answer: Answer, port: Port) -> dict[str, Any]:
-    texts = port.token_texts(answer.token_ids)
+def _log_probs(reply: Reply, answer: Answer) -> dict[str, Any]:
+    texts = reply.port.token_texts(answer.token_ids)
     return {
         "tokens": texts,
         "token_logprobs": answer.log_probs.tolist(),

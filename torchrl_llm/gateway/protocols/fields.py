@@ -6,7 +6,7 @@ Next: :mod:`torchrl_llm.gateway.protocols.chat_completions` reads a request with
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from torchrl_llm._checked import In, check
 from torchrl_llm._registry import did_you_mean
@@ -20,41 +20,28 @@ COUNT = Annotated[int, In(f"[1, {LARGEST}]")]
 TOKEN = Annotated[int, In(f"[0, {LARGEST}]")]
 TEXT_PARTS = ("text",)
 # Notes of clients and of servers on a part of a message, which change no token.
-PART_NOTES = ("cache_control", "annotations", "citations", "logprobs")
+PART_NOTES = ("cache_control", "annotations", "citations", "logprobs", "parsed", "parsed_output")
+CALL_NOTES = ("parsed_arguments",)
 # Each has one value, or a few, that asks for nothing; no other can be honoured.
+_FALSE = ("add_special_tokens", "background", "continue_final_message", "echo")
+_FALSE += ("include_stop_str_in_output", "use_beam_search")
+_TRUE = ("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens")
+_TRUE += ("spaces_between_special_tokens",)
 NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "background": (False,),
-    "best_of": (1,),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "echo": (False,),
-    "frequency_penalty": (0,),
+    **dict.fromkeys(_FALSE, (False,)),
+    **dict.fromkeys(_TRUE, (True,)),
+    **dict.fromkeys(("frequency_penalty", "min_tokens", "presence_penalty"), (0,)),
+    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
     "functions": ([],),
-    "include_stop_str_in_output": (False,),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
-    "presence_penalty": (0,),
     "response_format": ({"type": "text"},),
     "service_tier": ("auto", "default", "standard_only"),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
     "suffix": ("",),
-    "use_beam_search": (False,),
 }
 # Whatever they hold, the answer is the same.
-IGNORED = (
-    "metadata",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "safety_identifier",
-    "user",
-)
+IGNORED = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+IGNORED += ("safety_identifier", "user")
 _HINTS = get_type_hints(SamplingParams, include_extras=True)
 _SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
 _TOP_K = Annotated[int, In(f"[-1, {LARGEST}]")]
@@ -108,7 +95,7 @@ class Fields:
 
         Args:
             name: of the field.
-            hint: what it may be, as for :func:`torchrl_llm._checked.check`.
+            hint: what it may be, as for ``torchrl_llm._checked.check``.
             default: where it is left out.
 
         Raises:
@@ -283,8 +270,5 @@ def canonical(message: Mapping[str, Any], path: str) -> dict[str, Any]:
     """
     try:
         return canonical_message(message, path)
-    except DataError as error:
+    except (DataError, RecursionError) as error:  # the latter of arguments with too many levels
         raise refused(path, str(error).removeprefix(f"{path} ")) from None
-
-
-Role = Literal["system", "developer", "user", "assistant", "tool"]

@@ -11,7 +11,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
@@ -28,6 +28,64 @@ _ERROR_CODES = {
 }
 _MOST_PIECES = 4
 _SHORTEST_PIECE = 16
+
+
+class Reply(NamedTuple):
+    """What answers a request.
+
+    Attributes:
+        body: of the request, which the protocol has read.
+        answers: at least one.
+        port: that gave them.
+    """
+
+    body: Mapping[str, Any]
+    answers: Sequence[Answer]
+    port: Port
+
+    @property
+    def model(self) -> str:
+        """The name by which the client called the model."""
+        return self.body.get("model") or self.port.model
+
+    @property
+    def token_counts(self) -> tuple[int, int]:
+        """How many tokens the prompt has, and all answers together."""
+        sampled = sum(len(answer.token_ids) for answer in self.answers)
+        return len(self.answers[0].prompt_ids), sampled
+
+    def header(self, prefix: str, kind: str) -> dict[str, Any]:
+        """What an answer in OpenAI's protocols begins with.
+
+        Args:
+            prefix: of its id.
+            kind: of the object.
+        """
+        now = int(time.time())
+        return {"id": new_id(prefix), "object": kind, "created": now, "model": self.model}
+
+    def prompt_ids(self) -> dict[str, Any]:
+        """The field ``prompt_token_ids``, where ``return_token_ids`` asks for it."""
+        ids = self.answers[0].prompt_ids
+        return {"prompt_token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
+
+    def token_ids(self, answer: Answer) -> dict[str, Any]:
+        """The field ``token_ids`` of an answer, likewise."""
+        ids = answer.token_ids
+        return {"token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
+
+    def token_entries(self, answer: Answer) -> list[dict[str, Any]]:
+        """The sampled tokens and their log-probs, as chat completions and responses have them."""
+        texts = self.port.token_texts(answer.token_ids)
+        return [
+            {"token": text, "logprob": log_prob, "bytes": _bytes(text), "top_logprobs": []}
+            for text, log_prob in zip(texts, answer.log_probs.tolist(), strict=True)
+        ]
+
+
+def _bytes(text: str) -> list[int] | None:
+    """Those of a token; ``None`` for a part of a character, whose bytes the text does not say."""
+    return None if "\ufffd" in text else list(text.encode())
 
 
 class Protocol(ABC):
@@ -51,26 +109,16 @@ class Protocol(ABC):
         """
 
     @abstractmethod
-    def response(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> dict[str, Any]:
-        """Write answers.
-
-        Args:
-            body: of the request, which :meth:`parse` accepted.
-            answers: at least one.
-            port: that gave them.
-        """
+    def response(self, reply: Reply) -> dict[str, Any]:
+        """Write answers as one JSON object."""
 
     @abstractmethod
-    def events(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> Iterator[dict[str, Any]]:
-        """Write answers as events of a stream, see :meth:`response` for the arguments."""
+    def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
+        """Write answers as events of a stream."""
 
-    def stream(self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port) -> bytes:
+    def stream(self, reply: Reply) -> bytes:
         """All events as ``text/event-stream``; one that has a ``type`` is called by it."""
-        frames = [_frame(event) for event in self.events(body, answers, port)]
+        frames = [_frame(event) for event in self.events(reply)]
         return "".join([*frames, *self.stream_end]).encode()
 
     def refusal(self, error: RefusedCallError, status: int) -> dict[str, Any]:
@@ -104,19 +152,6 @@ def new_id(prefix: str) -> str:
     return prefix + secrets.token_hex(12)
 
 
-def header(body: Mapping[str, Any], port: Port, prefix: str, kind: str) -> dict[str, Any]:
-    """What an answer in OpenAI's protocols begins with.
-
-    Args:
-        body: of the request.
-        port: that answered.
-        prefix: of the id.
-        kind: of the object.
-    """
-    model = body.get("model") or port.model
-    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": model}
-
-
 def finish_reason(answer: Answer) -> FinishReason:
     """How an answer ended, for clients that look for calls where the reason says so."""
     if answer.message.get("tool_calls") and answer.finish_reason is FinishReason.STOP:
@@ -124,24 +159,10 @@ def finish_reason(answer: Answer) -> FinishReason:
     return answer.finish_reason
 
 
-def token_counts(answers: Sequence[Answer]) -> tuple[int, int]:
-    """How many tokens the prompt has, and all answers together."""
-    return len(answers[0].prompt_ids), sum(len(answer.token_ids) for answer in answers)
-
-
 def arguments_text(call: Mapping[str, Any]) -> str:
     """The arguments of a tool call as JSON; those that are none, as the model wrote them."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
-
-
-def token_entries(answer: Answer, port: Port) -> list[dict[str, Any]]:
-    """The sampled tokens with their log-probs, as the chat and responses protocols write them."""
-    texts = port.token_texts(answer.token_ids)
-    return [
-        {"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []}
-        for text, log_prob in zip(texts, answer.log_probs.tolist(), strict=True)
-    ]
 
 
 def pieces(text: str) -> list[str]:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping
 from itertools import count
 from typing import Annotated, Any, Literal
 
 from torchrl_llm._checked import In
-from torchrl_llm.gateway.calls import Answer, Call, Port
-from torchrl_llm.gateway.protocols.chat_completions import prompt_ids, take_stream, token_ids
+from torchrl_llm.gateway.calls import Answer, Call
+from torchrl_llm.gateway.protocols.chat_completions import take_stream
 from torchrl_llm.gateway.protocols.fields import (
+    CALL_NOTES,
     Fields,
     canonical,
     function_tool,
@@ -21,18 +23,16 @@ from torchrl_llm.gateway.protocols.fields import (
 )
 from torchrl_llm.gateway.protocols.protocol import (
     Protocol,
+    Reply,
     arguments_text,
-    header,
     new_id,
     pieces,
-    token_counts,
-    token_entries,
 )
 
 _LOG_PROBS = "message.output_text.logprobs"
 _INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
 _TEXTS = ("input_text", "output_text", "text")
-_NOTES = ("id", "status", "phase", "encrypted_content")
+_NOTES = ("id", "status", "phase", "encrypted_content", *CALL_NOTES)
 _DIRECT = {"caller": ({"type": "direct"},)}
 # The order of the items of one turn; only calls may come more than once.
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
@@ -66,18 +66,16 @@ class Responses(Protocol):
         fields.finish()
         return call
 
-    def response(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> dict[str, Any]:
+    def response(self, reply: Reply) -> dict[str, Any]:
         """Write the answer, see :meth:`Protocol.response`."""
-        [answer] = answers
-        prompt, sampled = token_counts(answers)
+        [answer] = reply.answers
+        prompt, sampled = reply.token_counts
         cut = not answer.finish_reason.whole
         return {
-            **_begun(body, port),
+            **_begun(reply),
             "status": "incomplete" if cut else "completed",
             "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": _output(body, answer, port),
+            "output": _output(reply, answer),
             "usage": {
                 "input_tokens": prompt,
                 "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
@@ -85,16 +83,14 @@ class Responses(Protocol):
                 "output_tokens_details": {"reasoning_tokens": 0},
                 "total_tokens": prompt + sampled,
             },
-            **prompt_ids(body, answers),
-            **token_ids(body, answer),
+            **reply.prompt_ids(),
+            **reply.token_ids(answer),
         }
 
-    def events(
-        self, body: Mapping[str, Any], answers: Sequence[Answer], port: Port
-    ) -> Iterator[dict[str, Any]]:
+    def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
         """Write the answer as a stream, see :meth:`Protocol.events`."""
-        whole, numbers = self.response(body, answers, port), count()
-        begun = {**_begun(body, port), "id": whole["id"], "created_at": whole["created_at"]}
+        whole, numbers = self.response(reply), count()
+        begun = {**_begun(reply), "id": whole["id"], "created_at": whole["created_at"]}
         for event in _events(begun, whole):
             yield {**event, "sequence_number": next(numbers)}
 
@@ -174,14 +170,14 @@ def _tool(fields: Fields) -> dict[str, Any]:
 # -- answers ---------------------------------------------------------------------------------------
 
 
-def _begun(body: Mapping[str, Any], port: Port) -> dict[str, Any]:
+def _begun(reply: Reply) -> dict[str, Any]:
     """The response before there is an answer, which repeats what was asked for."""
-    begun = header(body, port, "resp_", "response")
+    body = reply.body
     return {
-        "id": begun["id"],
+        "id": new_id("resp_"),
         "object": "response",
-        "created_at": begun["created"],
-        "model": begun["model"],
+        "created_at": int(time.time()),
+        "model": reply.model,
         "status": "in_progress",
         "error": None,
         "incomplete_details": None,
@@ -202,7 +198,7 @@ def _begun(body: Mapping[str, Any], port: Port) -> dict[str, Any]:
     }
 
 
-def _output(body: Mapping[str, Any], answer: Answer, port: Port) -> list[dict[str, Any]]:
+def _output(reply: Reply, answer: Answer) -> list[dict[str, Any]]:
     message, items = answer.message, []
     calls = message.get("tool_calls", ())
     if (reasoning := message.get("reasoning_content")) is not None:
@@ -210,8 +206,8 @@ def _output(body: Mapping[str, Any], answer: Answer, port: Port) -> list[dict[st
         items.append(_item("reasoning", "rs_", summary=[], content=[part]))
     if message["content"] or not calls:
         part = {"type": "output_text", "text": message["content"], "annotations": []}
-        if _LOG_PROBS in (body.get("include") or ()):
-            part["logprobs"] = token_entries(answer, port)
+        if _LOG_PROBS in (reply.body.get("include") or ()):
+            part["logprobs"] = reply.token_entries(answer)
         items.append(_item("message", "msg_", role="assistant", content=[part]))
     for call in calls:
         called = {"name": call["function"]["name"], "arguments": arguments_text(call)}

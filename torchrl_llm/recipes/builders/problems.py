@@ -17,7 +17,7 @@ from torchrl_llm.recipes.data_config import ROWS, hold_out, tell_overlap
 from torchrl_llm.recipes.reward_config import make_reward
 from torchrl_llm.recipes.shared_keys import SampledConfig
 from torchrl_llm.recipes.tasks import task_class
-from torchrl_llm.rewards.function_reward import as_reward
+from torchrl_llm.rewards.function_reward import as_reward, of_program
 from torchrl_llm.trainers.batch_source import trained_rows
 from torchrl_llm.trainers.reward_watch import RewardWatch
 
@@ -52,10 +52,13 @@ def task_rows(
 def task_settings(config: SampledConfig) -> dict[str, Any]:
     """The task's own settings, and what replaces its limit of steps, system prompt and reward."""
     own = config.env.dataset == ROWS
+    reward = make_reward(config.reward, alone=own)
+    if own and reward is None and config.agent.owns_loop:
+        reward = of_program
     wanted = {
         "max_steps": config.env.max_steps,
         "system_prompt": config.env.system_prompt,
-        "reward": make_reward(config.reward, alone=own),
+        "reward": reward,
         **(config.data.columns if own else {}),
     }
     given = {name: value for name, value in wanted.items() if value is not None}
@@ -70,9 +73,14 @@ def check_problems(config: SampledConfig) -> None:
 
     Raises:
         DataError: missing or malformed data.
-        ConfigError: the problems do not suffice.
+        ConfigError: the problems do not suffice, or only a program can play the task.
     """
-    task = task_class(config.env.dataset)
+    task, name = task_class(config.env.dataset), config.env.dataset
+    ensure(
+        task.PROGRAM is None or config.agent.owns_loop,
+        f"env={name} is played by a program alone: set agent=program agent.program={name} "
+        f"agent.python=... (a Python with {name})",
+    )
     train, held_out = (each.get("dataset") for each in task_rows(config, task))
     if config.env.dataset == ROWS:
         reward = as_reward(task_settings(config)["reward"])

@@ -21,9 +21,11 @@ from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.data_config import ROWS
 from torchrl_llm.recipes.tasks import task_class
+from torchrl_llm.rewards.function_reward import of_program
 
 T = TypeVar("T")
 
+_OF_PROGRAM = f"{of_program.__module__}:{of_program.__name__}"
 NUM_DRAWN = 256
 """Prompts of a task that are looked at."""
 
@@ -120,6 +122,11 @@ class Subject:
             return modules.empty_model(self.config.model.name, **settings)
 
     @property
+    def has_program(self) -> bool:
+        """Whether the agent is a program that owns its loop."""
+        return "agent.type" in self.keys and self.config.agent.owns_loop
+
+    @property
     def num_parameters(self) -> int:
         """Of the model."""
         return sum(each.numel() for each in self.model.parameters())
@@ -174,6 +181,10 @@ class Subject:
         """The tasks, each with an environment that holds one conversation."""
         config, tokenizer = deepcopy(self.config), self.tokenizer
         config.eval.batch_size = 1
+        if self.has_program:
+            config.agent = AgentConfig.of()  # its prompts are its own, rows and reward the task's
+            if config.env.dataset == ROWS and not config.reward.components:
+                config.reward.function = config.reward.function or _OF_PROGRAM
         if "tasks" in self.keys:
             config.eval.repeats = 1
             make_env = importlib.import_module("evaluate_utils").make_env
@@ -183,8 +194,6 @@ class Subject:
         if "env.repeats" in self.keys:
             config.train.prompts_per_batch = 1
             config.env.repeats = task_class(config.env.dataset).num_players(config.env.options)
-            if config.agent.owns_loop:  # its prompts are its own; rows and reward are the task's
-                config.agent = AgentConfig.of()
             env = builders.make_train_env(config, tokenizer, seed=config.seed)
             held_out = builders.make_eval_env(config, tokenizer)
             return [self._task(config.env.dataset, env, self.data_key, "env.dataset", held_out)]

@@ -1,4 +1,4 @@
-"""A calculator agent of the OpenAI Agents SDK; it returns named numbers, the reward's parts."""
+"""A calculator agent of the OpenAI Agents SDK; it returns named numbers, one of them the reward."""
 
 import re
 
@@ -31,7 +31,8 @@ async def run(row, base_url, api_key):
         try:
             result = await Runner.run(agent, row["query"], max_turns=3, run_config=quiet)
         except AgentsException:  # too many turns, or a tool that is not there
-            return {"correct": 0.0, "called": 0.0}
+            return {"reward": 0.0, "success": 0.0}
     numbers = re.findall(r"-?\d+", result.final_output)
+    right = numbers[-1:] == [row["answer"]]
     called = any(item.type == "tool_call_item" for item in result.new_items)
-    return {"correct": float(numbers[-1:] == [row["answer"]]), "called": 0.1 * called}
+    return {"reward": right + 0.1 * called, "success": right, "called": called}

@@ -5,19 +5,13 @@ import re
 
 from openai import AsyncOpenAI
 
-TOOL = {
-    "name": "calculator",
-    "description": "Computes an arithmetic expression exactly.",
-    "parameters": {
-        "type": "object",
-        "properties": {"expression": {"type": "string", "description": "Such as (2+3)*4."}},
-        "required": ["expression"],
-    },
-}
+PARAMETERS = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOL = {"name": "calculator", "description": "Computes exactly.", "parameters": PARAMETERS}
+CLIENT = AsyncOpenAI(base_url="http://localhost", api_key="none")  # one for all rollouts
 
 
 def calculate(expression):
-    if not re.fullmatch(r"[\d\s+*/()-]{1,60}", expression) or "**" in expression:
+    if not re.fullmatch(r"[\d\s+*/()-]{1,60}", str(expression)) or "**" in expression:
         return "cannot be computed"
     try:
         return str(eval(expression))
@@ -26,19 +20,13 @@ def calculate(expression):
 
 
 async def run(row, base_url, api_key):
-    messages = [{"role": "system", "content": "Use the calculator."}]
-    messages.append({"role": "user", "content": row["query"]})
-    tools = [{"type": "function", "function": TOOL}]
-    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
-        for _ in range(3):
-            answer = await client.chat.completions.create(
-                model="policy", messages=messages, tools=tools
-            )
-            message = answer.choices[0].message
-            messages.append(message)
-            if not message.tool_calls:
-                return
-            for call in message.tool_calls:
-                expression = json.loads(call.function.arguments).get("expression", "")
-                result = {"tool_call_id": call.id, "content": calculate(str(expression))}
-                messages.append({"role": "tool", **result})
+    ask = CLIENT.with_options(base_url=base_url, api_key=api_key).chat.completions.create
+    messages, tools = list(row["messages"]), [{"type": "function", "function": TOOL}]
+    for _ in range(3):
+        answer = await ask(model="policy", messages=messages, tools=tools)
+        messages.append(answer.choices[0].message)
+        for call in messages[-1].tool_calls or ():
+            result = calculate(json.loads(call.function.arguments).get("expression", ""))
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+        if messages[-1] is answer.choices[0].message:
+            break

@@ -23,7 +23,7 @@ def calculator(expression: str) -> str:
 
 def run(row, base_url, api_key):
     model = OpenAIModel("policy", api_base=base_url, api_key=api_key)
-    agent = CodeAgent(tools=[calculator], model=model, max_steps=3, verbosity_level=0)
+    agent = CodeAgent(tools=[calculator], model=model, max_steps=3, verbosity_level=-1)
     agent.prompt_templates["system_prompt"] = PROMPT
     agent.memory.system_prompt.system_prompt = PROMPT
     answer = agent.run(row["query"])
