@@ -77,7 +77,8 @@ TEXTS = 40
 
 for room in (torchrl_llm.envs, torchrl_llm.tools, torchrl_llm.rewards):
     for module in pkgutil.walk_packages(room.__path__, f"{room.__name__}."):
-        importlib.import_module(module.name)
+        if not module.name.endswith("_program"):  # those run under a Python of their own
+            importlib.import_module(module.name)
 
 # A call in each syntax that is learnt from an example.
 SYNTAXES = {

@@ -170,7 +170,7 @@ def test_settings_are_those_of_training():
     fine_tuned = {"data": {"system_prompt": "Be brief."}}
     assert chat_settings(fine_tuned).system_prompt == "Be brief."
     assert "Think step by step" in chat_settings({"env": {"dataset": "gsm8k"}}).system_prompt
-    assert chat_settings({}) == (None, (), None, None, None, None)
+    assert chat_settings({}) == (None, (), None, None, None, None, False)
 
 
 def test_a_task_that_is_gone_is_warned_of_and_its_model_still_talks(monkeypatch):

@@ -28,6 +28,8 @@ COMMAND = re.compile(
 # What the pages have the reader write before; most of them show the file whole.
 WRITTEN = {
     "my_rewards.py": "def polite(answer):\n    return 1.0\n",
+    "agent.py": "def run(row, client):\n    return 1.0\n",
+    "other/bin/python": "",
     "capitals.py": "from torchrl_llm.envs.datasets.rows_env import RowsEnv as CapitalEnv\n",
 }
 FILE = re.compile(r"\.\. code-block:: .*\n   :caption: (\S+)\n\n((?:   .*\n|\n)+)")
@@ -93,6 +95,7 @@ def written(monkeypatch, tmp_path):
     for name, text in WRITTEN.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
     modules = [name.removesuffix(".py") for name in WRITTEN if name.endswith(".py")]
