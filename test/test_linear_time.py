@@ -57,7 +57,7 @@ from torchrl_llm.rewards import (
 )
 from torchrl_llm.rewards.answer_block import AnswerBlockParser, extract_blocks, split_response
 from torchrl_llm.rewards.answer_formats import AnswerFormat
-from torchrl_llm.rewards.code import extract_code
+from torchrl_llm.rewards.code import FilesRewardParser, extract_code
 from torchrl_llm.rewards.function_reward import FunctionReward
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
@@ -172,6 +172,7 @@ MADE = {
     CallAction: lambda: {"": CallAction("add", "a cell", calls=call_parsers.HermesParser())},
     _ResponseReward: lambda: {"": _ResponseReward()},
     FunctionReward: lambda: {"": FunctionReward(lambda said, answer: answer in said)},
+    FilesRewardParser: lambda: {},  # reads files, and nothing that a policy wrote
     CompositeReward: lambda: {},  # scores a batch, by the scorers that stand here themselves
 }
 
