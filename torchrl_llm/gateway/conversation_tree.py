@@ -129,10 +129,13 @@ class ConversationTree:
         """
         answer, before = chat.messages[-1], place.before or place.digest
         node = _Answered(chat, before, _digest(before, _spoken(answer)))
-        forms = [(place.digest, sent), *((before, form) for form in (answer, *other_forms))]
-        for above, form in forms:
+        forms = [(place.digest, sent, True), (before, answer, True)]
+        for above, form, is_own in (*forms, *((before, form, False) for form in other_forms)):
             for each in (form, {**form, "reasoning_content": None}):
-                self._answers[_digest(above, _spoken(each))] = node
+                digest = _digest(above, _spoken(each))
+                # What was cut and then went on with nothing that is shown is still what was cut.
+                if is_own or digest not in self._answers:
+                    self._answers[digest] = node
                 self._said[_digest(b"", _spoken(each))] = None
         beginning = _beginning(chat.messages)
         root, turns = self._begun.get(beginning, (b"", 0))
