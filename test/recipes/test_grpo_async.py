@@ -26,6 +26,7 @@ pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.usefixtures("cluster")]
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "grpo" / "grpo-async.py"
+PROGRAM = SCRIPT.parents[2] / "docs/source/howto/programs/openai_calculator.py"
 FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lost", "pending")
 
 
@@ -58,6 +59,23 @@ def check_accounts(table):
         spent = [int(step[f"train/tokens_{fate}"]) for fate in FATES]
         assert carried + int(step["train/tokens_generated"]) == sum(spent)
         carried = spent[-1]
+
+
+def test_programs_are_answered_by_collectors_and_each_of_their_tokens_is_accounted_for(
+    tmp_path, run
+):
+    table = run(
+        tmp_path,
+        "env=calculator",
+        f"agent.program={PROGRAM}:run",
+        "inference_model.max_tokens=40",
+        "train.max_policy_age=2",
+        "train.max_steps=4",
+    )
+    check_accounts(table)
+    assert column(table, "train/env_errors") == []
+    assert min(column(table, "train/turns")) > 1
+    assert max(column(table, "train/policy_age_max")) >= 1
 
 
 @pytest.mark.timeout(900)

@@ -64,7 +64,10 @@ def main(arguments: Sequence[str]) -> int:
 
     engine, session = _session(given)
     torch.manual_seed(given.seed)
-    find = lambda key: session if given.key in (None, key) else None  # noqa: E731
+
+    def find(key: str) -> Any:
+        return session if given.key in (None, key) else None
+
     with engine, GatewayServer(make_app(find), host=given.host, port=given.port) as server:
         sys.stdout.write(f"{session.model} at {server.url}/v1\n")
         sys.stdout.flush()

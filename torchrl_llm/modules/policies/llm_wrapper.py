@@ -200,6 +200,11 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return type(self)(**{**own, **self.options.changed(changes)})
 
     @property
+    def sampling_params(self) -> SamplingParams:
+        """How it samples where neither a call nor a row says otherwise; for policies that do."""
+        return self._with_closers(self._arguments.params)
+
+    @property
     def longest_prompt(self) -> int | None:
         """Tokens that a prompt may have: by the context and by ``max_prompt_length``."""
         return longest_prompt(self.backend.max_length, self.max_prompt_length)
