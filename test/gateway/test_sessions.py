@@ -33,7 +33,7 @@ from torchrl_llm.gateway.session import EngineLimits, Formatters, GatewaySession
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import MCAdvantage
 
-README, FULL = 15, 500
+README, FULL = 15, 120
 
 
 def play(name, seed, steps=9):
