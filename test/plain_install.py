@@ -36,6 +36,7 @@ ASKS = {
     "backend=vllm": {"vllm"},
     "grpo-async": {"ray"},
     "reward=math": {"math"},
+    "agent.program=": {"gateway"},
 }
 # What the first screens say in words.
 ALSO = [
@@ -94,6 +95,7 @@ def files(folder: Path) -> None:
     """Tables that the pages name."""
     rows = "\n".join(f"{number}+1?,{number + 1}" for number in range(8))
     (folder / "qa.csv").write_text(f"question,answer\n{rows}\n")
+    (folder / "agent.py").write_text("def run(row, client):\n    return 1.0\n")
     chat = {"prompt": "1+1?", "completion": "2"}
     (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 8)
     prompt, check = 'def f():\n    """One."""\n', "def check(f):\n    assert f() == 1\n"
