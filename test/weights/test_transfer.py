@@ -109,7 +109,7 @@ def test_a_version_that_only_one_of_two_engines_took_is_counted_and_not_proven()
 
 def test_receivers_that_do_not_come_are_counted():
     started = time.monotonic()
-    transfer = VLLMTransfer("nccl", timeout_s=1.0, packed=False)
+    transfer = VLLMTransfer("nccl", timeout_s=4.0, packed=False)
     engine = fake()
     with pytest.raises(WeightUpdateError, match="1 of 2 receivers came"):
         transfer.send(
@@ -117,7 +117,7 @@ def test_receivers_that_do_not_come_are_counted():
             lambda source: engine.update_weights(source, version=1),
             num_receivers=2,
         )
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 30
     assert answer(engine) == answer(fake())
 
 
