@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from gateway.program_files import (
+    NoRunner,
     by_query,
     error_of,
     ledger_closes,
@@ -463,21 +464,6 @@ def test_clients_that_leave_read_slowly_or_use_another_key_disturb_nobody(tmp_pa
 
 
 # -- memory ---------------------------------------------------------------------------------------
-
-
-class NoRunner:
-    """Runs nothing: the test makes the calls itself."""
-
-    url = "http://nowhere"
-
-    def start(self, number, row, base_url, key):
-        self.key = key
-
-    def stop(self, number):
-        pass
-
-    def close(self):
-        pass
 
 
 class Answered(NamedTuple):

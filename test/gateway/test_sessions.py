@@ -13,6 +13,7 @@ from itertools import pairwise
 import pytest
 import torch
 from gateway.families import EACH_FAMILY, family_tokenizer, specimen_of
+from gateway.program_files import NoRunner
 from gateway.random_sessions import Client, ScriptedEngine, reference_text
 from models_helper import make_tiny_model
 
@@ -445,27 +446,12 @@ def test_an_answer_that_the_client_has_begun_is_found_as_one_message(is_later):
     assert prompt.fork_cause is None
 
 
-class Still:
-    """Runs nothing."""
-
-    url = "http://nowhere"
-
-    def start(self, number, row, base_url, key):
-        self.key = key
-
-    def stop(self, number):
-        pass
-
-    def close(self):
-        pass
-
-
 @pytest.fixture
 def still():
     tokenizer = family_tokenizer("qwen")
     limits = EngineLimits(100, 10, len(tokenizer))
     sessions = ProgramSessions(limits, Formatters(tokenizer), 1, program={}, timeout_s=0.2)
-    sessions._runner = sessions._server = Still()
+    sessions._runner = sessions._server = NoRunner()
     sessions.begin(0, {})
     yield sessions
     sessions.close()

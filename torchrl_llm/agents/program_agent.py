@@ -86,11 +86,6 @@ class ProgramAgent(Agent):
         for name in ("max_calls", "num_hosts"):
             check(name, getattr(self, name), Annotated[int, Ge(1)])
 
-    @property
-    def own_turns(self) -> int:
-        """Most turns of an episode."""
-        return self.max_calls
-
     def wrap(
         self,
         env: EnvBase,

@@ -65,16 +65,14 @@ class ProgramTransform(Transform):
         size = tensordict_reset.batch_size.numel()
         mask = tensordict.get("_reset", None)
         begins = [True] * size if mask is None else mask.reshape(size, -1).any(-1).tolist()
-        for place, row in enumerate(self._rows(tensordict_reset, begins)):
-            if row is not None:
-                self.sessions.begin(place, row)
+        self.begin(tensordict_reset, begins)
         if all(begins):
             self.sessions.wait()
         self.ask(tensordict_reset)
         return tensordict_reset
 
-    def begin_again(self, td: TensorDictBase, places: Sequence[bool]) -> None:
-        """Run programs anew whose processes are gone, as after a checkpoint.
+    def begin(self, td: TensorDictBase, places: Sequence[bool]) -> None:
+        """Run the programs of some rows.
 
         Args:
             td: all rows.
@@ -248,7 +246,7 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
             each is None and not done
             for each, done in zip(rollouts, tensordict.get("done").flatten().tolist(), strict=True)
         ]
-        self.programs.begin_again(tensordict, lost)
+        self.programs.begin(tensordict, lost)  # as after a checkpoint
         self.sessions.answered()
         for rollout, row in zip(rollouts, rows, strict=True):
             if rollout is not None and rollout.asked is not None:

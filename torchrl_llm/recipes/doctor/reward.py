@@ -70,9 +70,7 @@ def known_answers(subject: Subject) -> Iterator[Finding]:
             subject.reward_seconds = inf
             what = f"{task.name}: a reward took more than {LONGEST_S:g} s and was not waited for"
             yield error(key, f"{what}; a step has {subject.rows_per_step} answers. {_HINT}")
-        elif (
-            failed and not fine and "agent.type" in subject.keys and subject.config.agent.owns_loop
-        ):
+        elif failed and not fine and subject.has_program:
             yield ok(key, f"{task.name}: the program has to return the reward")
         elif failed:
             yield (warning if fine else error)(
