@@ -3,19 +3,20 @@
 import secrets
 from types import SimpleNamespace
 
-import anthropic
-import httpx2
-import openai
 import pytest
 from gateway.scripted_port import ScriptedPort
-
-from torchrl_llm.gateway.app import make_app
-from torchrl_llm.gateway.server import GatewayServer
 
 
 @pytest.fixture(scope="session")
 def served():
     """A gateway, its ports by key, and clients without a key."""
+    import anthropic
+    import httpx2
+    import openai
+
+    from torchrl_llm.gateway.app import make_app
+    from torchrl_llm.gateway.server import GatewayServer
+
     ports = {}
     with GatewayServer(make_app(ports.get, max_body_bytes=2**20, max_calls=24)) as server:
         options = {"api_key": "nobody", "max_retries": 0}

@@ -8,9 +8,6 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 
-import anthropic
-import httpx2
-import openai
 import pytest
 from gateway.scripted_port import ScriptedPort, text_answer
 from waiting import wait_until
@@ -19,6 +16,10 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.gateway.app import make_app, read_json
 from torchrl_llm.gateway.calls import RefusedCallError
 from torchrl_llm.gateway.server import GatewayServer
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+httpx2 = pytest.importorskip("httpx2")
 
 CHAT = "/v1/chat/completions"
 BODY = {"model": "any", "messages": [{"role": "user", "content": "What is 2 + 2?"}]}

@@ -6,15 +6,16 @@ import asyncio
 import json
 import random
 
-import anthropic
-import openai
-import pydantic
 import pytest
 from gateway.scripted_port import PROMPT_IDS, answer_of, text_answer
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.messages import canonical_message
 from torchrl_llm.gateway.calls import RefusedCallError
+
+openai = pytest.importorskip("openai")
+anthropic = pytest.importorskip("anthropic")
+pydantic = pytest.importorskip("pydantic")
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
 LONG = "Two and two are four. " * 20

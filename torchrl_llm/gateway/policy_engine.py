@@ -30,7 +30,7 @@ def limits_of(policy: LLMWrapperBase, *, trains: bool = False) -> EngineLimits:
         policy: in history mode.
         trains: whether answers are trained on.
     """
-    params = policy.sampling_params
+    params = policy.sampling_defaults
     return EngineLimits(
         longest_prompt=policy.longest_prompt,
         max_new_tokens=params.max_new_tokens,
@@ -66,7 +66,7 @@ class PolicyEngine(Engine):
         patience_s: float = 0.02,
     ) -> None:
         self.policy, self.limits = policy, limits_of(policy)
-        self._params = policy.sampling_params
+        self._params = policy.sampling_defaults
         self._max_batch, self._max_waiting = max_batch, max_waiting
         self._patience_s, self._last = patience_s, 1
         self._changed = threading.Condition()

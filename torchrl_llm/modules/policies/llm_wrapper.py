@@ -200,7 +200,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return type(self)(**{**own, **self.options.changed(changes)})
 
     @property
-    def sampling_params(self) -> SamplingParams:
+    def sampling_defaults(self) -> SamplingParams:
         """How it samples where neither a call nor a row says otherwise; for policies that do."""
         return self._with_closers(self._arguments.params)
 
