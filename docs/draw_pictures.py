@@ -64,7 +64,8 @@ def curve(points: list[tuple[float, float]], colour: str) -> str:
 # --- The house ------------------------------------------------------------------------------------
 
 FLOORS = [
-    ("L4", "recipes", [("recipes algorithms cli", 0, 380)], ORANGE),
+    ("L4", "recipes", [("recipes algorithms langmarl cli", 0, 380)], ORANGE),
+    ("L3", "agents", [("agents gateway: programs of others", 0, 380)], GREEN),
     ("L3", "loops and losses", [("collectors objectives trainers evaluation", 0, 380)], GREEN),
     (
         "L2",
