@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
+from torchrl_llm.gateway.protocols.fields import SAMPLING_HINTS, Table, read_object, refused
 
 STATUS = {"invalid": 400, "context": 400, "key": 401, "missing": 404, "busy": 429, "server": 500}
 """HTTP status of each kind of :class:`~torchrl_llm.gateway.calls.RefusedCallError`."""
@@ -54,16 +54,6 @@ class Reply(NamedTuple):
         sampled = sum(len(answer.token_ids) for answer in self.answers)
         return len(self.answers[0].prompt_ids), sampled
 
-    def header(self, prefix: str, kind: str) -> dict[str, Any]:
-        """What an answer in OpenAI's protocols begins with.
-
-        Args:
-            prefix: of its id.
-            kind: of the object.
-        """
-        now = int(time.time())
-        return {"id": new_id(prefix), "object": kind, "created": now, "model": self.model}
-
     def prompt_ids(self) -> dict[str, Any]:
         """The field ``prompt_token_ids``, where ``return_token_ids`` asks for it."""
         ids = self.answers[0].prompt_ids
@@ -97,7 +87,10 @@ class Protocol(ABC):
     stream_end: tuple[str, ...] = ()
     """What follows the last event of a stream."""
 
-    @abstractmethod
+    table: ClassVar[Table]
+    """Those of a body. Our names are those of :class:`~torchrl_llm.modules.SamplingParams`, and
+    ``messages``, ``prompt``, ``tools`` (functions) and ``tool_choice``."""
+
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Read a call.
 
@@ -107,6 +100,28 @@ class Protocol(ABC):
         Raises:
             RefusedCallError: a field that is wrong or cannot be honoured.
         """
+        found = read_object(self.table, body)
+        functions = [] if found.get("tool_choice") == "none" else found.get("tools", ())
+        return Call(
+            messages=self.messages(found),
+            prompt=found.get("prompt"),
+            tools=tuple({"type": "function", "function": each} for each in functions),
+            sampling={name: found[name] for name in SAMPLING_HINTS if name in found},
+            num_samples=found.get("n", 1),
+        )
+
+    def messages(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        """The conversation in canonical form.
+
+        Args:
+            found: the fields of a body, by our names.
+
+        Raises:
+            RefusedCallError: there is none.
+        """
+        if not found.get("messages"):
+            raise refused("messages", "must have at least one message")
+        return tuple(found["messages"])
 
     @abstractmethod
     def response(self, reply: Reply) -> dict[str, Any]:
