@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Literal
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call, RefusedCallError
-from torchrl_llm.gateway.protocols import fields
+from torchrl_llm.gateway.protocols import fields, protocol
 from torchrl_llm.gateway.protocols.fields import Field, Only, Table, need, read, refused, texts
-from torchrl_llm.gateway.protocols.protocol import Protocol, Reply, finish_reason, new_id, pieces
+from torchrl_llm.gateway.protocols.protocol import ERROR_TYPES, Protocol, Reply
 
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -19,15 +19,17 @@ _STOP_REASONS = {
     FinishReason.ABORT: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
 }
-_ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
-}
+_OWN_ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+_ERROR_TYPES = {**ERROR_TYPES, **_OWN_ERROR_TYPES}
 
 # -- requests --------------------------------------------------------------------------------------
+
+
+def _conversation(given: Any, path: str) -> list[dict[str, Any]]:
+    messages = list(chain(*read([_messages], given, path)))
+    if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+        messages[-1]["is_complete"] = False
+    return messages
 
 
 def _messages(given: Any, path: str) -> list[dict[str, Any]]:
@@ -89,7 +91,7 @@ class AnthropicMessages(Protocol):
     path = "/v1/messages"
     table: ClassVar[Table] = {
         "system": texts("text"),
-        "messages": [_messages],
+        "messages": _conversation,
         "tools": [_TOOL],
         "tool_choice": _tool_choice,
         **fields.BODY,
@@ -121,21 +123,12 @@ class AnthropicMessages(Protocol):
         """
         return super().parse(body)
 
-    def messages(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """The conversation, see :meth:`Protocol.messages`."""
-        messages = list(chain(*found.get("messages", ())))
-        if "system" in found:
-            messages.insert(0, {"role": "system", "content": found["system"]})
-        *before, last = super().messages({"messages": messages})
-        # The answer goes on with a last message of the assistant.
-        return *before, {**last, "is_complete": False} if last["role"] == "assistant" else last
-
     def response(self, reply: Reply) -> dict[str, Any]:
         """Write the answer, see :meth:`Protocol.response`."""
         [answer] = reply.answers
         prompt, sampled = reply.token_counts
         return {
-            "id": new_id("msg_"),
+            "id": protocol.new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": reply.model,
@@ -183,7 +176,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _stop(reply: Reply, answer: Answer) -> dict[str, Any]:
-    reason, strings = finish_reason(answer), reply.body.get("stop_sequences")
+    reason, strings = protocol.finish_reason(answer), reply.body.get("stop_sequences")
     if strings and reason is FinishReason.STOP:
         # The tokens of a stop string are among the sampled ones, and only the last of all is one.
         text = "".join(reply.port.token_texts(answer.token_ids))
@@ -201,6 +194,6 @@ def _block_events(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         field = "text" if kind == "text" else "thinking"
         empty, delta, text = {field: ""}, f"{field}_delta", block[field]
     yield {"type": "content_block_start", "content_block": {**block, **empty}}
-    for piece in pieces(text):
+    for piece in protocol.pieces(text):
         yield {"type": "content_block_delta", "delta": {"type": delta, field: piece}}
     yield {"type": "content_block_stop"}

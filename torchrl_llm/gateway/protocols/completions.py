@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar
 
@@ -35,10 +35,6 @@ class Completions(Choices):
         "logprobs": Annotated[int, In("[0, 1]"), "of the sampled token only"],
     }
     id_prefix, kinds = "cmpl-", ("text_completion", "text_completion")
-
-    def messages(self, found: Mapping[str, Any]) -> tuple[()]:
-        """None, see :meth:`Protocol.messages`."""
-        return ()
 
     def prompt_ids(self, reply: Reply) -> dict[str, Any]:
         """None, for each choice has them, see :meth:`Choices.prompt_ids`."""

@@ -19,7 +19,8 @@ from torchrl_llm.gateway.protocols.fields import SAMPLING_HINTS, Table, read_obj
 STATUS = {"invalid": 400, "context": 400, "key": 401, "missing": 404, "busy": 429, "server": 500}
 """HTTP status of each kind of :class:`~torchrl_llm.gateway.calls.RefusedCallError`."""
 
-_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+"""OpenAI's type of an error by its status; else ``"invalid_request_error"``."""
 _ERROR_CODES = {
     "context": "context_length_exceeded",
     "key": "invalid_api_key",
@@ -88,8 +89,11 @@ class Protocol(ABC):
     """What follows the last event of a stream."""
 
     table: ClassVar[Table]
-    """Those of a body. Our names are those of :class:`~torchrl_llm.modules.SamplingParams`, and
-    ``messages``, ``prompt``, ``tools`` (functions) and ``tool_choice``."""
+    """The fields of a body. Our names are those of :class:`~torchrl_llm.modules.SamplingParams`,
+    ``system`` (a text), ``messages``, ``prompt``, ``tools`` (functions) and ``tool_choice``."""
+
+    no_messages = ("messages", "must have at least one message")
+    """The field that is at fault where there is no conversation, and why."""
 
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Read a call.
@@ -101,27 +105,18 @@ class Protocol(ABC):
             RefusedCallError: a field that is wrong or cannot be honoured.
         """
         found = read_object(self.table, body)
-        functions = [] if found.get("tool_choice") == "none" else found.get("tools", ())
+        system = [{"role": "system", "content": found["system"]}] if "system" in found else []
+        messages = (*system, *found.get("messages", ()))
+        if not messages and "prompt" not in found:
+            raise refused(*self.no_messages)
+        functions = () if found.get("tool_choice") == "none" else found.get("tools", ())
         return Call(
-            messages=self.messages(found),
+            messages=messages,
             prompt=found.get("prompt"),
             tools=tuple({"type": "function", "function": each} for each in functions),
             sampling={name: found[name] for name in SAMPLING_HINTS if name in found},
             num_samples=found.get("n", 1),
         )
-
-    def messages(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """The conversation in canonical form.
-
-        Args:
-            found: the fields of a body, by our names.
-
-        Raises:
-            RefusedCallError: there is none.
-        """
-        if not found.get("messages"):
-            raise refused("messages", "must have at least one message")
-        return tuple(found["messages"])
 
     @abstractmethod
     def response(self, reply: Reply) -> dict[str, Any]:
@@ -146,7 +141,7 @@ class Protocol(ABC):
         return {
             "error": {
                 "message": error.message,
-                "type": _ERROR_TYPES.get(status, "invalid_request_error"),
+                "type": ERROR_TYPES.get(status, "invalid_request_error"),
                 "param": error.field,
                 "code": _ERROR_CODES.get(error.kind),
             }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, ClassVar, Literal
 
 from torchrl_llm.gateway.calls import Answer
@@ -78,9 +78,10 @@ class Responses(Protocol):
     """OpenAI's responses."""
 
     path = "/v1/responses"
+    no_messages = ("input", "must be a text, or have at least one item")
     table: ClassVar[Table] = {
         "previous_response_id": _previous,
-        "instructions": str,
+        "instructions": Field(str, "system"),
         "input": need(_input, "messages"),
         "tools": [_TOOL],
         "tool_choice": tool_choice,
@@ -94,14 +95,6 @@ class Responses(Protocol):
         "text": {"format": Only({"type": "text"}), "verbosity": Only("medium")},
         "truncation": Literal["disabled"],
     }
-
-    def messages(self, found: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
-        """The conversation, see :meth:`Protocol.messages`."""
-        if "instructions" in found:
-            return {"role": "system", "content": found["instructions"]}, *found["messages"]
-        if not found["messages"]:
-            raise refused("input", "must be a text, or have at least one item")
-        return tuple(found["messages"])
 
     def response(self, reply: Reply) -> dict[str, Any]:
         """Write the answer, see :meth:`Protocol.response`."""
