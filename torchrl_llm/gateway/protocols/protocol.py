@@ -16,7 +16,8 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
 from torchrl_llm.gateway.protocols.fields import SAMPLING_HINTS, Table, read_object, refused
 
-STATUS = {"invalid": 400, "context": 400, "key": 401, "missing": 404, "busy": 429, "server": 500}
+STATUS = {"invalid": 400, "context": 400, "key": 401, "missing": 404, "size": 413}
+STATUS |= {"busy": 429, "server": 500}
 """HTTP status of each kind of :class:`~torchrl_llm.gateway.calls.RefusedCallError`."""
 
 ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
