@@ -23,6 +23,7 @@ import uuid
 import zlib
 from pathlib import Path
 
+import processes
 import pytest
 
 import torchrl_llm
@@ -45,23 +46,10 @@ def bubblewrap_works():
     return True
 
 
-def _survivors(token):
-    """Processes of the machine whose command line holds a token."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            line = Path(f"/proc/{name}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if token.encode() in line and int(name) != os.getpid():
-            found.append((int(name), line))
-    return found
-
-
 def kill(token):
     """End survivors, so that a test that fails harms no other."""
     stopped = set()
-    while new := {pid for pid, _ in _survivors(token)} - stopped:
+    while new := {pid for pid, _ in processes.survivors(token)} - stopped:
         for pid in new:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
@@ -176,7 +164,7 @@ class Trainer:
         token = uuid.uuid4().hex
         files = digest(self.home)
         result = self._ask(code, limits, stdin, token)
-        left = _survivors(token)
+        left = processes.survivors(token)
         kill(token)
         assert left == []
         assert result.status != "sandbox_error", result.stderr
@@ -259,4 +247,4 @@ def bubblewrap():
 @pytest.fixture(scope="session")
 def survivors():
     """Find the processes whose command line holds a token."""
-    return _survivors
+    return processes.survivors

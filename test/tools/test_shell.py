@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import survivors
 from tensordict import TensorDict
 from torchrl.envs.utils import check_env_specs, step_mdp
 
@@ -57,25 +58,12 @@ def ask(shell, command, session=0, files=None):
     return shell.run(ToolCall("shell", {"command": command}, session=session, state=state))
 
 
-def running(token):
-    """Processes whose command line holds a token."""
-    found = []
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            line = Path(f"/proc/{name}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if token.encode() in line and int(name) != os.getpid():
-            found.append(int(name))
-    return found
-
-
 def appeared(token, number):
     """Whether there are so many soon."""
     patience = time.monotonic() + 20
-    while len(running(token)) != number and time.monotonic() < patience:
+    while len(survivors(token)) != number and time.monotonic() < patience:
         time.sleep(0.02)
-    return len(running(token)) == number
+    return len(survivors(token)) == number
 
 
 def gone(token):

@@ -38,7 +38,6 @@ _PROTOCOLS: tuple[Protocol, ...] = (_CHAT, Completions(), Responses(), _ANTHROPI
 _MOST_LEVELS = 100
 _LONGEST_ERROR = 2000
 _MOST_KINDS = 100
-_TOO_LARGE = 413
 _CLIENT_GONE = 499  # nobody reads it
 
 
@@ -82,10 +81,6 @@ def make_app(
 
 def _starlette(part: str) -> ModuleType:
     return require(f"starlette.{part}", extra="gateway", feature="the gateway")
-
-
-class _TooLargeError(RefusedCallError):
-    """A body beyond the limit."""
 
 
 class _ClientGoneError(Exception):
@@ -163,7 +158,7 @@ class _Gateway:
                 return self._response(status_code=_CLIENT_GONE)
             except Exception as error:  # the program is told, and other calls go on
                 refused = self._failed(error)
-            status = _TOO_LARGE if isinstance(refused, _TooLargeError) else STATUS[refused.kind]
+            status = STATUS[refused.kind]
             return self._json((protocol or _spoken(request)).refusal(refused, status), status)
 
         return guard
@@ -206,7 +201,8 @@ class _Gateway:
             if size <= self._max_body_bytes:
                 chunks.append(chunk)
         if size > self._max_body_bytes:
-            raise _TooLargeError(f"the body is longer than {self._max_body_bytes} bytes")
+            told = f"the body is longer than {self._max_body_bytes} bytes"
+            raise RefusedCallError(told, kind="size")
         return read_json(b"".join(chunks))
 
     async def _answers(self, request: Request, port: Port, call: Call) -> Sequence[Answer]:

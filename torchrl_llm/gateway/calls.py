@@ -16,7 +16,7 @@ from torch import Tensor
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.errors import TorchRLLLMError
 
-Kind = Literal["invalid", "context", "key", "missing", "busy", "server"]
+Kind = Literal["invalid", "context", "key", "missing", "size", "busy", "server"]
 
 
 class RefusedCallError(TorchRLLLMError, ValueError):
@@ -26,7 +26,8 @@ class RefusedCallError(TorchRLLLMError, ValueError):
         message: what is wrong, what was expected and what to do.
         kind: ``"invalid"`` (a field that is wrong or cannot be honoured, HTTP 400), ``"context"``
             (the prompt is longer than the model's context, 400), ``"key"`` (an unknown or foreign
-            key, 401), ``"missing"`` (no such path, 404), ``"busy"`` (429) or ``"server"`` (500).
+            key, 401), ``"missing"`` (no such path, 404), ``"size"`` (a body that is too long, 413),
+            ``"busy"`` (429) or ``"server"`` (500).
         field: the name of the field that is at fault, as the client wrote it.
     """
 

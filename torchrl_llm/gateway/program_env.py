@@ -72,32 +72,21 @@ class ProgramTransform(Transform):
         return tensordict_reset
 
     def begin(self, td: TensorDictBase, places: Sequence[bool]) -> None:
-        """Run the programs of some rows.
+        """Run the programs of some rows, each with the columns of the data and how its task begins.
 
         Args:
             td: all rows.
             places: which of them.
         """
-        for place, row in enumerate(self._rows(td, places)):
-            if row is not None:
-                self.sessions.begin(place, row)
-
-    def _rows(self, td: TensorDictBase, wanted: Sequence[bool]) -> list[dict[str, Any] | None]:
-        """What each program is given: the columns of the data, and how the task begins."""
-        base = self.parent.base_env
-        keys = (*self.container.primer.data_keys,)
+        base, keys = self.parent.base_env, self.container.primer.data_keys
         columns = {key: reward_parser.read_column(td, key) for key in keys}
-        rows: list[dict[str, Any] | None] = []
-        for place, begins in enumerate(wanted):
-            if not begins:
-                rows.append(None)
-                continue
-            row = {key: plain_cell(column[place]) for key, column in columns.items()}
-            query = row[base.data_key]
-            row["messages"] = list(base.start(query))
-            row[base.data_key] = query if isinstance(query, str) else list(row["messages"])
-            rows.append(row)
-        return rows
+        for place, begins in enumerate(places):
+            if begins:
+                row = {key: plain_cell(column[place]) for key, column in columns.items()}
+                query = row[base.data_key]
+                row["messages"] = list(base.start(query))
+                row[base.data_key] = query if isinstance(query, str) else list(row["messages"])
+                self.sessions.begin(place, row)
 
     def ask(self, td: TensorDictBase) -> None:
         """Put the calls that are asked next into the prompts.
@@ -173,9 +162,7 @@ def _outcome(rollout: Rollout) -> Ended:
 
 
 def _write_outcomes(
-    td: TensorDictBase,
-    next_td: TensorDictBase,
-    ended: Sequence[Ended | None],
+    td: TensorDictBase, next_td: TensorDictBase, ended: Sequence[Ended | None]
 ) -> None:
     size = len(ended)
     failures = [NO_FAILURE if e is None or e.failure is None else e.failure for e in ended]

@@ -20,13 +20,7 @@ from tensordict import TensorDict
 from torchrl_llm.data.failures import PROGRAM, Failure
 from torchrl_llm.gateway.calls import RefusedCallError
 from torchrl_llm.gateway.program_runner import Ended, ProgramRunner
-from torchrl_llm.gateway.session import (
-    Engine,
-    EngineLimits,
-    Formatters,
-    GatewaySession,
-    Pending,
-)
+from torchrl_llm.gateway.session import Engine, EngineLimits, Formatters, GatewaySession, Pending
 
 _POLL_S = 0.25
 # A step with few calls costs as much as one with many.

@@ -245,8 +245,7 @@ class GatewaySession(Port):
         if self._max_calls is not None and self.num_calls + call.num_samples > self._max_calls:
             raise RefusedCallError(
                 f"this session may make {self._max_calls} calls, and has made {self.num_calls}; "
-                "agent.max_calls changes that",
-                kind="invalid",
+                "agent.max_calls changes that"
             )
         cuts = [
             name
@@ -380,8 +379,6 @@ class GatewaySession(Port):
                 before, begun = prompt[:-1], prompt[-1]
                 merged = [{**begun, "content": begun["content"] + shown}]
             self._tree.add(place, (before + [message]).with_record(record), sent, merged)
-        if message.get("tool_calls") and reason == FinishReason.STOP:
-            reason = FinishReason.TOOL_CALLS
         return Answer(sent, reason, ids[:start], ids[start:], record.log_probs[start:])
 
 

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, ClassVar, Literal
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call, RefusedCallError
-from torchrl_llm.gateway.protocols.fields import (
-    NEUTRAL,
-    Fields,
-    canonical,
-    function_tool,
-    objects,
-    part_text,
-    refused,
-    take_sampling,
-    take_text,
-)
-from torchrl_llm.gateway.protocols.protocol import (
-    Protocol,
-    Reply,
-    finish_reason,
-    new_id,
-    pieces,
-)
+from torchrl_llm.gateway.protocols import fields, protocol
+from torchrl_llm.gateway.protocols.fields import Field, Only, Table, need, read, refused, texts
+from torchrl_llm.gateway.protocols.protocol import ERROR_TYPES, Protocol, Reply
 
 _STOP_REASONS = {
     FinishReason.STOP: "end_turn",
@@ -33,28 +19,91 @@ _STOP_REASONS = {
     FinishReason.ABORT: "max_tokens",
     FinishReason.TOOL_CALLS: "tool_use",
 }
-_ERROR_TYPES = {
-    401: "authentication_error",
-    404: "not_found_error",
-    413: "request_too_large",
-    429: "rate_limit_error",
-    500: "api_error",
+_OWN_ERROR_TYPES = {404: "not_found_error", 413: "request_too_large", 500: "api_error"}
+_ERROR_TYPES = {**ERROR_TYPES, **_OWN_ERROR_TYPES}
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def _conversation(given: Any, path: str) -> list[dict[str, Any]]:
+    messages = list(chain(*read([_messages], given, path)))
+    if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+        messages[-1]["is_complete"] = False
+    return messages
+
+
+def _messages(given: Any, path: str) -> list[dict[str, Any]]:
+    """The messages that one of Anthropic's holds, for it may hold several results of tools."""
+    found = read(_MESSAGE, given, path)
+    role, content = found["role"], found["content"]
+    if isinstance(content, str):
+        return [fields.canonical(found, path)]
+    messages = [{"role": role, "content": ""}] if role == "assistant" else []
+    for i, block in enumerate(content):
+        message = _block_message(role, block, f"{path}.content.{i}")
+        if messages and messages[-1]["role"] == message["role"] == role:
+            message = fields.joined(messages.pop(), message)
+        messages.append(message)
+    return [fields.canonical(message, path) for message in messages]
+
+
+def _block_message(role: str, given: Any, path: str) -> dict[str, Any]:
+    unknown = "is a block of type {!r:.50}, which is not known here"
+    kind, found = fields.read_typed(_BLOCKS[role], given, path, unknown)
+    if kind == "tool_use":
+        return {"role": role, "tool_calls": [found]}
+    return {"role": "tool" if kind == "tool_result" else role, **found}
+
+
+def _tool_choice(given: Any, path: str) -> str:
+    table = {"type": need(Literal["auto", "none"]), "disable_parallel_tool_use": Only(False)}
+    return read(table, given, path)["type"]
+
+
+_ROLE = Literal["user", "assistant", "system"]
+_MESSAGE: Table = {"role": need(_ROLE), "content": need(str | list), "cache_control": Any}
+_THINKING: Table = {"thinking": need(str, "reasoning_content"), "signature": Any}
+_TOOL_USE: Table = {
+    "name": need(str),
+    "input": need(dict | str, "arguments"),
+    "id": need(str),
+    "cache_control": Any,
+    "caller": Only({"type": "direct"}),
 }
-_NEUTRAL = {
-    **NEUTRAL,
-    "mcp_servers": ([],),
-    "output_config": ({},),
-    "speed": ("standard",),
-    "thinking": ({"type": "disabled"},),
+_TOOL_RESULT: Table = {
+    "content": texts("text"),
+    "tool_use_id": need(str, "tool_call_id"),
+    "is_error": Field(bool, unused=True),  # the text says it
+    "cache_control": Any,
 }
-_IGNORED = ("cache_control", "metadata")
-_DIRECT = {"caller": ({"type": "direct"},)}
+_BLOCKS: dict[str, dict[str, Table]] = {
+    "system": {"text": fields.PART},
+    "user": {"text": fields.PART, "tool_result": _TOOL_RESULT},
+    "assistant": {"text": fields.PART, "thinking": _THINKING, "tool_use": _TOOL_USE},
+}
+_CUSTOM = Field(Literal["custom"], unused=True)
+_TOOL: Table = {"type": _CUSTOM, **fields.FUNCTION, "input_schema": Field(dict, "parameters")}
 
 
 class AnthropicMessages(Protocol):
     """Anthropic's messages."""
 
     path = "/v1/messages"
+    table: ClassVar[Table] = {
+        "system": texts("text"),
+        "messages": _conversation,
+        "tools": [_TOOL],
+        "tool_choice": _tool_choice,
+        **fields.BODY,
+        "max_tokens": fields.LENGTH,
+        "stop_sequences": fields.STOP,
+        "cache_control": Any,
+        "metadata": Any,
+        "mcp_servers": Only([]),
+        "output_config": Only({}),
+        "speed": Only("standard"),
+        "thinking": Only({"type": "disabled"}),
+    }
 
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Read a call, see :meth:`Protocol.parse`."""
@@ -72,31 +121,14 @@ class AnthropicMessages(Protocol):
         Raises:
             RefusedCallError: a field that is wrong or cannot be honoured.
         """
-        fields = Fields(body)
-        system = take_text(fields, "system")
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        for each in fields.objects("messages"):
-            messages += [canonical(message, each.path) for message in _messages(each)]
-        if not messages:
-            raise refused("messages", "must have at least one message")
-        if messages[-1]["role"] == "assistant":  # the answer goes on with it
-            messages[-1] = {**messages[-1], "is_complete": False}
-        call = Call(
-            messages=tuple(messages),
-            tools=_tools(fields),
-            sampling=take_sampling(fields, "max_tokens", stop="stop_sequences"),
-        )
-        fields.take("model", str)
-        fields.take("stream", bool)
-        fields.finish(_NEUTRAL, _IGNORED)
-        return call
+        return super().parse(body)
 
     def response(self, reply: Reply) -> dict[str, Any]:
         """Write the answer, see :meth:`Protocol.response`."""
         [answer] = reply.answers
         prompt, sampled = reply.token_counts
         return {
-            "id": new_id("msg_"),
+            "id": protocol.new_id("msg_"),
             "type": "message",
             "role": "assistant",
             "model": reply.model,
@@ -127,81 +159,6 @@ class AnthropicMessages(Protocol):
         return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-# -- requests --------------------------------------------------------------------------------------
-
-
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """The messages that one of Anthropic's holds, for it may hold several results of tools."""
-    role = fields.need("role", Literal["user", "assistant", "system"])
-    content = fields.need("content", str | list)
-    fields.finish({}, ("cache_control",))
-    if isinstance(content, str):
-        return [{"role": role, "content": content}]
-    blocks = objects(content, fields.of("content"))
-    return [_turn(blocks)] if role == "assistant" else _user_messages(role, blocks)
-
-
-def _turn(blocks: Sequence[Fields]) -> dict[str, Any]:
-    texts: list[str] = []
-    thoughts: list[str] = []
-    calls: list[dict[str, Any]] = []
-    for block in blocks:
-        kind = block.take("type", str)
-        if kind == "thinking":
-            thoughts.append(block.need("thinking", str))
-            block.finish({}, ("signature",))
-        elif kind == "tool_use":
-            calls.append(_call(block))
-        else:
-            texts.append(_text(block, kind))
-    message = {"role": "assistant", "content": "".join(texts), "tool_calls": calls}
-    return {**message, "reasoning_content": "".join(thoughts)} if thoughts else message
-
-
-def _call(block: Fields) -> dict[str, Any]:
-    function = {"name": block.need("name", str), "arguments": block.need("input", dict | str)}
-    call = {"id": block.need("id", str), "function": function}
-    block.finish(_DIRECT, ("cache_control",))
-    return call
-
-
-def _user_messages(role: str, blocks: Sequence[Fields]) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = []
-    for block in blocks:
-        kind = block.take("type", str)
-        if kind == "tool_result" and role == "user":
-            messages.append(_result(block))
-        elif messages and messages[-1]["role"] == role:
-            messages[-1]["content"] += _text(block, kind)
-        else:
-            messages.append({"role": role, "content": _text(block, kind)})
-    return messages
-
-
-def _result(block: Fields) -> dict[str, Any]:
-    text, call_id = take_text(block), block.need("tool_use_id", str)
-    block.take("is_error", bool)  # the text says it
-    block.finish({}, ("cache_control",))
-    return {"role": "tool", "content": text, "tool_call_id": call_id}
-
-
-def _text(block: Fields, kind: str | None) -> str:
-    if kind != "text":
-        raise refused(block.path, f"is a block of type {kind!r:.50}, which is not known here")
-    return part_text(block)
-
-
-def _tools(fields: Fields) -> tuple[dict[str, Any], ...]:
-    tools = []
-    for each in fields.objects("tools"):
-        each.take("type", Literal["custom"])
-        tools.append(function_tool(each, "input_schema"))
-    choice = Fields(fields.take("tool_choice", dict, {"type": "auto"}), "tool_choice")
-    kind = choice.need("type", Literal["auto", "none"])
-    choice.finish({"disable_parallel_tool_use": (False,)}, ())
-    return tuple(tools) if kind == "auto" else ()
-
-
 # -- answers ---------------------------------------------------------------------------------------
 
 
@@ -219,7 +176,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _stop(reply: Reply, answer: Answer) -> dict[str, Any]:
-    reason, strings = finish_reason(answer), reply.body.get("stop_sequences")
+    reason, strings = protocol.finish_reason(answer), reply.body.get("stop_sequences")
     if strings and reason is FinishReason.STOP:
         # The tokens of a stop string are among the sampled ones, and only the last of all is one.
         text = "".join(reply.port.token_texts(answer.token_ids))
@@ -237,6 +194,6 @@ def _block_events(block: dict[str, Any]) -> Iterator[dict[str, Any]]:
         field = "text" if kind == "text" else "thinking"
         empty, delta, text = {field: ""}, f"{field}_delta", block[field]
     yield {"type": "content_block_start", "content_block": {**block, **empty}}
-    for piece in pieces(text):
+    for piece in protocol.pieces(text):
         yield {"type": "content_block_delta", "delta": {"type": delta, field: piece}}
     yield {"type": "content_block_stop"}

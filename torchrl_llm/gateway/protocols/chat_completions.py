@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
+import time
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from torchrl_llm._checked import In
 from torchrl_llm.data.enums import FinishReason
-from torchrl_llm.gateway.calls import Answer, Call
-from torchrl_llm.gateway.protocols.fields import (
-    CALL_NOTES,
-    Fields,
-    canonical,
-    function_tool,
-    refused,
-    shown_tools,
-    take_sampling,
-    take_text,
-)
-from torchrl_llm.gateway.protocols.protocol import (
-    Protocol,
-    Reply,
-    arguments_text,
-    finish_reason,
-    pieces,
-)
+from torchrl_llm.gateway.calls import Answer
+from torchrl_llm.gateway.protocols import fields, protocol
+from torchrl_llm.gateway.protocols.fields import Only, Table, need, read, refused, texts
+from torchrl_llm.gateway.protocols.protocol import Reply, pieces
 
-NUM_SAMPLES = Annotated[int, In("[1, 128]")]
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
@@ -35,124 +22,143 @@ FINISH = {
 }
 """OpenAI's word for how an answer ended."""
 
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def _message(given: Any, path: str) -> dict[str, Any]:
+    role = fields.read_some({"role": need(_ROLE)}, given, path)["role"]
+    return fields.canonical(read(_MESSAGES.get(role, _GIVEN), given, path), path)
+
+
+def _function(given: Any, path: str) -> dict[str, Any]:
+    table = {"type": Literal["function"], "function": need({**fields.FUNCTION, "parameters": dict})}
+    return read(table, given, path)["function"]
+
+
+def tool_choice(value: Any, path: str) -> str:
+    """The kind of OpenAI's ``tool_choice``, a function of the value and its path."""
+    if read(str | dict, value, path) not in ("auto", "none"):
+        raise refused(path, f"can only be 'auto' or 'none' here, got {value!r:.100}")
+    return value
+
+
 _ROLE = Literal["system", "developer", "user", "assistant", "tool"]
+_TEXT = texts("text")
 # What a client's object of our own answer may hold.
-_UNUSED = {"annotations": ([],)}
+_SAID: Table = {"role": str, "content": _TEXT, "name": str, "annotations": Only([])}
+_GIVEN: Table = {**_SAID, "content": need(_TEXT)}
+_CALLED: Table = {"name": need(str), "arguments": str | dict, "parsed_arguments": Any}
+_CALL: Table = {"type": Literal["function"], "function": need(_CALLED), "id": str, "index": Any}
+_MESSAGES: dict[str, Table] = {
+    "assistant": {**_SAID, "reasoning_content": str, "tool_calls": [_CALL]},
+    "tool": {**_GIVEN, "tool_call_id": need(str)},
+}
+_STREAM: Table = {"include_usage": bool, "continuous_usage_stats": Only(False)}
+OPENAI: Table = {
+    **fields.BODY,
+    "return_token_ids": bool,
+    "stream_options": {**_STREAM, "include_obfuscation": Any},
+    **dict.fromkeys(("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"), Any),
+    **dict.fromkeys(("metadata", "safety_identifier", "user"), Any),
+}
+"""The fields of a body in OpenAI's protocols."""
+CHOICES: Table = {**OPENAI, "n": Annotated[int, In("[1, 128]")], "stop": fields.STOP}
+"""Those of a body that is answered by choices."""
+NO_OTHERS = Annotated[int, In("[0, 0]"), "of the sampled token only"]
 
 
-class ChatCompletions(Protocol):
-    """OpenAI's chat completions."""
+# -- answers ---------------------------------------------------------------------------------------
 
-    path = "/v1/chat/completions"
+
+class Choices(protocol.Protocol):
+    """OpenAI's protocols that write answers as choices."""
+
     stream_end = ("data: [DONE]\n\n",)
-
-    def parse(self, body: Mapping[str, Any]) -> Call:
-        """Read a call, see :meth:`Protocol.parse`."""
-        fields = Fields(body)
-        messages = tuple(_message(each) for each in fields.objects("messages"))
-        if not messages:
-            raise refused("messages", "must have at least one message")
-        tools = [_tool(each) for each in fields.objects("tools")]
-        call = Call(
-            messages=messages,
-            tools=shown_tools(fields, tools),
-            sampling=take_sampling(fields, "max_tokens", "max_completion_tokens"),
-            num_samples=fields.take("n", NUM_SAMPLES, 1),
-        )
-        fields.take("logprobs", bool)
-        fields.take("top_logprobs", Annotated[int, In("[0, 0]"), "of the sampled token only"])
-        fields.take("store", Literal[False])
-        take_stream(fields)
-        fields.finish()
-        return call
+    id_prefix: str
+    kinds: tuple[str, str]
+    """The object of a whole answer, and of an event."""
 
     def response(self, reply: Reply) -> dict[str, Any]:
         """Write answers, see :meth:`Protocol.response`."""
-        choices = [
-            {"index": i, "message": _written(answer.message), **_end(reply, answer)}
-            for i, answer in enumerate(reply.answers)
-        ]
-        told = {**reply.header("chatcmpl-", "chat.completion"), "choices": choices}
-        return {**told, **reply.prompt_ids(), "usage": usage(reply)}
+        choices = [{"index": i, **self.choice(reply, a)} for i, a in enumerate(reply.answers)]
+        told = {**self._told(reply, self.kinds[0]), "choices": choices, "usage": _usage(reply)}
+        return {**told, **self.prompt_ids(reply)}
 
     def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
         """Write answers as a stream, see :meth:`Protocol.events`."""
-        told = reply.header("chatcmpl-", "chat.completion.chunk")
-        first = reply.prompt_ids()
+        told, first = self._told(reply, self.kinds[1]), self.prompt_ids(reply)
         for i, answer in enumerate(reply.answers):
-            for delta in _deltas(answer.message):
-                choice = {"index": i, "delta": delta, "finish_reason": None}
-                yield {**told, "choices": [choice], **first}
+            for piece in self.pieces(reply, answer):
+                yield {**told, "choices": [{"index": i, **piece}], **first}
                 first = {}
-            yield {**told, "choices": [{"index": i, "delta": {}, **_end(reply, answer)}]}
-        yield from usage_event(reply, told)
+        if (reply.body.get("stream_options") or {}).get("include_usage"):
+            yield {**told, "choices": [], "usage": _usage(reply)}
+
+    def prompt_ids(self, reply: Reply) -> dict[str, Any]:
+        """The ids of the prompt, unless each choice has them."""
+        return reply.prompt_ids()
+
+    @abstractmethod
+    def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:
+        """One answer as a whole.
+
+        Args:
+            reply: what is written.
+            answer: one of its answers.
+        """
+
+    @abstractmethod
+    def pieces(self, reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
+        """One answer piece by piece; the last says how it ended.
+
+        Args:
+            reply: what is written.
+            answer: one of its answers.
+        """
+
+    def _told(self, reply: Reply, kind: str) -> dict[str, Any]:
+        told = {"id": protocol.new_id(self.id_prefix), "object": kind, "created": int(time.time())}
+        return {**told, "model": reply.model}
 
 
-def take_stream(fields: Fields) -> None:
-    """Check what a body says of its stream and of token ids.
-
-    Args:
-        fields: of the body.
-    """
-    fields.take("model", str)
-    fields.take("stream", bool)
-    fields.take("return_token_ids", bool)
-    options = Fields(fields.take("stream_options", dict, {}), "stream_options")
-    options.take("include_usage", bool)
-    options.finish({"continuous_usage_stats": (False,)}, ("include_obfuscation",))
-
-
-def usage(reply: Reply) -> dict[str, int]:
-    """How many tokens there are, in OpenAI's words."""
+def _usage(reply: Reply) -> dict[str, int]:
     prompt, sampled = reply.token_counts
     total = prompt + sampled
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": total}
 
 
-def usage_event(reply: Reply, told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The last event of a stream, where ``stream_options`` ask for the numbers of tokens.
+class ChatCompletions(Choices):
+    """OpenAI's chat completions."""
 
-    Args:
-        reply: what is written.
-        told: what each event begins with.
-    """
-    if (reply.body.get("stream_options") or {}).get("include_usage"):
-        yield {**told, "choices": [], "usage": usage(reply)}
-
-
-def _message(fields: Fields) -> dict[str, Any]:
-    role = fields.need("role", _ROLE)
-    message = {"role": "system" if role == "developer" else role, "content": take_text(fields)}
-    message["name"] = fields.take("name", str)
-    if role == "assistant":
-        message["reasoning_content"] = fields.take("reasoning_content", str)
-        message["tool_calls"] = [_call(each) for each in fields.objects("tool_calls")]
-    elif message["content"] is None:
-        raise refused(fields.of("content"), "is missing")
-    if role == "tool":
-        message["tool_call_id"] = fields.need("tool_call_id", str)
-    fields.finish(_UNUSED, ())
-    return canonical(message, fields.path)
-
-
-def _call(fields: Fields) -> dict[str, Any]:
-    fields.take("type", Literal["function"])
-    function = Fields(fields.need("function", dict), fields.of("function"))
-    called = {
-        "name": function.need("name", str),
-        "arguments": function.take("arguments", str | dict),
+    path = "/v1/chat/completions"
+    table: ClassVar[Table] = {
+        "messages": [_message],
+        "tools": [_function],
+        "tool_choice": tool_choice,
+        **CHOICES,
+        **dict.fromkeys(("max_tokens", "max_completion_tokens"), fields.LENGTH),
+        "logprobs": bool,
+        "top_logprobs": NO_OTHERS,
+        "store": Literal[False],
     }
-    call = {"id": fields.take("id", str), "function": called}
-    function.finish({}, CALL_NOTES)
-    fields.finish({}, ("index",))
-    return call
+    id_prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
+
+    def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:
+        """Write one answer, see :meth:`Choices.choice`."""
+        return {"message": _written(answer.message), **_end(reply, answer)}
+
+    def pieces(self, reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Write one answer as a stream, see :meth:`Choices.pieces`."""
+        for delta in _deltas(answer.message):
+            yield {"delta": delta, "finish_reason": None}
+        yield {"delta": {}, **_end(reply, answer)}
 
 
-def _tool(fields: Fields) -> dict[str, Any]:
-    fields.take("type", Literal["function"])
-    tool = function_tool(Fields(fields.need("function", dict), fields.of("function")))
-    fields.finish({}, ())
-    return tool
+def _end(reply: Reply, answer: Answer) -> dict[str, Any]:
+    entries = {"content": reply.token_entries(answer)} if reply.body.get("logprobs") else None
+    end = {"finish_reason": FINISH[protocol.finish_reason(answer)], "logprobs": entries}
+    return {**end, **reply.token_ids(answer)}
 
 
 def _written(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -164,14 +170,8 @@ def _written(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _written_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    function = {"name": call["function"]["name"], "arguments": arguments_text(call)}
+    function = {"name": call["function"]["name"], "arguments": protocol.arguments_text(call)}
     return {"id": call["id"], "type": "function", "function": function}
-
-
-def _end(reply: Reply, answer: Answer) -> dict[str, Any]:
-    entries = {"content": reply.token_entries(answer)} if reply.body.get("logprobs") else None
-    end = {"finish_reason": FINISH[finish_reason(answer)], "logprobs": entries}
-    return {**end, **reply.token_ids(answer)}
 
 
 def _deltas(message: Mapping[str, Any]) -> Iterator[dict[str, Any]]:

@@ -2,70 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import accumulate
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from torchrl_llm._checked import In
-from torchrl_llm.gateway.calls import Answer, Call
-from torchrl_llm.gateway.protocols.chat_completions import (
-    FINISH,
-    NUM_SAMPLES,
-    take_stream,
-    usage,
-    usage_event,
-)
-from torchrl_llm.gateway.protocols.fields import LARGEST, Fields, refused, take_sampling
-from torchrl_llm.gateway.protocols.protocol import Protocol, Reply, pieces
+from torchrl_llm.gateway.calls import Answer
+from torchrl_llm.gateway.protocols.chat_completions import CHOICES, FINISH, Choices
+from torchrl_llm.gateway.protocols.fields import LARGEST, LENGTH, Table, need, read, refused
+from torchrl_llm.gateway.protocols.protocol import Reply, pieces
 
 
-class Completions(Protocol):
-    """OpenAI's completions."""
-
-    path = "/v1/completions"
-    stream_end = ("data: [DONE]\n\n",)
-
-    def parse(self, body: Mapping[str, Any]) -> Call:
-        """Read a call, see :meth:`Protocol.parse`."""
-        fields = Fields(body)
-        call = Call(
-            prompt=_prompt(fields.need("prompt", str | list)),
-            sampling=take_sampling(fields, "max_tokens"),
-            num_samples=fields.take("n", NUM_SAMPLES, 1),
-        )
-        fields.take("logprobs", Annotated[int, In("[0, 1]"), "of the sampled token only"])
-        take_stream(fields)
-        fields.finish()
-        return call
-
-    def response(self, reply: Reply) -> dict[str, Any]:
-        """Write answers, see :meth:`Protocol.response`."""
-        choices = [
-            {"index": i, "text": answer.message["content"], **_end(reply, answer)}
-            for i, answer in enumerate(reply.answers)
-        ]
-        told = reply.header("cmpl-", "text_completion")
-        return {**told, "choices": choices, "usage": usage(reply)}
-
-    def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
-        """Write answers as a stream, see :meth:`Protocol.events`."""
-        told = reply.header("cmpl-", "text_completion")
-        for i, answer in enumerate(reply.answers):
-            for piece in pieces(answer.message["content"]):
-                choice = {"index": i, "text": piece, "finish_reason": None, "logprobs": None}
-                yield {**told, "choices": [choice]}
-            yield {**told, "choices": [{"index": i, "text": "", **_end(reply, answer)}]}
-        yield from usage_event(reply, told)
-
-
-def _prompt(given: str | list[Any]) -> str | tuple[int, ...]:
+def _prompt(given: Any, path: str) -> str | tuple[int, ...]:
+    read(str | list, given, path)
     if isinstance(given, list) and len(given) == 1 and isinstance(given[0], (str, list)):
         [given] = given
     if isinstance(given, str):
         return given
     if not given or not all(type(each) is int and 0 <= each <= LARGEST for each in given):
-        raise refused("prompt", "must be one text, or one list of token ids")
+        raise refused(path, "must be one text, or one list of token ids")
     return tuple(given)
+
+
+class Completions(Choices):
+    """OpenAI's completions."""
+
+    path = "/v1/completions"
+    table: ClassVar[Table] = {
+        "prompt": need(_prompt),
+        **CHOICES,
+        "max_tokens": LENGTH,
+        "logprobs": Annotated[int, In("[0, 1]"), "of the sampled token only"],
+    }
+    id_prefix, kinds = "cmpl-", ("text_completion", "text_completion")
+
+    def prompt_ids(self, reply: Reply) -> dict[str, Any]:
+        """None, for each choice has them, see :meth:`Choices.prompt_ids`."""
+        return {}
+
+    def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:
+        """Write one answer, see :meth:`Choices.choice`."""
+        return {"text": answer.message["content"], **_end(reply, answer)}
+
+    def pieces(self, reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
+        """Write one answer as a stream, see :meth:`Choices.pieces`."""
+        for piece in pieces(answer.message["content"]):
+            yield {"text": piece, "finish_reason": None, "logprobs": None}
+        yield {"text": "", **_end(reply, answer)}
 
 
 def _end(reply: Reply, answer: Answer) -> dict[str, Any]:

@@ -1,12 +1,22 @@
-"""Fields of a request's body: each is checked as it is taken, and what nobody took is refused.
+"""Tables of fields: each protocol lists what a request may hold, and one reader serves them all.
+
+A table maps the name of a field to its kind, and what it does not list is refused. A kind is
+
+- an annotation such as ``str | list`` or ``Annotated[int, In("[1, 128]")]``: the value is checked;
+- a table, for an object, or a kind in a list, for a list: ``[{"name": str}]``;
+- a function of the value and its path, which returns what the value means;
+- ``Only(False)``: nothing else can be honoured, and this asks for nothing;
+- ``Any``: the value changes no token, and is not looked at;
+- a :class:`Field`, where there is more to say.
 
 Next: :mod:`torchrl_llm.gateway.protocols.chat_completions` reads a request with them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Annotated, Any, get_type_hints
+from collections.abc import Callable, Mapping
+from inspect import isfunction
+from typing import Annotated, Any, NamedTuple, get_type_hints
 
 from torchrl_llm._checked import In, check
 from torchrl_llm._registry import did_you_mean
@@ -15,37 +25,50 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.gateway.calls import RefusedCallError
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
+Table = Mapping[str, Any]
 LARGEST = 2**31 - 1
-COUNT = Annotated[int, In(f"[1, {LARGEST}]")]
-TOKEN = Annotated[int, In(f"[0, {LARGEST}]")]
-TEXT_PARTS = ("text",)
-# Notes of clients and of servers on a part of a message, which change no token.
-PART_NOTES = ("cache_control", "annotations", "citations", "logprobs", "parsed", "parsed_output")
-CALL_NOTES = ("parsed_arguments",)
-# Each has one value, or a few, that asks for nothing; no other can be honoured.
-_FALSE = ("add_special_tokens", "background", "continue_final_message", "echo")
-_FALSE += ("include_stop_str_in_output", "use_beam_search")
-_TRUE = ("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens")
-_TRUE += ("spaces_between_special_tokens",)
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    **dict.fromkeys(_FALSE, (False,)),
-    **dict.fromkeys(_TRUE, (True,)),
-    **dict.fromkeys(("frequency_penalty", "min_tokens", "presence_penalty"), (0,)),
-    **dict.fromkeys(("best_of", "length_penalty"), (1,)),
-    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), ({},)),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "service_tier": ("auto", "default", "standard_only"),
-    "suffix": ("",),
-}
-# Whatever they hold, the answer is the same.
-IGNORED = ("metadata", "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
-IGNORED += ("safety_identifier", "user")
-_HINTS = get_type_hints(SamplingParams, include_extras=True)
-_SAMPLING = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
-_TOP_K = Annotated[int, In(f"[-1, {LARGEST}]")]
+SAMPLING_HINTS = get_type_hints(SamplingParams, include_extras=True)
 _LONGEST_MESSAGE = 500
+
+
+class Field(NamedTuple):
+    """A kind, and what else there is to say of a field.
+
+    Attributes:
+        kind: of its value.
+        name: our name for it, where it differs. Fields with the same name must have the same value.
+        needed: whether it must be there.
+        unused: whether its value is checked only.
+    """
+
+    kind: Any
+    name: str | None = None
+    needed: bool = False
+    unused: bool = False
+
+
+class Only:
+    """The kind of a field that can be there with one of a few values, which ask for nothing.
+
+    Args:
+        *values: that are allowed.
+    """
+
+    def __init__(self, *values: Any) -> None:
+        self.values = values
+
+
+def need(kind: Any, name: str | None = None) -> Field:
+    """A field that must be there.
+
+    Args:
+        kind: of its value.
+        name: our name for it, where it differs.
+    """
+    return Field(kind, name, needed=True)
+
+
+# -- the reader ------------------------------------------------------------------------------------
 
 
 def refused(path: str, why: str) -> RefusedCallError:
@@ -59,206 +82,207 @@ def refused(path: str, why: str) -> RefusedCallError:
     return RefusedCallError(f"{path} {why}"[: 2 * _LONGEST_MESSAGE], field=path)
 
 
-class Fields:
-    """The fields of one JSON object; those that are ``null`` count as left out.
+def read(kind: Any, value: Any, path: str) -> Any:
+    """What a value means; ``None`` where it changes nothing.
 
     Args:
+        kind: of the value, see the top of this file.
+        value: as the body has it.
+        path: where it is in the body, ``"messages.0.content"``.
+
+    Raises:
+        RefusedCallError: the value is not of this kind.
+    """
+    if isinstance(kind, Field):
+        if value is not None:
+            return read(kind.kind, value, path)
+        if kind.needed:
+            raise refused(path, "is missing")
+    elif isinstance(kind, Only):
+        if value not in kind.values:
+            only = " or ".join(map(repr, kind.values))
+            raise refused(path, f"can only be {only} here, got {value!r:.100}")
+    elif isinstance(kind, dict):
+        return read_object(kind, value, path)
+    elif isinstance(kind, list):
+        items = read(list, value, path)
+        return [read(kind[0], item, f"{path}.{i}") for i, item in enumerate(items)]
+    elif isfunction(kind):
+        return kind(value, path)
+    elif kind is not Any:
+        return _checked(kind, value, path)
+    return None
+
+
+def _checked(hint: Any, value: Any, path: str) -> Any:
+    # Infinity and whole numbers that no tensor holds; NaN is no JSON.
+    if isinstance(value, (int, float)) and abs(value) >= 2**64:
+        raise refused(path, "must be a number below 2**64")
+    short = value[:_LONGEST_MESSAGE] if isinstance(value, str) else value
+    try:
+        check(path, short, hint, none="null")
+    except ConfigError as error:
+        raise refused(path, str(error).removeprefix(f"{path} ")) from None
+    return value
+
+
+def read_some(table: Table, given: Any, path: str = "") -> dict[str, Any]:
+    """The fields of an object that a table lists, by our names; others may be there.
+
+    A field that is ``null`` counts as left out.
+
+    Args:
+        table: name to kind.
         given: the object.
         path: where it is in the body; empty for the body itself.
 
     Raises:
-        RefusedCallError: it is no object.
+        RefusedCallError: it is no object, or a field is not of its kind.
+    """
+    if not isinstance(given, dict):
+        raise refused(path, f"must be an object, got {given!r:.100}")
+    found: dict[str, Any] = {}
+    for name, kind in table.items():
+        field = kind if isinstance(kind, Field) else Field(kind)
+        value = read(field, given.get(name), _within(path, name))
+        if value is None or field.unused:
+            continue
+        if found.setdefault(field.name or name, value) != value:
+            same = [each for each, other in table.items() if other == kind]
+            raise refused(name, f"is {value}, and {' and '.join(same)} mean the same")
+    return found
+
+
+def read_object(table: Table, given: Any, path: str = "") -> dict[str, Any]:
+    """As :func:`read_some`, of an object that has no other fields.
 
     Example:
-        >>> fields = Fields({"n": 2, "best_of": 1, "user": None})
-        >>> fields.take("n", COUNT)
-        2
-        >>> fields.finish()
-        >>> Fields({"n": 0}).take("n", COUNT)
+        >>> table = {"n": Field(Annotated[int, In("[1, 8]")], "num_samples"), "best_of": Only(1)}
+        >>> read_object(table, {"n": 2, "best_of": 1, "user": None})
+        {'num_samples': 2}
+        >>> read_object(table, {"n": 0})
         Traceback (most recent call last):
         ...
-        torchrl_llm.gateway.calls.RefusedCallError: n must be in [1, 2147483647], got 0
+        torchrl_llm.gateway.calls.RefusedCallError: n must be in [1, 8], got 0
     """
-
-    def __init__(self, given: Any, path: str = "") -> None:
-        if not isinstance(given, dict):
-            raise refused(path, f"must be an object, got {given!r:.100}")
-        self.path = path
-        self._left = {name: value for name, value in given.items() if value is not None}
-
-    def of(self, name: str) -> str:
-        """The path of a field, ``"messages.0.content"``."""
-        return f"{self.path}.{name}" if self.path else name
-
-    def take(self, name: str, hint: Any, default: Any = None) -> Any:
-        """The value of a field.
-
-        Args:
-            name: of the field.
-            hint: what it may be, as for ``torchrl_llm._checked.check``.
-            default: where it is left out.
-
-        Raises:
-            RefusedCallError: the value is not what it may be.
-        """
-        value = self._left.pop(name, None)
-        if value is None:
-            return default
-        path = self.of(name)
-        # Infinity and whole numbers that no tensor holds; NaN is no JSON.
-        if isinstance(value, (int, float)) and abs(value) >= 2**64:
-            raise refused(path, "must be a number below 2**64")
-        short = value[:_LONGEST_MESSAGE] if isinstance(value, str) else value
-        try:
-            check(path, short, hint, none="null")
-        except ConfigError as error:
-            raise refused(path, str(error).removeprefix(f"{path} ")) from None
-        return value
-
-    def need(self, name: str, hint: Any) -> Any:
-        """As :meth:`take`, for a field that must be there."""
-        value = self.take(name, hint)
-        if value is None:
-            raise refused(self.of(name), "is missing")
-        return value
-
-    def objects(self, name: str) -> list[Fields]:
-        """The fields of each object in a list, which is empty where it is left out."""
-        return objects(self.take(name, list, ()), self.of(name))
-
-    def items(self, name: str, hint: Any) -> tuple[Any, ...]:
-        """The values of a list; a single value may stand without one.
-
-        Args:
-            name: of the field.
-            hint: what each may be.
-        """
-        given = self._left.pop(name, ())
-        if not isinstance(given, (list, tuple)):
-            return (Fields({name: given}, self.path).take(name, hint),)
-        each = Fields(dict(enumerate(given)), self.of(name))
-        return tuple(each.need(i, hint) for i in range(len(given)))
-
-    def finish(
-        self, neutral: Mapping[str, Sequence[Any]] = NEUTRAL, ignored: Collection[str] = IGNORED
-    ) -> None:
-        """Refuse what is left.
-
-        Args:
-            neutral: fields that may be there with one of these values.
-            ignored: fields that may be there with any value.
-
-        Raises:
-            RefusedCallError: for the first other field.
-        """
-        for name, value in self._left.items():
-            if name in ignored:
-                continue
-            if name not in neutral:
-                near = did_you_mean(name[:_LONGEST_MESSAGE], [*_HINTS, *neutral])
-                raise refused(self.of(name), f"is no field that this gateway can honour{near}")
-            if value not in neutral[name]:
-                only = " or ".join(map(repr, neutral[name]))
-                raise refused(self.of(name), f"can only be {only} here, got {value!r:.100}")
+    found = read_some(table, given, path)
+    for name, value in given.items():
+        if name not in table and value is not None:
+            known = [each for each, kind in table.items() if isinstance(kind, Only)]
+            near = did_you_mean(name[:_LONGEST_MESSAGE], [*SAMPLING_HINTS, *known])
+            why = f"is no field that this gateway can honour{near}"
+            raise refused(_within(path, name), why)
+    return found
 
 
-def objects(values: Sequence[Any], path: str) -> list[Fields]:
-    """The fields of each object in a list.
+def _within(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def read_typed(
+    tables: Mapping[str, Table], given: Any, path: str, unknown: str, default: str | None = None
+) -> tuple[str, dict[str, Any]]:
+    """The type of an object, and its fields, which depend on it.
 
     Args:
-        values: the list.
+        tables: the fields of each type.
+        given: the object.
         path: where it is in the body.
+        unknown: what is wrong with a type that has no table, to be formatted with it.
+        default: the type of an object that has none.
     """
-    return [Fields(each, f"{path}.{i}") for i, each in enumerate(values)]
+    kind = read_some({"type": str}, given, path).get("type", default)
+    if kind not in tables:
+        raise refused(path, unknown.format(kind))
+    return kind, read_object({"type": Any, **tables[kind]}, given, path)
 
 
-def take_sampling(fields: Fields, *lengths: str, stop: str = "stop") -> dict[str, Any]:
-    """The fields of :class:`~torchrl_llm.modules.SamplingParams` that a body sets.
+# -- kinds that several protocols have -------------------------------------------------------------
+
+
+def one_or_more(kind: Any) -> Callable[[Any, str], tuple[Any, ...] | None]:
+    """The kind of a list; a single value may stand without one, and an empty list says nothing.
 
     Args:
-        fields: of the body.
-        lengths: the names that the most tokens of an answer have.
-        stop: the name that stop strings have.
+        kind: of each value.
     """
-    taken = {name: fields.take(name, _HINTS[name]) for name in _SAMPLING}
-    top_k = fields.take("top_k", _TOP_K)
-    taken["top_k"] = 0 if top_k == -1 else top_k
-    for name in lengths:
-        length, before = fields.take(name, COUNT), taken.get("max_new_tokens")
-        if None not in (length, before) and length != before:
-            raise refused(name, f"is {length}, and {' and '.join(lengths)} mean the same")
-        taken["max_new_tokens"] = before if length is None else length
-    strings = fields.items(stop, str)
-    if not all(strings):
-        raise refused(stop, "must be without empty strings")
-    taken |= {"stop": strings, "stop_token_ids": fields.items("stop_token_ids", TOKEN)}
-    return {name: value for name, value in taken.items() if value is not None and value != ()}
+
+    def read_items(value: Any, path: str) -> tuple[Any, ...] | None:
+        if not isinstance(value, list):
+            return (read(kind, value, path),)
+        return tuple(read([need(kind)], value, path)) or None
+
+    return read_items
 
 
-def take_text(
-    fields: Fields, name: str = "content", kinds: Collection[str] = TEXT_PARTS
-) -> str | None:
-    """A text, or the joined texts of a list of parts; ``None`` where it is left out.
+def texts(*types: str) -> Callable[[Any, str], str]:
+    """The kind of a text, or of a list of parts, whose texts are joined.
 
     Args:
-        fields: of what has the text.
-        name: of the field that holds it.
-        kinds: types of a part that is text.
-
-    Raises:
-        RefusedCallError: there is a part of another type, such as an image.
+        *types: of a part that is a text; one of another type, such as an image, is refused.
     """
-    value = fields.take(name, str | list)
-    if value is None or isinstance(value, str):
-        return value
-    return "".join(part_text(Fields(part, fields.of(name)), kinds) for part in value)
+    tables, unknown = dict.fromkeys(types, PART), "may hold texts only, got a part of type {!r:.50}"
+
+    def read_texts(value: Any, path: str) -> str:
+        if isinstance(read(str | list, value, path), str):
+            return value
+        parts = [read_typed(tables, part, path, unknown, default="text") for part in value]
+        return "".join(part["content"] for _, part in parts)
+
+    return read_texts
 
 
-def part_text(part: Fields, kinds: Collection[str] = TEXT_PARTS) -> str:
-    """The text of one part of a content.
-
-    Args:
-        part: its fields.
-        kinds: types of a part that is text.
-    """
-    kind = part.take("type", str, "text")
-    if kind not in kinds:
-        raise refused(part.path, f"may hold texts only, got a part of type {kind!r:.50}")
-    text = part.need("text", str)
-    part.finish({}, PART_NOTES)
-    return text
+def _stop(value: Any, path: str) -> tuple[str, ...] | None:
+    strings = one_or_more(str)(value, path)
+    if not all(strings or ()):
+        raise refused(path, "must be without empty strings")
+    return strings
 
 
-def function_tool(fields: Fields, parameters: str = "parameters") -> dict[str, Any]:
-    """A tool in OpenAI's form.
-
-    ``strict`` is left out: calls are sampled freely, and what reads them checks them.
-
-    Args:
-        fields: of the function.
-        parameters: the name that the schema of its arguments has.
-    """
-    function = {
-        "name": fields.need("name", str),
-        "description": fields.take("description", str),
-        "parameters": fields.take(parameters, dict),
-    }
-    fields.take("strict", bool)
-    fields.finish({}, ("cache_control",))
-    return {"type": "function", "function": {k: v for k, v in function.items() if v is not None}}
+def _top_k(value: Any, path: str) -> int:
+    return max(0, read(Annotated[int, In(f"[-1, {LARGEST}]")], value, path))
 
 
-def shown_tools(fields: Fields, tools: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The tools that the model sees: none where ``tool_choice`` is ``"none"``.
+PART: Table = {
+    "text": need(str, "content"),
+    # Notes of clients and of servers.
+    **dict.fromkeys(("cache_control", "annotations", "citations"), Any),
+    **dict.fromkeys(("logprobs", "parsed", "parsed_output"), Any),
+}
+LENGTH = Field(Annotated[int, In(f"[1, {LARGEST}]")], "max_new_tokens")
+STOP = Field(_stop, "stop")
+FUNCTION: Table = {
+    "name": need(str),
+    "description": str,
+    "strict": Field(bool, unused=True),  # calls are sampled freely, and what reads them checks them
+    "cache_control": Any,
+}
+_OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
+_FALSE = ("add_special_tokens", "background", "continue_final_message", "echo")
+_FALSE += ("include_stop_str_in_output", "use_beam_search")
+_TRUE = ("add_generation_prompt", "parallel_tool_calls", "skip_special_tokens")
+_TRUE += ("spaces_between_special_tokens",)
+BODY: Table = {
+    **{name: SAMPLING_HINTS[name] for name in _OWN_NAMES},
+    "top_k": _top_k,
+    "stop_token_ids": one_or_more(Annotated[int, In(f"[0, {LARGEST}]")]),
+    "model": str,
+    "stream": bool,
+    **dict.fromkeys(_FALSE, Only(False)),
+    **dict.fromkeys(_TRUE, Only(True)),
+    **dict.fromkeys(("frequency_penalty", "min_tokens", "presence_penalty"), Only(0)),
+    **dict.fromkeys(("best_of", "length_penalty"), Only(1)),
+    **dict.fromkeys(("chat_template_kwargs", "logit_bias"), Only({})),
+    "functions": Only([]),
+    "modalities": Only(["text"]),
+    "response_format": Only({"type": "text"}),
+    "service_tier": Only("auto", "default", "standard_only"),
+    "suffix": Only(""),
+}
+"""The fields of a body in all protocols."""
 
-    Args:
-        fields: of the body.
-        tools: those of the body.
-    """
-    choice = fields.take("tool_choice", str | dict, "auto")
-    if choice not in ("auto", "none"):
-        raise refused("tool_choice", f"can only be 'auto' or 'none' here, got {choice!r:.100}")
-    return tuple(tools) if choice == "auto" else ()
+
+# -- messages --------------------------------------------------------------------------------------
 
 
 def canonical(message: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -268,7 +292,20 @@ def canonical(message: Mapping[str, Any], path: str) -> dict[str, Any]:
         message: as :func:`~torchrl_llm.data.messages.canonical_message` reads it.
         path: where it is in the body.
     """
+    if message["role"] == "developer":
+        message = {**message, "role": "system"}
     try:
         return canonical_message(message, path)
     except (DataError, RecursionError) as error:  # the latter of arguments with too many levels
         raise refused(path, str(error).removeprefix(f"{path} ")) from None
+
+
+def joined(turn: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
+    """Two messages of one turn as one: texts, reasoning and calls of the second follow.
+
+    Args:
+        turn: the first.
+        message: the second.
+    """
+    both = {name: turn[name] + message[name] for name in turn.keys() & message if name != "role"}
+    return {**turn, **message, **both}

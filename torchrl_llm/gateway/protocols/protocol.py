@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import secrets
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.gateway.calls import Answer, Call, Port, RefusedCallError
+from torchrl_llm.gateway.protocols.fields import SAMPLING_HINTS, Table, read_object, refused
 
-STATUS = {"invalid": 400, "context": 400, "key": 401, "missing": 404, "busy": 429, "server": 500}
+STATUS = {"invalid": 400, "context": 400, "key": 401, "missing": 404, "size": 413}
+STATUS |= {"busy": 429, "server": 500}
 """HTTP status of each kind of :class:`~torchrl_llm.gateway.calls.RefusedCallError`."""
 
-_ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+ERROR_TYPES = {401: "authentication_error", 429: "rate_limit_error", 500: "server_error"}
+"""OpenAI's type of an error by its status; else ``"invalid_request_error"``."""
 _ERROR_CODES = {
     "context": "context_length_exceeded",
     "key": "invalid_api_key",
@@ -54,16 +56,6 @@ class Reply(NamedTuple):
         sampled = sum(len(answer.token_ids) for answer in self.answers)
         return len(self.answers[0].prompt_ids), sampled
 
-    def header(self, prefix: str, kind: str) -> dict[str, Any]:
-        """What an answer in OpenAI's protocols begins with.
-
-        Args:
-            prefix: of its id.
-            kind: of the object.
-        """
-        now = int(time.time())
-        return {"id": new_id(prefix), "object": kind, "created": now, "model": self.model}
-
     def prompt_ids(self) -> dict[str, Any]:
         """The field ``prompt_token_ids``, where ``return_token_ids`` asks for it."""
         ids = self.answers[0].prompt_ids
@@ -97,7 +89,13 @@ class Protocol(ABC):
     stream_end: tuple[str, ...] = ()
     """What follows the last event of a stream."""
 
-    @abstractmethod
+    table: ClassVar[Table]
+    """The fields of a body. Our names are those of :class:`~torchrl_llm.modules.SamplingParams`,
+    ``system`` (a text), ``messages``, ``prompt``, ``tools`` (functions) and ``tool_choice``."""
+
+    no_messages = ("messages", "must have at least one message")
+    """The field that is at fault where there is no conversation, and why."""
+
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Read a call.
 
@@ -107,6 +105,19 @@ class Protocol(ABC):
         Raises:
             RefusedCallError: a field that is wrong or cannot be honoured.
         """
+        found = read_object(self.table, body)
+        system = [{"role": "system", "content": found["system"]}] if "system" in found else []
+        messages = (*system, *found.get("messages", ()))
+        if not messages and "prompt" not in found:
+            raise refused(*self.no_messages)
+        functions = () if found.get("tool_choice") == "none" else found.get("tools", ())
+        return Call(
+            messages=messages,
+            prompt=found.get("prompt"),
+            tools=tuple({"type": "function", "function": each} for each in functions),
+            sampling={name: found[name] for name in SAMPLING_HINTS if name in found},
+            num_samples=found.get("n", 1),
+        )
 
     @abstractmethod
     def response(self, reply: Reply) -> dict[str, Any]:
@@ -131,7 +142,7 @@ class Protocol(ABC):
         return {
             "error": {
                 "message": error.message,
-                "type": _ERROR_TYPES.get(status, "invalid_request_error"),
+                "type": ERROR_TYPES.get(status, "invalid_request_error"),
                 "param": error.field,
                 "code": _ERROR_CODES.get(error.kind),
             }

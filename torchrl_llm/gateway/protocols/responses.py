@@ -3,68 +3,98 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
-from itertools import count
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator
+from typing import Any, ClassVar, Literal
 
-from torchrl_llm._checked import In
-from torchrl_llm.gateway.calls import Answer, Call
-from torchrl_llm.gateway.protocols.chat_completions import take_stream
-from torchrl_llm.gateway.protocols.fields import (
-    CALL_NOTES,
-    Fields,
-    canonical,
-    function_tool,
-    objects,
-    refused,
-    shown_tools,
-    take_sampling,
-    take_text,
-)
-from torchrl_llm.gateway.protocols.protocol import (
-    Protocol,
-    Reply,
-    arguments_text,
-    new_id,
-    pieces,
-)
+from torchrl_llm.gateway.calls import Answer
+from torchrl_llm.gateway.protocols import fields
+from torchrl_llm.gateway.protocols.chat_completions import NO_OTHERS, OPENAI, tool_choice
+from torchrl_llm.gateway.protocols.fields import Field, Only, Table, need, read, refused, texts
+from torchrl_llm.gateway.protocols.protocol import Protocol, Reply, arguments_text, new_id, pieces
 
 _LOG_PROBS = "message.output_text.logprobs"
-_INCLUDED = Literal["reasoning.encrypted_content", "message.output_text.logprobs"]
-_TEXTS = ("input_text", "output_text", "text")
-_NOTES = ("id", "status", "phase", "encrypted_content", *CALL_NOTES)
-_DIRECT = {"caller": ({"type": "direct"},)}
+
+# -- requests --------------------------------------------------------------------------------------
+
+
+def _input(given: Any, path: str) -> list[dict[str, Any]]:
+    """The messages of a text or of items; the items of one turn become one message."""
+    if isinstance(read(str | list, given, path), str):
+        return [{"role": "user", "content": given}]
+    messages: list[dict[str, Any]] = []
+    before: int | None = None
+    for i, item in enumerate(given):
+        kind, found = fields.read_typed(_ITEMS, item, f"{path}.{i}", _UNKNOWN, default="message")
+        message = _message(kind, found)
+        at = _ORDER[kind] if message["role"] == "assistant" else None
+        if None not in (before, at) and (before < at or before == at == _ORDER["function_call"]):
+            message = fields.joined(messages.pop(), message)
+        messages.append(message)
+        before = at
+    return [fields.canonical(message, path) for message in messages]
+
+
+def _message(kind: str, found: dict[str, Any]) -> dict[str, Any]:
+    if kind == "message":
+        return found
+    if kind == "function_call_output":
+        return {**found, "role": "tool"}
+    if kind == "function_call":
+        return {"role": "assistant", "tool_calls": [found]}
+    summary = found.get("summary") or None
+    return {"role": "assistant", "reasoning_content": found.get("reasoning_content", summary)}
+
+
+_UNKNOWN = "is an item of type {!r:.50}, which is not known here"
+_TEXT = texts("input_text", "output_text", "text")
+_NOTES: Table = {
+    **dict.fromkeys(("id", "status", "phase", "encrypted_content", "parsed_arguments"), Any),
+    "caller": Only({"type": "direct"}),
+}
+_ROLE = Literal["system", "developer", "user", "assistant"]
+_THOUGHTS = Field(texts("reasoning_text"), "reasoning_content")
+_ITEMS: dict[str, Table] = {
+    "message": {"role": need(_ROLE), "content": need(_TEXT), **_NOTES},
+    "reasoning": {"summary": texts("summary_text"), "content": _THOUGHTS, **_NOTES},
+    "function_call": {"name": need(str), "arguments": str, "call_id": need(str, "id"), **_NOTES},
+    "function_call_output": {
+        "output": Field(_TEXT, "content"),
+        "call_id": need(str, "tool_call_id"),
+        **_NOTES,
+    },
+}
+_FUNCTION_TYPE = Field(Literal["function"], needed=True, unused=True)
+_TOOL: Table = {"type": _FUNCTION_TYPE, **fields.FUNCTION, "parameters": dict}
 # The order of the items of one turn; only calls may come more than once.
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
+
+
+def _previous(value: Any, path: str) -> None:
+    read(str, value, path)
+    raise refused(path, "names what is not kept here: send all items")
 
 
 class Responses(Protocol):
     """OpenAI's responses."""
 
     path = "/v1/responses"
-
-    def parse(self, body: Mapping[str, Any]) -> Call:
-        """Read a call, see :meth:`Protocol.parse`."""
-        fields = Fields(body)
-        if fields.take("previous_response_id", str) is not None:
-            raise refused("previous_response_id", "names what is not kept here: send all items")
-        messages = _messages(fields)
-        tools = [_tool(each) for each in fields.objects("tools")]
-        call = Call(
-            messages=messages,
-            tools=shown_tools(fields, tools),
-            sampling=take_sampling(fields, "max_output_tokens"),
-        )
-        take_stream(fields)
-        fields.take("store", bool)
-        fields.take("top_logprobs", Annotated[int, In("[0, 0]"), "of the sampled token only"])
-        fields.items("include", _INCLUDED)
-        Fields(fields.take("reasoning", dict, {}), "reasoning").finish({}, ())
-        text = Fields(fields.take("text", dict, {}), "text")
-        text.finish({"format": ({"type": "text"},), "verbosity": ("medium",)}, ())
-        fields.take("truncation", Literal["disabled"])
-        fields.finish()
-        return call
+    no_messages = ("input", "must be a text, or have at least one item")
+    table: ClassVar[Table] = {
+        "previous_response_id": _previous,
+        "instructions": Field(str, "system"),
+        "input": need(_input, "messages"),
+        "tools": [_TOOL],
+        "tool_choice": tool_choice,
+        **OPENAI,
+        "max_output_tokens": fields.LENGTH,
+        "stop": fields.STOP,
+        "store": bool,
+        "top_logprobs": NO_OTHERS,
+        "include": fields.one_or_more(Literal["reasoning.encrypted_content", _LOG_PROBS]),
+        "reasoning": {},
+        "text": {"format": Only({"type": "text"}), "verbosity": Only("medium")},
+        "truncation": Literal["disabled"],
+    }
 
     def response(self, reply: Reply) -> dict[str, Any]:
         """Write the answer, see :meth:`Protocol.response`."""
@@ -89,112 +119,34 @@ class Responses(Protocol):
 
     def events(self, reply: Reply) -> Iterator[dict[str, Any]]:
         """Write the answer as a stream, see :meth:`Protocol.events`."""
-        whole, numbers = self.response(reply), count()
+        whole = self.response(reply)
         begun = {**_begun(reply), "id": whole["id"], "created_at": whole["created_at"]}
-        for event in _events(begun, whole):
-            yield {**event, "sequence_number": next(numbers)}
-
-
-# -- requests --------------------------------------------------------------------------------------
-
-
-def _messages(fields: Fields) -> tuple[dict[str, Any], ...]:
-    instructions, given = fields.take("instructions", str), fields.need("input", str | list)
-    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
-    if isinstance(given, str):
-        return *messages, {"role": "user", "content": given}
-    before: int | None = None
-    for item in objects(given, "input"):
-        kind = item.take("type", str, "message")
-        if kind not in _ITEMS:
-            raise refused(item.path, f"is an item of type {kind!r:.50}, which is not known here")
-        message = _ITEMS[kind](item)
-        item.finish(_DIRECT, _NOTES)
-        at = _ORDER[kind] if message["role"] == "assistant" else None
-        if None not in (before, at) and (before < at or before == at == _ORDER["function_call"]):
-            message = _joined(messages.pop(), message)
-        messages.append(message)
-        before = at
-    if not messages:
-        raise refused("input", "must be a text, or have at least one item")
-    return tuple(canonical(message, "input") for message in messages)
-
-
-def _joined(turn: dict[str, Any], message: dict[str, Any]) -> dict[str, Any]:
-    calls = [*turn.get("tool_calls", ()), *message.get("tool_calls", ())]
-    return {**turn, "content": turn["content"] + message["content"], "tool_calls": calls}
-
-
-def _message(item: Fields) -> dict[str, Any]:
-    role = item.need("role", Literal["system", "developer", "user", "assistant"])
-    content = take_text(item, kinds=_TEXTS)
-    if content is None:
-        raise refused(item.of("content"), "is missing")
-    return {"role": "system" if role == "developer" else role, "content": content}
-
-
-def _reasoning(item: Fields) -> dict[str, Any]:
-    summary = take_text(item, "summary", ("summary_text",))
-    content = take_text(item, "content", ("reasoning_text",))
-    return {
-        "role": "assistant",
-        "content": "",
-        "reasoning_content": (summary or None) if content is None else content,
-    }
-
-
-def _call(item: Fields) -> dict[str, Any]:
-    function = {"name": item.need("name", str), "arguments": item.take("arguments", str)}
-    call = {"id": item.need("call_id", str), "function": function}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def _result(item: Fields) -> dict[str, Any]:
-    text = take_text(item, "output", _TEXTS)
-    return {"role": "tool", "content": text, "tool_call_id": item.need("call_id", str)}
-
-
-_ITEMS = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _call,
-    "function_call_output": _result,
-}
-
-
-def _tool(fields: Fields) -> dict[str, Any]:
-    fields.need("type", Literal["function"])
-    return function_tool(fields)
+        for number, event in enumerate(_events(begun, whole)):
+            yield {**event, "sequence_number": number}
 
 
 # -- answers ---------------------------------------------------------------------------------------
 
 
+_REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p")
+
+
 def _begun(reply: Reply) -> dict[str, Any]:
     """The response before there is an answer, which repeats what was asked for."""
-    body = reply.body
+    asked, now = reply.body, int(time.time())
     return {
-        "id": new_id("resp_"),
-        "object": "response",
-        "created_at": int(time.time()),
-        "model": reply.model,
+        **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage")),
+        **{name: asked.get(name) for name in _REPEATED},
+        **{"id": new_id("resp_"), "object": "response", "created_at": now, "model": reply.model},
         "status": "in_progress",
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.get("instructions"),
-        "max_output_tokens": body.get("max_output_tokens"),
-        "metadata": body.get("metadata") or {},
+        "metadata": asked.get("metadata") or {},
         "output": [],
         "parallel_tool_calls": True,
-        "previous_response_id": None,
         "store": False,
-        "temperature": body.get("temperature"),
         "text": {"format": {"type": "text"}},
-        "tool_choice": body.get("tool_choice") or "auto",
-        "tools": body.get("tools") or [],
-        "top_p": body.get("top_p"),
+        "tool_choice": asked.get("tool_choice") or "auto",
+        "tools": asked.get("tools") or [],
         "truncation": "disabled",
-        "usage": None,
     }
 
 
