@@ -152,21 +152,11 @@ class Commands:
         """Begin a job."""
         folder = tempfile.TemporaryDirectory(prefix="program-")
         result, log = Path(folder.name, "reward.json"), Path(folder.name, "log")
-        url = job["base_url"]
-        environment = {
-            **os.environ,
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": job["api_key"],
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": job["api_key"],
-            "ROW": json.dumps(job["row"]),
-            "REWARD_FILE": str(result),
-        }
         try:
             with log.open("wb") as out:
                 process = subprocess.Popen(
                     self.words,
-                    env=environment,
+                    env={**os.environ, **variables(job, str(result))},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -212,6 +202,19 @@ class Commands:
             kill(process)
 
 
+def variables(job, result):
+    """What a command finds in its environment; it may write what it returns to a file."""
+    url, key = job["base_url"], job["api_key"]
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+        "ROW": json.dumps(job["row"]),
+        "REWARD_FILE": result,
+    }
+
+
 def kill(process):
     """End a process and its group."""
     with contextlib.suppress(ProcessLookupError):
@@ -232,10 +235,21 @@ def failure(error):
     }
 
 
+def runners(kind):
+    """The class that runs jobs of a kind."""
+    if kind != "sandbox":
+        return Functions if kind == "function" else Commands
+    sys.path[0] = str(Path(__file__).parents[2])  # this kind runs under our own Python
+    from torchrl_llm.gateway.sandboxed_commands import SandboxedCommands
+
+    return SandboxedCommands
+
+
 def main():
     """Answer jobs until the input ends.
 
-    Its arguments are ``function`` or ``command``, which one, and a folder that goes with it.
+    Its arguments are ``function``, ``command`` or ``sandbox``, which one, and a folder that goes
+    with it.
     """
     # What programs print goes to the log of the run, not among the answers; they read no jobs.
     jobs, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
@@ -244,9 +258,7 @@ def main():
     lock = threading.Lock()
     kind, target, tempfile.tempdir = sys.argv[1:]
     try:
-        runner = (Functions if kind == "function" else Commands)(
-            target, lambda **message: tell(out, lock, **message)
-        )
+        runner = runners(kind)(target, lambda **message: tell(out, lock, **message))
     except BaseException as error:  # the file of the user may raise anything
         tell(out, lock, error=failure(error))
         return
