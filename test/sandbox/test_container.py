@@ -204,5 +204,5 @@ def test_limits_that_an_engine_ignores_are_named(tmp_path):
     engine.chmod(0o755)
     sandbox = ContainerSandbox(image="i", engine=str(engine))
     assert sandbox.missing == ("memory of all processes together", "the number of processes")
-    words = sandbox.argv(["prog"], "name", limits=Limits(), share=None)
+    words = sandbox.argv(Program(argv=["prog"], limits=Limits()), "name", share=None)
     assert not [word for word in words if word.startswith(("--memory", "--pids-limit"))]
