@@ -163,7 +163,7 @@ def test_sandboxed_commands_end_with_their_host_and_their_collector(agent, kille
     script = COLLECTS.format(path=path, token=token, agent=agent)
     collector = subprocess.Popen([sys.executable, "-c", script])
     until(lambda: sum(line.endswith(token) for line in lines_with("time.sleep(600)")) >= 2, 60)
-    hosts = [pid for pid, words in of_us().items() if "program_host.py" in words]
+    hosts = [pid for pid, words in of_us().items() if "program_host" in words]
     assert len(hosts) == 1
     if killed != "collector":
         os.kill(hosts[0], 9)

@@ -235,30 +235,20 @@ def failure(error):
     }
 
 
-def runners(kind):
-    """The class that runs jobs of a kind."""
-    if kind != "sandbox":
-        return Functions if kind == "function" else Commands
-    sys.path[0] = str(Path(__file__).parents[2])  # this kind runs under our own Python
-    from torchrl_llm.gateway.sandboxed_commands import SandboxedCommands
-
-    return SandboxedCommands
-
-
-def main():
+def main(runs):
     """Answer jobs until the input ends.
 
-    Its arguments are ``function``, ``command`` or ``sandbox``, which one, and a folder that goes
-    with it.
+    Its argument is a class that runs jobs. Those of the process are what it runs, and a folder that
+    goes with it.
     """
     # What programs print goes to the log of the run, not among the answers; they read no jobs.
     jobs, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     lock = threading.Lock()
-    kind, target, tempfile.tempdir = sys.argv[1:]
+    target, tempfile.tempdir = sys.argv[1:]
     try:
-        runner = runners(kind)(target, lambda **message: tell(out, lock, **message))
+        runner = runs(target, lambda **message: tell(out, lock, **message))
     except BaseException as error:  # the file of the user may raise anything
         tell(out, lock, error=failure(error))
         return
@@ -277,4 +267,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Functions if sys.argv.pop(1) == "function" else Commands)

@@ -27,6 +27,12 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.gateway.sandboxed_commands import Box
 
 HOST = str(Path(__file__).with_name("program_host.py"))
+_BOXED = """
+import sys
+sys.path[0] = sys.argv.pop(1)
+from torchrl_llm.gateway import program_host, sandboxed_commands
+program_host.main(sandboxed_commands.SandboxedCommands)
+"""
 # A thread that does not end stays in its host; a host with so many takes no more jobs. A coroutine
 # that does not end stops the others of its host.
 _MOST_STUCK_THREADS = 8
@@ -163,9 +169,10 @@ class ProgramRunner:
         check_program(program, command, python, box)
         program = ADAPTERS.get(program, program)
         kind, target = ("function", program) if program is not None else ("command", command)
-        if box is not None:
-            kind, target = "sandbox", json.dumps([command, *box])
         self._words = [python or sys.executable, HOST, kind, target]
+        if box is not None:
+            library = str(Path(__file__).parents[2])
+            self._words = [sys.executable, "-c", _BOXED, library, json.dumps([command, *box])]
         self._on_end, self._num_hosts = on_end, 1 if program is None else num_hosts
         self._hosts: list[_Host] = []
 
