@@ -38,9 +38,9 @@ def libraries(paths):
     return sorted({word for word in words if word.startswith("/") and not word.endswith(":")})
 
 
-def make_image(engine):
+def make_image(engine, image):
     """Have an engine make the image; whether it has it."""
-    if output(engine, "image", "inspect", IMAGE) is not None:
+    if output(engine, "image", "inspect", image) is not None:
         return True
     code = "import sysconfig; print(sysconfig.get_path('stdlib'))"
     stdlib = (output(PYTHON, "-I", "-c", code) or "").strip()
@@ -69,24 +69,25 @@ def make_image(engine):
                 place.type, place.mode = tarfile.DIRTYPE, 0o755
                 archive.addfile(place)
         change = 'ENTRYPOINT ["/bin/cat", "/nowhere"]'  # an image's own program is not in the way
-        return output(engine, "import", "--change", change, str(tar), IMAGE) is not None
+        return output(engine, "import", "--change", change, str(tar), image) is not None
 
 
 @functools.cache
-def real_engine(folder):
+def real_engine(folder, image=IMAGE):
     """An engine that runs containers here, the image in it; ``None`` where there is none.
 
     Args:
         folder: where a script may lie.
+        image: its name; tests that may run at once have one each.
     """
     script = Path(folder, "podman-of-first-control-groups")
     script.write_text(HIDE_SECOND)
     script.chmod(0o755)
     for engine in ("podman", "docker", str(script)):
-        if output(engine, "info") is None or not make_image(engine):
+        if output(engine, "info") is None or not make_image(engine, image):
             continue
         words = ("--network=none", "--memory=67108864", "--ulimit=nproc=4096:4096")
         words += ("--ulimit=nofile=256:256", "--entrypoint=")
-        if output(engine, "run", "--rm", *words, IMAGE, PYTHON, "-c", "") is not None:
+        if output(engine, "run", "--rm", *words, image, PYTHON, "-c", "") is not None:
             return engine
     return None

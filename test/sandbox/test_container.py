@@ -14,6 +14,7 @@ import pytest
 
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.sandbox import ContainerSandbox, Limits
+from torchrl_llm.sandbox.contained_process import Program
 
 sys.path.insert(0, str(Path(__file__).parent))
 from container_engines import IMAGE, PYTHON, real_engine
@@ -29,7 +30,8 @@ def real(tmp_path_factory):
     if engine is None:
         pytest.skip("no container engine works here")
     yield engine
-    left = subprocess.run([engine, "ps", "--all", "--quiet", "--filter=name=sandbox-"], **CAPTURE)
+    only = f"--filter=ancestor={IMAGE}"
+    left = subprocess.run([engine, "ps", "--all", "--quiet", only], **CAPTURE)
     subprocess.run([engine, "rmi", "--force", IMAGE], **CAPTURE)
     assert left.stdout == b""
 
@@ -164,7 +166,7 @@ except OSError: print(started)
 def test_the_engine_is_told_to_contain(stand_in):
     sandbox = ContainerSandbox(image="here", engine=stand_in)
     limits = Limits(memory_bytes=1 << 28, num_processes=8, file_bytes=1 << 20, cpu_s=3)
-    words = sandbox.argv(["prog", "-x"], "name", limits=limits, share=None)
+    words = sandbox.argv(Program(argv=["prog", "-x"], limits=limits), "name", share=None)
     for word in (
         "--network=none", "--read-only", "--cap-drop=ALL", "--security-opt=no-new-privileges",
         "--user=65534:65534", "--pull=never", "--memory=268435456", "--memory-swap=268435456",
@@ -202,5 +204,5 @@ def test_limits_that_an_engine_ignores_are_named(tmp_path):
     engine.chmod(0o755)
     sandbox = ContainerSandbox(image="i", engine=str(engine))
     assert sandbox.missing == ("memory of all processes together", "the number of processes")
-    words = sandbox.argv(["prog"], "name", limits=Limits(), share=None)
+    words = sandbox.argv(Program(argv=["prog"], limits=Limits()), "name", share=None)
     assert not [word for word in words if word.startswith(("--memory", "--pids-limit"))]

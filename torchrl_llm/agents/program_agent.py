@@ -23,6 +23,7 @@ from torchrl_llm.gateway.policy_engine import limits_of
 from torchrl_llm.gateway.program_env import ProgramEnv
 from torchrl_llm.gateway.program_runner import check_program
 from torchrl_llm.gateway.program_sessions import ProgramSessions
+from torchrl_llm.gateway.sandboxed_commands import Box
 from torchrl_llm.gateway.session import EngineLimits, Formatters
 from torchrl_llm.modules import LLMWrapperBase
 from torchrl_llm.tools import ToolTransform
@@ -47,6 +48,10 @@ class ProgramAgent(Agent):
             ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ROW`` (JSON) in its environment, and
             may write what it returns to ``REWARD_FILE`` as JSON.
         python: the Python that runs ``program``; this one if not given.
+        sandbox: ``"bubblewrap"`` or ``"container"``: runs each ``command`` in one of its own, which
+            reads the working directory, writes only in memory, and has this machine's network.
+        image: of the container; ``"python:3.12-slim"`` if not given.
+        memory_bytes: that each process in the sandbox may use.
         timeout_s: seconds that a program may take, besides those in which it waits for answers.
         max_calls: most calls of a rollout; further ones are refused.
         num_hosts: processes that run functions.
@@ -56,6 +61,7 @@ class ProgramAgent(Agent):
         ConfigError: neither or both of ``program`` and ``command``, what is not there, or an
             impossible number.
         MissingExtraError: without the extra ``gateway``.
+        ResourceError: this machine does not have the sandbox.
 
     Example:
         >>> ProgramAgent(program="no_such_file.py:run")  # doctest: +ELLIPSIS
@@ -69,6 +75,9 @@ class ProgramAgent(Agent):
     program: str | None = None
     command: str | None = None
     python: str | None = None
+    sandbox: str | None = None
+    image: str | None = None
+    memory_bytes: int = 2 << 30
     timeout_s: float = 600.0
     max_calls: int = 64
     num_hosts: int = 2
@@ -80,11 +89,17 @@ class ProgramAgent(Agent):
                 raise ConfigError(f"{name} has no effect on a program, which owns its loop")
         if self.tools or self.accept_cut:
             raise ConfigError("tools and accept_cut have no effect on a program")
-        check_program(self.program, self.command, self.python)
         for name in ("timeout_s", "patience_s"):
             check(name, getattr(self, name), Annotated[float, Gt(0)])
-        for name in ("max_calls", "num_hosts"):
+        for name in ("max_calls", "num_hosts", "memory_bytes"):
             check(name, getattr(self, name), Annotated[int, Ge(1)])
+        if self.image is not None and self.sandbox is None:
+            raise ConfigError("image has no effect without sandbox=container")
+        check_program(self.program, self.command, self.python, self._box)
+
+    @property
+    def _box(self) -> Box | None:
+        return self.sandbox and Box(self.sandbox, self.memory_bytes, self.image)
 
     def wrap(
         self,
@@ -145,6 +160,7 @@ class ProgramAgent(Agent):
                 "command": self.command,
                 "python": self.python,
                 "num_hosts": self.num_hosts,
+                "box": self._box,
             },
             timeout_s=self.timeout_s,
             max_calls=self.max_calls,

@@ -152,21 +152,11 @@ class Commands:
         """Begin a job."""
         folder = tempfile.TemporaryDirectory(prefix="program-")
         result, log = Path(folder.name, "reward.json"), Path(folder.name, "log")
-        url = job["base_url"]
-        environment = {
-            **os.environ,
-            "OPENAI_BASE_URL": url,
-            "OPENAI_API_KEY": job["api_key"],
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": job["api_key"],
-            "ROW": json.dumps(job["row"]),
-            "REWARD_FILE": str(result),
-        }
         try:
             with log.open("wb") as out:
                 process = subprocess.Popen(
                     self.words,
-                    env=environment,
+                    env={**os.environ, **variables(job, str(result))},
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=subprocess.STDOUT,
@@ -212,6 +202,19 @@ class Commands:
             kill(process)
 
 
+def variables(job, result):
+    """What a command finds in its environment; it may write what it returns to a file."""
+    url, key = job["base_url"], job["api_key"]
+    return {
+        "OPENAI_BASE_URL": url,
+        "OPENAI_API_KEY": key,
+        "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": key,
+        "ROW": json.dumps(job["row"]),
+        "REWARD_FILE": result,
+    }
+
+
 def kill(process):
     """End a process and its group."""
     with contextlib.suppress(ProcessLookupError):
@@ -232,21 +235,20 @@ def failure(error):
     }
 
 
-def main():
+def main(runs):
     """Answer jobs until the input ends.
 
-    Its arguments are ``function`` or ``command``, which one, and a folder that goes with it.
+    Its argument is a class that runs jobs. Those of the process are what it runs, and a folder that
+    goes with it.
     """
     # What programs print goes to the log of the run, not among the answers; they read no jobs.
     jobs, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     lock = threading.Lock()
-    kind, target, tempfile.tempdir = sys.argv[1:]
+    target, tempfile.tempdir = sys.argv[1:]
     try:
-        runner = (Functions if kind == "function" else Commands)(
-            target, lambda **message: tell(out, lock, **message)
-        )
+        runner = runs(target, lambda **message: tell(out, lock, **message))
     except BaseException as error:  # the file of the user may raise anything
         tell(out, lock, error=failure(error))
         return
@@ -265,4 +267,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(Functions if sys.argv.pop(1) == "function" else Commands)

@@ -24,8 +24,15 @@ from typing import Any, NamedTuple
 from torchrl_llm.data.failures import PROGRAM, Failure
 from torchrl_llm.envs.datasets.verifiers_env import VerifiersEnv
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.gateway.sandboxed_commands import Box
 
 HOST = str(Path(__file__).with_name("program_host.py"))
+_BOXED = """
+import sys
+sys.path[0] = sys.argv.pop(1)
+from torchrl_llm.gateway import program_host, sandboxed_commands
+program_host.main(sandboxed_commands.SandboxedCommands)
+"""
 # A thread that does not end stays in its host; a host with so many takes no more jobs. A coroutine
 # that does not end stops the others of its host.
 _MOST_STUCK_THREADS = 8
@@ -142,9 +149,11 @@ class ProgramRunner:
         command: words of a shell, instead of ``program``; no shell reads them.
         python: the Python that runs ``program``; this one if not given.
         num_hosts: processes that run functions; commands are processes of their own.
+        box: the sandbox of ``command``; none if not given.
 
     Raises:
         ConfigError: neither or both are given, or there is no such file, function or Python.
+        ResourceError: this machine does not have the sandbox.
     """
 
     def __init__(
@@ -155,11 +164,15 @@ class ProgramRunner:
         command: str | None = None,
         python: str | None = None,
         num_hosts: int = 2,
+        box: Box | None = None,
     ) -> None:
-        check_program(program, command, python)
+        check_program(program, command, python, box)
         program = ADAPTERS.get(program, program)
         kind, target = ("function", program) if program is not None else ("command", command)
         self._words = [python or sys.executable, HOST, kind, target]
+        if box is not None:
+            library = str(Path(__file__).parents[2])
+            self._words = [sys.executable, "-c", _BOXED, library, json.dumps([command, *box])]
         self._on_end, self._num_hosts = on_end, 1 if program is None else num_hosts
         self._hosts: list[_Host] = []
 
@@ -206,27 +219,36 @@ class ProgramRunner:
             host.kill()
 
 
-def check_program(program: str | None, command: str | None, python: str | None) -> None:
+def check_program(
+    program: str | None, command: str | None, python: str | None, box: Box | None = None
+) -> None:
     """Refuse what cannot be run.
 
     Args:
         program: ``FILE.py:FUNCTION``.
         command: a command.
         python: a Python.
+        box: the sandbox of a command.
 
     Raises:
         ConfigError: neither or both of the first are given, or something is not there.
+        ResourceError: this machine does not have the sandbox.
     """
     if (program is None) == (command is None):
         raise ConfigError(
             "agent=program needs agent.program=FILE.py:FUNCTION or agent.command='...', one of both"
         )
     if program is None:
-        if not command.split() or shutil.which(command.split()[0]) is None:
+        inside = box is not None and box.kind == "container"  # where an image has its own
+        if not command.split() or not (inside or shutil.which(command.split()[0])):
             raise ConfigError(f"agent.command={command!r}: there is no such command")
         if python is not None:
             raise ConfigError("agent.python has no effect with agent.command, which names its own")
+        if box is not None:
+            box.open(command)
         return
+    if box is not None:
+        raise ConfigError("agent.sandbox holds commands: write agent.command='python FILE.py'")
     file, colon, name = ADAPTERS.get(program, program).rpartition(":")
     if not (colon and name.isidentifier()):
         raise ConfigError(f"agent.program is FILE.py:FUNCTION, got {program!r}")

@@ -15,6 +15,7 @@ import functools
 import os
 import select
 import signal
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import PurePosixPath
@@ -26,12 +27,14 @@ from torchrl_llm.sandbox.contained_process import GRACE_S, Contained, Program
 from torchrl_llm.sandbox.interface import Limits
 from torchrl_llm.sandbox.local_process import ROOT_FOLDERS, data_fd, find
 from torchrl_llm.sandbox.process_watch import Capture
-from torchrl_llm.sandbox.seccomp import filter_program
+from torchrl_llm.sandbox.seccomp import AF_UNIX, filter_program
 
 FOLDER = "/sandbox"
 NOBODY = 65534
 
 _DEADLY = range(1, 65)
+# What a program with a network reads to find hosts by their names and to trust them.
+_NETWORK_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/ssl")
 
 
 class _Layout(NamedTuple):
@@ -188,7 +191,8 @@ def _spawn(layout: _Layout, program: Program, read_only: Sequence[str] = ()) -> 
         for path, data in program.files.items():
             opened.append(data_fd(data))
             words += ["--perms", "0666", "--file", str(opened[-1]), f"{FOLDER}/{path}"]
-        filter_ = filter_program()
+        families = (AF_UNIX, socket.AF_INET, socket.AF_INET6) if program.network else (AF_UNIX,)
+        filter_ = filter_program(families=families)
         if filter_ is not None:
             opened.append(data_fd(filter_))
             words += ["--seccomp", str(opened[-1])]
@@ -197,7 +201,7 @@ def _spawn(layout: _Layout, program: Program, read_only: Sequence[str] = ()) -> 
             program,
             _command_line(layout, program, words, read_only),
             status=status,
-            env={**local_process.ENVIRONMENT, "PATH": path, "HOME": FOLDER},
+            env={**local_process.ENVIRONMENT, "PATH": path, "HOME": FOLDER, **program.env},
             pass_fds=opened,
         )
     except BaseException:
@@ -217,7 +221,12 @@ def _command_line(
     line: list[str] = []
     if layout.become == "outside":
         line += [setpriv, f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
-    line += [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
+    line += [bwrap, "--unshare-ipc", "--unshare-pid", "--unshare-uts"]
+    if program.network:
+        for file in _NETWORK_FILES:
+            line += ["--ro-bind-try", file, file]
+    else:
+        line += ["--unshare-net"]
     line += ["--unshare-cgroup-try", "--die-with-parent", "--new-session", "--hostname", "sandbox"]
     if layout.become != "inside":
         line += ["--unshare-user"]
@@ -234,12 +243,13 @@ def _command_line(
     line += ["--proc", "/proc", "--perms", "0000", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     line += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
     line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
-    for folder in (*layout.read_only, *read_only):
+    begin = () if program.folder is None else (program.folder,)
+    for folder in (*layout.read_only, *read_only, *begin):
         # Made by bubblewrap itself, they would be for their owner alone.
         for parent in reversed(PurePosixPath(folder).parents[:-1]):
             line += ["--perms", "0755", "--dir", str(parent)]
         line += ["--ro-bind", folder, folder]
-    line += [*words, "--remount-ro", "/", "--chdir", FOLDER]
+    line += [*words, "--remount-ro", "/", "--chdir", program.folder or FOLDER]
     # The first process counts too.
     num_processes: int | None = program.limits.num_processes + 1
     if layout.become == "inside":

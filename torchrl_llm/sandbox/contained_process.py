@@ -49,6 +49,10 @@ class Program:
         files: path inside its folder to contents.
         stdin: descriptor for its standard input; ``None`` for ``/dev/null``.
         pass_fds: further descriptors that it gets.
+        env: variables besides those of the sandbox.
+        folder: a folder of this machine in which it begins, and which it may only read; its own if
+            not given.
+        network: whether it shares the network of this machine.
     """
 
     argv: Sequence[str]
@@ -56,6 +60,9 @@ class Program:
     files: Mapping[PurePosixPath, bytes] = dataclasses.field(default_factory=dict)
     stdin: int | None = None
     pass_fds: Sequence[int] = ()
+    env: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    folder: str | None = None
+    network: bool = False
 
 
 class Contained:

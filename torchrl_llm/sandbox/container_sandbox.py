@@ -11,11 +11,12 @@ import functools
 import os
 import resource
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
@@ -36,6 +37,8 @@ _MEMORY, _PROCESSES = "memory of all processes together", "the number of process
 _PATIENCE_S = 60.0
 _TRIES = 4
 _PIPES = ("answers", "stdout", "stderr")
+# Waits for the end of who writes to it; a container may still be on its way then.
+_INHERIT = 'cat; for i in 1 2 3 4 5; do "$0" rm --force --volumes "$1"; sleep 1; done'
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
 
@@ -45,8 +48,8 @@ class ContainerSandbox(local_process.ProcessSandbox):
     ``memory_bytes`` counts for the container as a whole and for the data of each process; what else
     of the machine it can see, the image decides. The image must be there already: nothing is
     pulled. Its entry point and health check are not run. One container is started and removed at
-    construction, since only that tells whether the engine can. A trainer that is killed leaves its
-    containers to their engine.
+    construction, since only that tells whether the engine can. Each container has a process that
+    removes it where the trainer is killed.
 
     Args:
         limits: of each run; ``None`` for the defaults. ``wall_s`` includes the container's start.
@@ -103,18 +106,19 @@ class ContainerSandbox(local_process.ProcessSandbox):
                 )
         return state.missing
 
-    def argv(self, argv: Sequence[str], name: str, *, limits: Limits, share: Path | None) -> list:
+    def argv(self, program: Program, name: str, *, share: Path | None) -> list[str]:
         """The engine's command line for a program.
 
         Args:
-            argv: the program, as it is called inside.
+            program: what to run.
             name: of the container.
-            limits: of the run.
             share: a folder with ``files``, to be copied into the run's, and ``pipes``.
         """
+        argv, limits, begin = program.argv, program.limits, program.folder
         words = [self.engine, "run", "--interactive", f"--name={name}", "--init", "--pull=never"]
         words += ["--entrypoint=", "--no-healthcheck", "--stop-signal=KILL"]
-        words += ["--network=none", "--read-only", "--cap-drop=ALL", f"--user={_NOBODY}"]
+        words += [f"--network={'host' if program.network else 'none'}", "--read-only"]
+        words += ["--cap-drop=ALL", f"--user={_NOBODY}"]
         words += ["--security-opt=no-new-privileges", "--hostname=sandbox", "--log-driver=none"]
         # Of words that it ignores an engine would complain in each run's errors.
         if _MEMORY not in self.missing:
@@ -133,9 +137,12 @@ class ContainerSandbox(local_process.ProcessSandbox):
         for folder in (FOLDER, "/tmp"):
             options = f"rw,exec,nosuid,nodev,mode=1777,size={limits.file_bytes}"
             words += [f"--tmpfs={folder}:{options}"]
-        words += [f"--workdir={FOLDER}"]
+        words += [f"--workdir={begin or FOLDER}"]
+        if begin is not None:
+            words += [f"--mount=type=bind,source={begin},target={begin},readonly"]
         variables = {**local_process.ENVIRONMENT, "HOME": FOLDER}
         words += [f"--env={key}={value}" for key, value in variables.items()]
+        words += [f"--env={key}" for key in program.env]  # the client knows their values
         if share is None:
             return [*words, self.image, *argv]
         # Pipes are written to; a folder that holds nothing else is all of the machine it can touch.
@@ -152,11 +159,11 @@ class ContainerSandbox(local_process.ProcessSandbox):
         try:
             return _InContainer(
                 program,
-                self.argv(program.argv, name, limits=program.limits, share=share),
+                self.argv(program, name, share=share),
                 engine=self.engine,
                 name=name,
                 share=share,
-                env=_environment(),
+                env={**_environment(), **program.env},
             )
         except BaseException:
             if share is not None:
@@ -218,6 +225,13 @@ class _InContainer(Contained):
         self._removed = False
         self._client: tuple[Capture, ...] = ()
         super().__init__(*args, **kwargs)
+        self._heir = subprocess.Popen(
+            ["sh", "-c", _INHERIT, engine, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
         # The engine counts, and the client's own use does not belong to the run.
         self.tree = Tree(-1, self.program.limits)
 
@@ -267,6 +281,9 @@ class _InContainer(Contained):
         for said in self._client if self.exit_code() is None else ():
             said.drain()
             self.stderr.kept += said.kept  # why there is no container
+        os.killpg(self._heir.pid, signal.SIGKILL)
+        self._heir.stdin.close()
+        self._heir.wait()
 
     @property
     def out_of_memory(self) -> bool:

@@ -118,31 +118,50 @@ class ProcessSandbox(Sandbox):
         for path in contents:
             if not contents.keys().isdisjoint(path.parents):
                 raise ConfigError(f"files: a folder of {str(path)!r} is itself among the files")
-        start = time.monotonic()
-        with contextlib.ExitStack() as stack:
-            stdin_fd, feed = _input(encode(stdin))
+        stdin_fd, feed = _input(encode(stdin))
+        program = Program(argv=argv, limits=limits, files=contents, stdin=stdin_fd)
+        try:
+            return self.run_program(program, feed)
+        finally:
             if feed is not None:
-                stack.callback(feed.close)
-            try:
-                contained = self._spawn(
-                    Program(argv=argv, limits=limits, files=contents, stdin=stdin_fd)
-                )
-            except (OSError, ValueError) as error:
-                return SandboxResult(
-                    status="sandbox_error",
-                    stderr=f"{argv[0]!r} cannot be started: {error}",
-                    seconds=time.monotonic() - start,
-                )
-            finally:
-                if stdin_fd is not None:
-                    os.close(stdin_fd)
-            stack.enter_context(contained)
+                feed.close()
+
+    def run_program(
+        self,
+        program: Program,
+        feed: Feed | None = None,
+        is_over: Callable[[], bool] = lambda: False,
+    ) -> SandboxResult:
+        """Run a program, and leave nothing of it.
+
+        Args:
+            program: what to run; its standard input is closed here.
+            feed: what is written to it.
+            is_over: asked ten times a second whether to end it.
+
+        Returns:
+            What came of it.
+        """
+        start, limits = time.monotonic(), program.limits
+        try:
+            contained = self._spawn(program)
+        except (OSError, ValueError) as error:
+            return SandboxResult(
+                status="sandbox_error",
+                stderr=f"{program.argv[0]!r} cannot be started: {error}",
+                seconds=time.monotonic() - start,
+            )
+        finally:
+            if program.stdin is not None:
+                os.close(program.stdin)
+        with contained:
             ended = pump(
                 contained.process,
                 contained.outputs,
                 deadline=start + limits.wall_s,
                 tree=contained.tree,
                 feed=feed,
+                ready=is_over,
             )
             contained.kill()
             contained.stdout.drain()
