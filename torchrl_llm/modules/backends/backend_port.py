@@ -241,7 +241,8 @@ class Backend(TokenScorer):
         ``FinishReason.ABORT`` and the tokens so far. With a seed, the others have the ids that they
         have without the cancellation.
 
-        A backend that cannot cancel samples all responses to their ends, as this method does.
+        This method of the base samples all responses to their ends; backends that can cancel have
+        their own.
 
         Args:
             prompts: see :meth:`generate`.
