@@ -97,7 +97,7 @@ class Waiting(FakeBackend):
         self.seconds = seconds
         self.asked: list[int] = []
 
-    def _sample(self, prompts, params):
+    def _sample(self, prompts, params, cancelled):
         if len(prompts) > ROWS:
             raise ValueError(f"{len(prompts)} rows in one call, at most {ROWS}")
         self.asked.append(len(prompts))

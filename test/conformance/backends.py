@@ -7,6 +7,8 @@ builds the policy.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -14,6 +16,8 @@ from torchrl_llm.data import FinishReason
 from torchrl_llm.data.scoring import ScoreExtras, Support
 from torchrl_llm.errors import DataError, OverlongError, TokenizerError
 from torchrl_llm.modules.backends import SamplingParams
+from torchrl_llm.modules.backends.backend_port import Backend
+from torchrl_llm.modules.backends.local_backend import LocalBackend
 
 PROMPTS = [[5, 6, 7, 8], [9], [10, 11], [5, 6, 7, 8]]
 
@@ -145,6 +149,38 @@ class BackendConformance:
         for a, b in zip(first, second, strict=True):
             assert torch.equal(a.token_ids, b.token_ids)
             assert torch.equal(a.log_probs, b.log_probs)
+
+    def test_a_cancelled_prompt_ends_early_and_leaves_the_others_as_they_are(self, backend):
+        if type(backend).generate_cancellable is Backend.generate_cancellable:
+            pytest.skip("this backend cannot cancel")
+        params = SamplingParams(max_new_tokens=40, seed=3, num_samples=2, ignore_eos=True)
+        asked = itertools.count()
+        cancelled = [lambda: False, lambda: next(asked) > 10, lambda: False, lambda: False]
+        plain = flatten(backend.generate(prompts(), params))
+        found = flatten(backend.generate_cancellable(prompts(), params, cancelled))
+        rounding = 0.0 if isinstance(backend, LocalBackend) else 1e-5
+        for row, (cut, whole) in enumerate(zip(found, plain, strict=True)):
+            size = len(cut.token_ids)
+            if row in (2, 3):
+                assert cut.finish_reason == FinishReason.ABORT
+                assert 1 <= size <= 20
+            else:
+                assert cut.finish_reason == FinishReason.LENGTH
+                assert size == 40
+            assert torch.equal(cut.token_ids, whole.token_ids[:size])
+            torch.testing.assert_close(
+                cut.log_probs, whole.log_probs[:size], atol=rounding, rtol=rounding
+            )
+
+    def test_a_call_whose_prompts_are_all_cancelled_ends_at_once(self, backend):
+        if type(backend).generate_cancellable is Backend.generate_cancellable:
+            pytest.skip("this backend cannot cancel")
+        params = SamplingParams(max_new_tokens=40, num_samples=2, ignore_eos=True)
+        for completion in flatten(
+            backend.generate_cancellable(prompts(), params, [lambda: True] * 4)
+        ):
+            assert completion.finish_reason == FinishReason.ABORT
+            assert len(completion.token_ids) == len(completion.log_probs) <= 8
 
     def test_length_ends_a_response_that_nothing_else_ended(self, backend):
         params = SamplingParams(max_new_tokens=5, ignore_eos=True)

@@ -14,9 +14,9 @@ class Listening(FakeBackend):
 
     prompts: list[list[int]]
 
-    def _sample(self, prompts, params):
+    def _sample(self, prompts, params, cancelled):
         self.__dict__.setdefault("prompts", []).extend(p.tolist() for p in prompts)
-        return super()._sample(prompts, params)
+        return super()._sample(prompts, params, cancelled)
 
 
 def talker(tokenizer, answers, **options):

@@ -94,7 +94,10 @@ class PolicyEngine(Engine):
             self._changed.notify()
 
     def withdraw(self, pending: Pending) -> None:
-        """See :meth:`Engine.withdraw`; what the model has begun is sampled to its end."""
+        """See :meth:`Engine.withdraw`; what the model has begun ends after a step or a few.
+
+        Where the backend cannot do that, it is sampled to its end.
+        """
         with self._changed:
             if pending in self._waiting:
                 self._waiting.remove(pending)
@@ -142,7 +145,11 @@ class PolicyEngine(Engine):
     def _sample(self, batch: list[Pending], params: SamplingParams) -> None:
         prompts = [pending.chat.record for pending in batch]
         try:
-            found = self.policy.backend.generate([each.token_ids for each in prompts], params)
+            found = self.policy.backend.generate_cancellable(
+                [each.token_ids for each in prompts],
+                params,
+                [pending.answered.cancelled for pending in batch],
+            )
             completions = [completion for [completion] in found]
             outcomes: list[Any] = respond_records(prompts, completions, self.policy.policy_version)
         except Exception as error:  # a backend call that failed is told to who waits

@@ -86,7 +86,8 @@ class Pending:
         Args:
             outcome: the record of prompt and answer, or why there is none.
         """
-        self.loop.call_soon_threadsafe(self._resolve, outcome)
+        if not self.is_given_up:  # its loop may be closed by now
+            self.loop.call_soon_threadsafe(self._resolve, outcome)
 
     def _resolve(self, outcome: TokenRecord | Exception) -> None:
         if self.answered.done():

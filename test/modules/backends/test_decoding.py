@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 
+from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.record import TokenRecord, respond_records
 from torchrl_llm.modules import SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
 
 LENGTHS = [2, 20, 5]
+STOP, ABORT = FinishReason.STOP, FinishReason.ABORT
 
 
 class Counting:
@@ -29,8 +33,8 @@ class Counting:
         self.rows = self.rows[rows]
 
 
-def sampled():
-    model = Counting()
+def sampled(model=None, cancelled=()):
+    model = model or Counting()
     return decode(
         model,
         model.logits(),
@@ -39,7 +43,31 @@ def sampled():
         max_tokens=torch.tensor([500, 500, 500]),
         end_ids=[1],
         stop_strings=StopStrings(None, ()),
+        cancelled=cancelled,
     )
+
+
+def cut_at(steps):
+    """A question that is answered with yes at this step and later."""
+    asked = itertools.count(1)
+    return lambda: next(asked) >= steps
+
+
+def test_a_cancelled_row_ends_aborted_with_its_tokens_so_far():
+    model = Counting()
+    completions = sampled(model, [cut_at(1), cut_at(7), cut_at(5)])
+    found = [(len(c.token_ids), c.finish_reason) for c in completions]
+    # The last row ends by itself in the step after which it is cancelled.
+    assert found == [(1, ABORT), (7, ABORT), (5, STOP)]
+    assert model.step == 6  # the first token needs none
+
+
+def test_rows_that_nobody_cancels_are_waited_for():
+    model = Counting()
+    completions = sampled(model, [cut_at(1), cut_at(500), cut_at(1)])
+    found = [(len(c.token_ids), c.finish_reason) for c in completions]
+    assert found == [(1, ABORT), (20, STOP), (1, ABORT)]
+    assert model.step == 19
 
 
 def test_completions_of_a_batch_lie_in_one_storage_without_what_follows_their_ends():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from conformance.backends import BackendConformance, flatten, prompts
@@ -55,6 +57,25 @@ class TestTransformersWrapper(WrapperConformance):
 def logits_of(model, ids):
     with torch.no_grad():
         return model(torch.tensor([ids])).logits[0].double()
+
+
+def test_a_cancelled_row_changes_no_bit_of_its_neighbours_whoever_ends_meanwhile(tiny_model):
+    backend = TransformersBackend(tiny_model)
+    rows = [torch.arange(1 + row % 5) + 3 for row in range(16)]
+    ends = tuple(range(0, backend.vocab_size, 12))
+    params = SamplingParams(max_new_tokens=60, seed=1, stop_token_ids=ends)
+    asked = itertools.count()
+    cancelled = [lambda: False] * 16
+    cancelled[3] = lambda: next(asked) >= 2
+    plain = flatten(backend.generate(rows, params))
+    found = flatten(backend.generate_cancellable(rows, params, cancelled))
+    assert found[3].finish_reason == FinishReason.ABORT
+    assert len(found[3].token_ids) == 3 < len(plain[3].token_ids)
+    assert len({len(each.token_ids) for each in plain}) > 5  # rows leave again and again
+    for row in {*range(16)} - {3}:
+        assert torch.equal(found[row].token_ids, plain[row].token_ids)
+        assert torch.equal(found[row].log_probs, plain[row].log_probs)
+        assert found[row].finish_reason == plain[row].finish_reason
 
 
 def test_packed_rows_have_the_scores_that_were_sampled(tiny_model):

@@ -109,6 +109,11 @@ class SamplingParams:
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0
 
 
+Cancelled = Sequence[Callable[[], bool]]
+"""Whether nobody waits for a response any more: a question for each, asked from any thread, whose
+answer remains once it is ``True``; or none at all."""
+
+
 class EngineStatus(NamedTuple):
     """Present work of a backend.
 
@@ -226,6 +231,25 @@ class Backend(TokenScorer):
             TokenizerError: for ids outside the vocabulary.
             OverlongError: for a prompt that leaves no room for one token.
         """
+
+    def generate_cancellable(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[list[Completion]]:
+        """:meth:`generate`, of which single prompts can be cancelled while they are sampled.
+
+        The responses to a cancelled prompt end at the next step or a few later, with
+        ``FinishReason.ABORT`` and the tokens so far. With a seed, the others have the ids that they
+        have without the cancellation.
+
+        This method of the base samples all responses to their ends; backends that can cancel have
+        their own.
+
+        Args:
+            prompts: see :meth:`generate`.
+            params: see :meth:`generate`.
+            cancelled: a question for each prompt, see :data:`Cancelled`.
+        """
+        return self.generate(prompts, params)
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """Logits after every token, padded on the right, ``[B, T, V]``; for inspection only.

@@ -18,7 +18,7 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError
 from torchrl_llm.functional import kept_ids, take_support
-from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Cancelled, Completion, SamplingParams
 from torchrl_llm.modules.backends.sampling import draw, penalize_repetition, sampling_log_probs
 
 # A smaller batch must pay for copying the caches of the rows that stay.
@@ -118,8 +118,12 @@ def decode(
     stop_strings: StopStrings,
     processors: Sequence[LogitsProcessor] = (),
     pad_id: int = 0,
+    cancelled: Cancelled = (),
 ) -> list[Completion]:
-    """Decode every row to its end.
+    """Decode every row to its end, or until it is cancelled.
+
+    A cancelled row is decoded on, unread, while there are others: a batch of another size would
+    change the last bits of their log-probs.
 
     Args:
         decoder: has read the prompts.
@@ -131,6 +135,8 @@ def decode(
         stop_strings: strings that end a row.
         processors: take ids ``[b, T]`` and logits ``[b, V]`` and return logits.
         pad_id: fills the ids that processors see before shorter prompts.
+        cancelled: whether nobody waits for the rows of a prompt any more; one for each prompt, or
+            none at all. On a GPU it is asked every eighth step.
 
     Returns:
         ``B`` completions.
@@ -147,6 +153,7 @@ def decode(
     ids_BR = torch.zeros(num_rows, longest, dtype=torch.int64, device=device)
     log_probs_BR = torch.zeros(num_rows, longest, device=device)
     text_ends = torch.full((num_rows,), longest + 1)
+    cuts = text_ends.clone()
     rows = torch.arange(num_rows, device=device)
     live = torch.ones(num_rows, dtype=torch.bool, device=device)
     needs_context = params.repetition_penalty != 1 or processors
@@ -181,6 +188,12 @@ def decode(
             num_live = int(live.sum())
             if num_live == 0:
                 break
+            if cancelled:
+                gone = torch.tensor([ask() for ask in cancelled])
+                gone = gone.repeat_interleave(params.num_samples)
+                cuts[gone] = cuts[gone].clamp_max(step + 1)
+                if bool(gone[rows[live].cpu()].all()):
+                    break
             if num_live <= _COMPACT_BELOW * live.shape[0]:
                 staying = live.nonzero().squeeze(-1)
                 decoder.keep(staying)
@@ -192,7 +205,9 @@ def decode(
             context.append(token_ids)
         logits_BV = decoder.advance(token_ids)
 
-    return _completions(ids_BR.cpu(), log_probs_BR.cpu(), ends.cpu(), max_tokens, text_ends, kept)
+    return _completions(
+        ids_BR.cpu(), log_probs_BR.cpu(), ends.cpu(), max_tokens, text_ends, cuts, kept
+    )
 
 
 class _KeptIds:
@@ -229,15 +244,18 @@ def _completions(
     ends: Tensor,
     limits: Tensor,
     text_ends: Tensor,
+    cuts: Tensor,
     kept: _KeptIds | None,
 ) -> list[Completion]:
-    """Cut each row after its first end; later steps of a finished row mean nothing."""
+    """Cut each row after its first end, or where it was cancelled; later steps mean nothing."""
     is_end = torch.isin(ids_BR, ends)
     never = ids_BR.shape[1] + 1
     id_ends = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, never)
     stops = torch.minimum(id_ends, text_ends)
-    lengths = torch.minimum(stops, limits).tolist()
-    stopped = (stops <= limits).tolist()
+    own_ends = torch.minimum(stops, limits)
+    lengths = torch.minimum(own_ends, cuts).tolist()
+    reasons = torch.where(stops <= limits, int(FinishReason.STOP), int(FinishReason.LENGTH))
+    reasons[cuts < own_ends] = int(FinishReason.ABORT)
     supports = [None] * len(lengths) if kept is None else kept.split(lengths)
     # One copy for all rows, without what lies behind their ends.
     inside = torch.arange(ids_BR.shape[1]) < torch.tensor(lengths)[:, None]
@@ -246,8 +264,8 @@ def _completions(
         raise BackendError(
             "the model's logits are not finite numbers; its weights or its dtype are broken"
         )
-    columns = (ids_BR[inside].split(lengths), recorded.split(lengths), stopped, supports)
+    columns = (ids_BR[inside].split(lengths), recorded.split(lengths), reasons.tolist(), supports)
     return [
-        Completion(ids, scores, FinishReason.STOP if ended else FinishReason.LENGTH, support)
-        for ids, scores, ended, support in zip(*columns, strict=True)
+        Completion(ids, scores, FinishReason(reason), support)
+        for ids, scores, reason, support in zip(*columns, strict=True)
     ]

@@ -19,7 +19,7 @@ from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.logit_scores import only_support, score_logits
 from torchrl_llm.data.scoring import ScoreExtras, Support, TokenScores
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Cancelled, Completion, SamplingParams
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
 from torchrl_llm.modules.backends.local_backend import LocalBackend
 
@@ -110,7 +110,9 @@ class FakeBackend(LocalBackend):
         """The bigram model."""
         return self._model
 
-    def _sample(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
+    def _sample(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[Completion]:
         rows = [prompt for prompt in prompts for _ in range(params.num_samples)]
         if self._answers is not None:
             return [self._scripted(prompt, params) for prompt in rows]
@@ -122,6 +124,7 @@ class FakeBackend(LocalBackend):
             max_tokens=torch.tensor([self._room(p, params) for p in rows]),
             end_ids=self._ends(params),
             stop_strings=StopStrings(self.tokenizer, params.stop),
+            cancelled=cancelled,
         )
 
     def _scripted(self, prompt: Tensor, params: SamplingParams) -> Completion:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Backend, Cancelled, Completion, SamplingParams
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, load_into, open_source
 
 
@@ -49,16 +49,24 @@ class LocalBackend(Backend):
 
     def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
         """See :meth:`Backend.generate`."""
+        return self.generate_cancellable(prompts, params, ())
+
+    def generate_cancellable(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[list[Completion]]:
+        """See :meth:`Backend.generate_cancellable`."""
         self.check_prompts(prompts)
         if not prompts:
             return []
         with self._lock, torch.no_grad():
-            flat = self._sample(prompts, params)
+            flat = self._sample(prompts, params, cancelled)
         size = params.num_samples
         return [flat[start : start + size] for start in range(0, len(flat), size)]
 
     @abstractmethod
-    def _sample(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
+    def _sample(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[Completion]:
         """All samples of the first prompt, then those of the second, and so on."""
 
     def _room(self, prompt: Tensor, params: SamplingParams) -> int:

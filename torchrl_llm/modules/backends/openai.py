@@ -36,7 +36,8 @@ class OpenAIBackend(Backend):
     """Samples and scores at a server, one request for each response.
 
     The seed of each response is drawn here, so that torch's generator repeats a run, and a request
-    that is sent again after a broken connection gives the same response.
+    that is sent again after a broken connection gives the same response. Single prompts cannot be
+    cancelled: :meth:`generate_cancellable` is :meth:`generate`.
 
     Args:
         url: ``http://host:port``, with or without ``/v1``.

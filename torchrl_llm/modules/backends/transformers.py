@@ -26,7 +26,7 @@ from torchrl_llm._registry import register
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer, TokenScores
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends import head as heads
-from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
+from torchrl_llm.modules.backends.backend_port import Cancelled, Completion, SamplingParams
 from torchrl_llm.modules.backends.causal_decoder import CausalDecoder, takes_ragged_prompts
 from torchrl_llm.modules.backends.decoding import StopStrings, decode
 from torchrl_llm.modules.backends.local_backend import LocalBackend
@@ -193,7 +193,9 @@ class TransformersBackend(LocalBackend):
         """The scorer's value head, where it has one."""
         return getattr(self.scorer, "value_head", None)
 
-    def _sample(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
+    def _sample(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[Completion]:
         """In batches of equal length where the model takes no padded prompts."""
         alike: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
@@ -202,12 +204,18 @@ class TransformersBackend(LocalBackend):
         for number, members in enumerate(alike.values()):
             # One seed for all batches would give them the same draws.
             seed = None if params.seed is None else params.seed + number
-            found = self._sample_batch([prompts[r] for r in members], replace(params, seed=seed))
+            found = self._sample_batch(
+                [prompts[r] for r in members],
+                replace(params, seed=seed),
+                [cancelled[r] for r in members] if cancelled else (),
+            )
             size = params.num_samples
             groups |= {r: found[k * size : (k + 1) * size] for k, r in enumerate(members)}
         return [completion for row in range(len(prompts)) for completion in groups[row]]
 
-    def _sample_batch(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[Completion]:
+    def _sample_batch(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[Completion]:
         """The model reads equal prompts once."""
         unique: dict[bytes, int] = {}
         owners = [unique.setdefault(p.numpy().tobytes(), len(unique)) for p in prompts]
@@ -232,6 +240,7 @@ class TransformersBackend(LocalBackend):
                 stop_strings=StopStrings(self.tokenizer, params.stop),
                 processors=native_processors(params.native, longest, self.eos_token_ids, device),
                 pad_id=getattr(self._config, "pad_token_id", None) or 0,
+                cancelled=cancelled,
             )
 
     def token_scores(

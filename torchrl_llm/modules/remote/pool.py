@@ -68,6 +68,7 @@ class EnginePool(Backend):
       it, and no request runs on older weights than the last that were sent to the pool before it.
     - Draws come from the caller's global generator, as in one process: the same state gives the
       same answers, whichever replicas give them. A call with a seed runs on one replica.
+    - It cannot cancel single prompts: :meth:`generate_cancellable` is :meth:`generate`.
 
     Args:
         factory: makes a backend, in the process of a replica; everything it holds is sent there.

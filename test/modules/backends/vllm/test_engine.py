@@ -235,6 +235,30 @@ def test_alone_and_abort_gives_callers_what_there_is():
     assert len(engine.aborted) == 4
 
 
+def test_a_cancelled_request_is_aborted_between_two_steps_and_the_others_go_on():
+    engine = FakeEngine()
+    loop = loop_over(engine)
+    questions = [lambda: False, lambda: engine.steps >= 3]
+    assert ask(loop, (9, "a"), (10**6, "b"), cancelled=questions) == ["a", ("partial", "b")]
+    assert engine.aborted == ["r1"]
+    assert engine.steps == 9
+    assert ask(loop, (10**6, "c"), cancelled=[lambda: True]) == [("partial", "c")]
+    assert engine.steps == 10
+
+
+def test_a_cancelled_caller_that_steps_the_engine_hands_over():
+    engine = FakeEngine(seconds=0.001)
+    loop, gone = loop_over(engine), threading.Event()
+    first, left = start(lambda: ask(loop, (10**6, "a"), cancelled=[gone.is_set]))
+    wait_until(lambda: engine.live)
+    second, found = start(lambda: ask(loop, (50, "b")))
+    wait_until(lambda: len(engine.live) == 2)
+    gone.set()
+    first.join(10)
+    second.join(10)
+    assert (left, found) == ([[("partial", "a")]], [["b"]])
+
+
 def test_whoever_is_alone_may_enter_again_and_ask():
     loop = loop_over(FakeEngine())
     with loop.exclusive(), loop.exclusive("abort"):

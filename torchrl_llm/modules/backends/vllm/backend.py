@@ -27,6 +27,7 @@ from torchrl_llm.data.scoring import ScoreExtras, TokenScores
 from torchrl_llm.errors import BackendError, ConfigError, OverlongError
 from torchrl_llm.modules.backends.backend_port import (
     Backend,
+    Cancelled,
     Completion,
     EngineStatus,
     SamplingParams,
@@ -223,6 +224,12 @@ class VLLMBackend(Backend):
             BackendError: the engine failed.
             WorkerError: the engine made no progress within the limit.
         """
+        return self.generate_cancellable(prompts, params, ())
+
+    def generate_cancellable(
+        self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
+    ) -> list[list[Completion]]:
+        """See :meth:`Backend.generate_cancellable`; raises what :meth:`generate` does."""
         self.check_prompts(prompts)
         if params.stop and _tokenizer(self.engine) is None:
             raise ConfigError(
@@ -243,7 +250,7 @@ class VLLMBackend(Backend):
                     max_logprobs=self._max_logprobs,
                 )
                 requests.append(self._request(ids, arguments))
-        outputs = self._run(requests)
+        outputs = self._run(requests, [ask for ask in cancelled for _ in range(params.num_samples)])
         flat = [
             completion_of(output, params, self._local.versions, vocab_size=self.vocab_size)
             for output in outputs
@@ -276,8 +283,8 @@ class VLLMBackend(Backend):
             done._replace(log_probs=one.clone()) for done, one in zip(flat, scores, strict=True)
         ]
 
-    def _run(self, requests: list[EngineRequest]) -> list[Any]:
-        return self._local.loop.run(requests, timeout_s=self.timeout_s)
+    def _run(self, requests: list[EngineRequest], cancelled: Cancelled = ()) -> list[Any]:
+        return self._local.loop.run(requests, cancelled=cancelled, timeout_s=self.timeout_s)
 
     def _request(self, ids: list[int], arguments: dict[str, Any]) -> EngineRequest:
         from vllm import SamplingParams as NativeParams

@@ -20,6 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from torchrl_llm._checked import check
 from torchrl_llm.errors import BackendError, ConfigError, TorchRLLLMError, WorkerError
+from torchrl_llm.modules.backends.backend_port import Cancelled
 
 InFlight = Literal["wait", "keep", "abort"]
 
@@ -41,11 +42,15 @@ class _Ticket:
     """What one caller waits for: answers to its requests, or to be alone (no requests)."""
 
     requests: Sequence[EngineRequest] = ()
+    cancelled: Cancelled = ()
     names: list[str] = field(default_factory=list)
     outputs: dict[str, Any] = field(default_factory=dict)
     error: BaseException | None = None
     wake: threading.Event = field(default_factory=threading.Event)
     finished: bool = False
+
+    def is_cancelled(self, name: str) -> bool:
+        return bool(self.cancelled) and self.cancelled[self.names.index(name)]()
 
 
 class EngineLoop:
@@ -113,11 +118,19 @@ class EngineLoop:
             waiting = sum(len(ticket.requests) for ticket in self._incoming)
             return waiting + len(self._running)
 
-    def run(self, requests: Sequence[EngineRequest], *, timeout_s: float = 600.0) -> list[Any]:
+    def run(
+        self,
+        requests: Sequence[EngineRequest],
+        *,
+        cancelled: Cancelled = (),
+        timeout_s: float = 600.0,
+    ) -> list[Any]:
         """Answer requests; other threads may ask at the same time.
 
         Args:
             requests: any number.
+            cancelled: whether nobody waits for a request any more, which then is aborted; one for
+                each, or none at all. They are asked between two steps.
             timeout_s: seconds to wait while the engine makes no progress at all.
 
         Returns:
@@ -129,7 +142,7 @@ class EngineLoop:
         """
         if not requests:
             return []
-        ticket = _Ticket(requests)
+        ticket = _Ticket(requests, cancelled)
         if self._owner == threading.get_ident():
             self._run_alone(ticket)
         else:
@@ -207,10 +220,12 @@ class EngineLoop:
                 if mode is None:
                     arrived, self._incoming = self._incoming, []
                 orphans, self._orphans = self._orphans, []
+                cancelled = [
+                    name for name, each in self._running.items() if each.is_cancelled(name)
+                ]
             if orphans:
                 self._engine.abort_request(orphans)
-            if mode == "abort":
-                self._abort(list(self._running))
+            self._abort(list(self._running) if mode == "abort" else cancelled)
             if mode == "keep" or (mode is not None and not self._running):
                 break
             for other in arrived:
