@@ -247,7 +247,7 @@ class Backend(TokenScorer):
         Args:
             prompts: see :meth:`generate`.
             params: see :meth:`generate`.
-            cancelled: a question for each prompt, see :data:`Cancelled`.
+            cancelled: a question for each prompt, see ``Cancelled``.
         """
         return self.generate(prompts, params)
 
