@@ -127,6 +127,7 @@ def test_the_documented_commands_are_accepted(
 ):
     for arguments in [*documented()[script]][::each]:
         folder = f"hydra.run.dir={tmp_path}"
-        # A machine without a sandbox, or its image, refuses nothing but that.
-        with pytest.raises((Accepted, ResourceError)):
+        # A machine may be without a sandbox, or its image.
+        boxed = any(argument.startswith("agent.sandbox=") for argument in arguments)
+        with pytest.raises((Accepted, ResourceError) if boxed else Accepted):
             run_alone(monkeypatch, ROOT / script, tmp_path, *arguments, folder)
