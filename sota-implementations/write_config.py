@@ -20,7 +20,13 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 import yaml
 
 from torchrl_llm._settings import sentences
-from torchrl_llm.recipes import AdvantageConfig, AgentConfig, LossConfig, launch
+from torchrl_llm.recipes import (
+    AdvantageConfig,
+    AgentConfig,
+    LossConfig,
+    PreferenceLossConfig,
+    launch,
+)
 from torchrl_llm.recipes.strict_config import Component
 
 _COLUMN, _WIDTH = 28, 110
@@ -95,6 +101,7 @@ _GRPO, _CONFIG = "torchrl_llm.recipes.grpo_config", "GRPOGroups"
 _GAME = "tic_tac_toe_for_two"
 _SFT = "SFTGroups"
 _SAMPLES = ("logging.samples", "logging.rollouts", "reward.on_all_invalid")
+_PAIRS = ("logging.samples", "logging.rollouts", "train.kl_to_ref_coeff", "eval.batch_size")
 _TOOLS = ("env.tools", "env.max_tool_turns", "train.kl_to_ref_coeff")
 RECIPES = {
     "grpo": Recipe("grpo/grpo-sync.py", _GRPO, "GRPOConfig", _CONFIG, "arithmetic"),
@@ -113,6 +120,7 @@ RECIPES = {
     "imitate": Recipe(
         "sft/imitate.py", "imitate_utils", "ImitateConfig", "SFTGroups", hidden=_SAMPLES
     ),
+    "dpo": Recipe("preference/dpo.py", "preference_utils", "PreferenceConfig", hidden=_PAIRS),
     "embedded": Recipe("sft/embedded.py", "embedded_utils", "EmbeddedConfig"),
     "distillation": Recipe(
         "distillation/distillation.py",
@@ -281,9 +289,9 @@ def _hidden(base: type) -> tuple[str, ...]:
     return _SAMPLES if base.__name__ == _SFT else ()
 
 
-def _option_files(group: str, kind: type[Component]) -> Iterator[tuple[Path, str]]:
+def _option_files(page: str, group: str, kind: type[Component]) -> Iterator[tuple[Path, str]]:
     """A file for each class that a group offers, and one of the keys that all of them have."""
-    folder = launch.PAGES / "grpo" / "config" / group
+    folder = launch.PAGES / page / "config" / group
     made = {name: dict(_option_keys(variant)) for name, variant in kind.variants.items()}
     shared = {
         path: key
@@ -315,12 +323,13 @@ def files() -> dict[Path, str]:
     found: dict[Path, str] = {}
     for name, recipe in RECIPES.items():
         found |= dict(_recipe_files(name, recipe))
-    for group, kind in (
-        ("loss", LossConfig),
-        ("advantage", AdvantageConfig),
-        ("agent", AgentConfig),
+    for page, group, kind in (
+        ("grpo", "loss", LossConfig),
+        ("grpo", "advantage", AdvantageConfig),
+        ("grpo", "agent", AgentConfig),
+        ("preference", "loss", PreferenceLossConfig),
     ):
-        found |= dict(_option_files(group, kind))
+        found |= dict(_option_files(page, group, kind))
     return found
 
 

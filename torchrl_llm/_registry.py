@@ -34,6 +34,7 @@ _MOST_SHOWN = 12
 
 KINDS: dict[str, tuple[str, ...]] = {
     "losses": ("torchrl_llm.objectives",),
+    "preference_losses": ("torchrl_llm.objectives",),
     "advantages": ("torchrl_llm.objectives.credit",),
     "tasks": ("torchrl_llm.envs.datasets", "torchrl_llm.envs.games"),
     "rewards": ("torchrl_llm.rewards",),

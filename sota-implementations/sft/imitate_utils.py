@@ -6,7 +6,7 @@ import random
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from sft_utils import AnswerEvalConfig, NumbersConfig, SFTGroups, TrainConfig
+from sft_utils import AnswerEvalConfig, SFTGroups
 
 from torchrl_llm._checked import In
 from torchrl_llm._settings import Group, ensure, own
@@ -14,6 +14,7 @@ from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs.games import Game, GameEnv, Player, expert, random_player
 from torchrl_llm.recipes import OptimizerConfig, SFTLossConfig
 from torchrl_llm.recipes.strict_config import from_mapping
+from torchrl_llm.recipes.supervised import NumbersConfig, TrainConfig
 from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
 

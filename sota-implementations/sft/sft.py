@@ -31,8 +31,6 @@ from sft_utils import (
     Preparation,
     SFTConfig,
     SFTGroups,
-    batch_metrics,
-    batches,
     load_config,
     load_data,
     make_evaluation,
@@ -44,6 +42,7 @@ from torchrl_llm.data.row_files import RowLoader
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes.builders import autocast, make_tokenizer
 from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
+from torchrl_llm.recipes.supervised import batch_metrics, batches
 from torchrl_llm.trainers import Ranks, TrainingRun, make_optimizer, make_scheduler, optimize
 from torchrl_llm.trainers.run_results import EvalResult
 

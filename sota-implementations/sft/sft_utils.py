@@ -5,11 +5,10 @@ The policy is built by :mod:`torchrl_llm.recipes.builders`, as that of every rec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain, repeat
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from tensordict import LazyStackedTensorDict
 from torchrl._utils import logger
@@ -24,7 +23,7 @@ from torchrl_llm.data.demonstrations import (
     learned_rows,
 )
 from torchrl_llm.data.messages import message_text
-from torchrl_llm.data.row_files import MappedRows, Row, RowLoader
+from torchrl_llm.data.row_files import MappedRows, Row
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.datasets.rows_env import plain_value
@@ -32,7 +31,6 @@ from torchrl_llm.envs.transforms import RetrieveLogProb
 from torchrl_llm.evaluation import Evaluation, HeldOutLoss, held_out_loss
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes import (
-    ForwardConfig,
     OptimizerConfig,
     RefModelConfig,
     RewardComponentsConfig,
@@ -45,13 +43,13 @@ from torchrl_llm.recipes.builders import (
     longest_row,
     make_reference,
 )
-from torchrl_llm.recipes.data_config import DataSource, hold_out, tell_overlap
+from torchrl_llm.recipes.data_config import DataSource
 from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.trainers import EvalConfig, LoggingConfig, Ranks, Shown
-from torchrl_llm.trainers.kept_rollouts import Kept
+from torchrl_llm.recipes.supervised import NumbersConfig, Parts, TrainConfig, parts_of
+from torchrl_llm.trainers import EvalConfig, Shown
 
 SHOWN = Shown(
     metric="train/loss_sft",
@@ -60,10 +58,6 @@ SHOWN = Shown(
     held_out={"eval/loss": "held-out loss", "eval/accuracy": "held-out greedy accuracy"},
 )
 """What is shown of a run."""
-
-# Rows that are read before the first step, which takes a few seconds; the others are looked at when
-# it is their turn.
-_READ_FIRST = 10_000
 
 
 class DemonstrationConfig(DataSource):
@@ -91,31 +85,6 @@ class DemonstrationConfig(DataSource):
     system_prompt: str | None = None
 
 
-class TrainConfig(ForwardConfig):
-    """The loop.
-
-    Attributes:
-        max_steps: optimizer steps; ``None`` for as many as ``max_epochs`` takes.
-        max_epochs: passes over the rows; ``None`` for as many as ``max_steps`` takes, and 1 without
-            it. With both the run ends with what comes first.
-        batch_size: rows an optimizer step.
-    """
-
-    max_steps: Count | None = None
-    max_epochs: Count | None = None
-    batch_size: Count = 32
-
-    def num_steps(self, num_rows: int) -> int:
-        """Optimizer steps of the whole run.
-
-        Args:
-            num_rows: of the data.
-        """
-        epochs = self.max_epochs or (1 if self.max_steps is None else None)
-        limits = [self.max_steps, epochs and epochs * -(-num_rows // self.batch_size)]
-        return min(limit for limit in limits if limit is not None)
-
-
 class AnswerEvalConfig(EvalConfig):
     """Evaluation on rows that are held out.
 
@@ -127,25 +96,6 @@ class AnswerEvalConfig(EvalConfig):
 
     num_prompts: Annotated[int, Ge(0)] | None = None
     max_tokens: Count = 128
-
-
-class NumbersConfig(LoggingConfig):
-    """Where numbers go.
-
-    Attributes:
-        samples: always ``None``; no answers are sampled to learn from.
-        rollouts: always ``none``, likewise.
-    """
-
-    samples: int | None = None
-    rollouts: Kept = "none"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure(self.samples is None, "logging.samples has no effect: nothing learns from samples")
-        ensure(
-            self.rollouts == "none", "logging.rollouts has no effect: nothing learns from samples"
-        )
 
 
 class SFTGroups(TrainedConfig):
@@ -206,61 +156,26 @@ def load_config(values: Mapping[str, Any]) -> SFTConfig:
     return from_mapping(SFTConfig, values)
 
 
-class Data(NamedTuple):
-    """Demonstrations to learn, and those that are held out (``None`` for none)."""
-
-    train: Demonstrations
-    held_out: Demonstrations | None
-
-
-def load_data(config: SFTConfig, tokenizer: Any) -> Data:
+def load_data(config: SFTConfig, tokenizer: Any) -> Parts:
     """Read the rows of ``data`` and look at the first of them; no weights are needed for it.
 
     Raises:
         DataError: missing or malformed data, or a row that cannot be learned from.
     """
-    data, wanted = config.data, config.eval.num_prompts
-    rows, held_out, cut = data.load(), None, False
-    if wanted != 0:
-        held_out = data.load_held_out()
-        if cut := held_out is None:
-            rows, held_out = hold_out(rows, wanted, where="data.source")
+    data = config.data
     names = {key: getattr(data, key) for key in ("prompt", "completion", "messages", "tools")}
-    columns = DemonstrationColumns.find(rows[0], **names)
-    check_named(rows[0], answer=data.answer)
+    columns = DemonstrationColumns.find(data.load()[0], **names)
+    check_named(data.load()[0], answer=data.answer)
     make = partial(
         make_demonstrations, config, tokenizer, columns=columns, system_prompt=data.system_prompt
     )
-    found = Data(make(rows, name=_name(data.source)), None)
-    if held_out is not None:
-        where = data.source if cut or data.eval_split is not None else data.eval_source
-        first = len(rows) + 1 if cut else 1
-        held_out = make(_first(held_out, wanted), name=_name(where), first_row=first, held_out=True)
-        found = found._replace(held_out=held_out)
-    for part in found:
-        if part is not None:
-            part.check(_READ_FIRST)
-    if held_out is not None:
-        asked = (_asked(part.rows, columns) for part in found)
-        tell_overlap(next(asked), list(next(asked)), "data.source" if cut else "data.eval_source")
-    return found
 
-
-def _asked(rows: Sequence[Row], columns: DemonstrationColumns) -> Iterator[Any]:
-    """What stands in front of the last message of each row."""
-    for row in rows:
+    def asked(row: Row) -> Any:
         talk = row.get(columns.messages)
-        asked = joined_prompt(row, columns.prompt, columns.before) if columns.prompt else talk
-        yield asked[:-1] if isinstance(talk, list) else asked
+        said = joined_prompt(row, columns.prompt, columns.before) if columns.prompt else talk
+        return said[:-1] if isinstance(talk, list) else said
 
-
-def _name(source: Any) -> str:
-    return " + ".join(source) if isinstance(source, list) else source
-
-
-def _first(rows: Sequence[Row], number: int | None) -> Sequence[Row]:
-    """The first rows of any sequence, or all of them."""
-    return rows if number is None else MappedRows(range(min(number, len(rows))), rows.__getitem__)
+    return parts_of(data, config.eval.num_prompts, make, asked)
 
 
 def make_demonstrations(
@@ -288,23 +203,6 @@ def make_policy(config: SFTGroups, tokenizer: Any) -> TransformersWrapper:
         **config.model.template,
         on_overlong=config.train.on_overlong,
     )
-
-
-def batches(loader: RowLoader) -> Iterator[list[Demonstration]]:
-    """The batches of one epoch after the other, from where the loader is."""
-    return chain.from_iterable(repeat(loader))
-
-
-def batch_metrics(
-    batch: Sequence[Demonstration], loader: RowLoader, ranks: Ranks
-) -> dict[str, float]:
-    """Tokens of a batch, rows that were too long, and how many epochs are done."""
-    counts = {
-        "train/tokens": sum(len(each.token_ids) for each in batch),
-        "train/tokens_trained": sum(int(each.learned.sum()) for each in batch),
-        "train/overlong": sum(each.overlong for each in batch),
-    }
-    return ranks.sums(counts) | {"train/epoch": loader.epoch + loader.index / len(loader.rows)}
 
 
 class Preparation:

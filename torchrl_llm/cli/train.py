@@ -19,6 +19,7 @@ RECIPES = {
     "grpo-async": "grpo/grpo-async.py",
     "self-play": "self-play/self-play.py",
     "sft": "sft/sft.py",
+    "dpo": "preference/dpo.py",
     "imitate": "sft/imitate.py",
     "embedded": "sft/embedded.py",
     "distillation": "distillation/distillation.py",

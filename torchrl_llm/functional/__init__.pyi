@@ -75,6 +75,12 @@ from torchrl_llm.functional.policy_surrogates import (
     sequence_weights as sequence_weights,
     topr as topr,
 )
+from torchrl_llm.functional.preferences import (
+    bradley_terry as bradley_terry,
+    kto_loss as kto_loss,
+    log_odds as log_odds,
+    pair_loss as pair_loss,
+)
 from torchrl_llm.functional.ratios import (
     PolicyMismatch as PolicyMismatch,
     effective_sample_size as effective_sample_size,

@@ -1,3 +1,9 @@
+from torchrl_llm.objectives.answer_loss import (
+    AnswerLoss as AnswerLoss,
+    PairLoss as PairLoss,
+    PairLossOutput as PairLossOutput,
+    answer_log_probs as answer_log_probs,
+)
 from torchrl_llm.objectives.cispo import CISPOLoss as CISPOLoss, CISPOLossOutput as CISPOLossOutput
 from torchrl_llm.objectives.composite_loss import (
     CompositeLoss as CompositeLoss,
@@ -5,6 +11,11 @@ from torchrl_llm.objectives.composite_loss import (
     CompositeNormalizer as CompositeNormalizer,
 )
 from torchrl_llm.objectives.correction import Correction as Correction
+from torchrl_llm.objectives.cpo import (
+    CPOLoss as CPOLoss,
+    ORPOLoss as ORPOLoss,
+    SimPOLoss as SimPOLoss,
+)
 from torchrl_llm.objectives.credit import (
     BatchNormalizedReturn as BatchNormalizedReturn,
     ConstantCredit as ConstantCredit,
@@ -27,6 +38,7 @@ from torchrl_llm.objectives.distillation import (
     DistillationLossOutput as DistillationLossOutput,
     k3_kl_token_estimate as k3_kl_token_estimate,
 )
+from torchrl_llm.objectives.dpo import DPOLoss as DPOLoss
 from torchrl_llm.objectives.dr_grpo import DrGRPOLoss as DrGRPOLoss
 from torchrl_llm.objectives.gmpo import GMPOLoss as GMPOLoss
 from torchrl_llm.objectives.grpo import GRPOLoss as GRPOLoss, GRPOLossOutput as GRPOLossOutput
@@ -34,6 +46,11 @@ from torchrl_llm.objectives.gspo import GSPOLoss as GSPOLoss, GSPOTokenLoss as G
 from torchrl_llm.objectives.invariance import (
     InvarianceReport as InvarianceReport,
     check_invariance as check_invariance,
+)
+from torchrl_llm.objectives.kto import (
+    KTOLoss as KTOLoss,
+    KTOLossOutput as KTOLossOutput,
+    mismatched as mismatched,
 )
 from torchrl_llm.objectives.on_policy_distillation import (
     OnPolicyDistillationLoss as OnPolicyDistillationLoss,

@@ -31,6 +31,7 @@ from torchrl_llm.recipes.objective_groups import (
     CorrectionConfig as CorrectionConfig,
     FilterConfig as FilterConfig,
     LossConfig as LossConfig,
+    PreferenceLossConfig as PreferenceLossConfig,
     RewardComponentsConfig as RewardComponentsConfig,
     RewardConfig as RewardConfig,
     SFTLossConfig as SFTLossConfig,

@@ -106,7 +106,24 @@ def _credit(name: str) -> type[Component]:
     return variant(AdvantageConfig, name, target, given=given)
 
 
+class PreferenceLossConfig(Component):
+    """How answers are compared; ``type`` names the loss, and its arguments are the keys."""
+
+    default = "dpo"
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the loss reads the log-probs of a reference."""
+        return self.target.needs_reference
+
+
+def _preference_loss(name: str) -> type[Component]:
+    given = ("actor_network", "device")
+    return variant(PreferenceLossConfig, name, find("preference_losses", name), given=given)
+
+
 LossConfig.variants = Variants("losses", _loss)
+PreferenceLossConfig.variants = Variants("preference_losses", _preference_loss)
 AdvantageConfig.variants = Variants("advantages", _credit)
 
 

@@ -276,6 +276,7 @@ def micro_batches(
     layout: str | None = "padded",
     key: NestedKey = ("tokens", "full"),
     group_key: NestedKey = "group_id",
+    pair_key: NestedKey = "pair_id",
 ) -> list[LazyStackedTensorDict]:
     """Cut a batch of rows into micro-batches under a budget of tokens.
 
@@ -286,6 +287,7 @@ def micro_batches(
             has no choice: padding counts too.
         key: where a row's token ids are.
         group_key: what its group is, where the rows have it; read for the other layouts.
+        pair_key: rows that have the same are never parted, where the rows have it.
 
     Returns:
         The pieces, each a lazy stack over the same rows (nothing is copied).
@@ -304,13 +306,25 @@ def micro_batches(
         return [rows] if len(rows) else []
     members = rows.unbind(0)
     lengths = [ids.shape[0] for ids in read_rows(rows, key)]
+    units = _units(rows, pair_key)
     if layout in (None, "padded"):
-        pieces = plan_micro_batches(lengths, budget)
+        most = max(map(len, units))
+        longest = [max(lengths[row] for row in unit) for unit in units]
+        pieces = plan_micro_batches(longest, max(1, budget // most))
     else:
         groups = read_rows(rows, group_key, None)
-        ids = None if groups is None else [int(group) for group in groups]
-        pieces = plan_packed_batches(lengths, budget, ids)
-    return [lazy_rows([members[row] for row in piece]) for piece in pieces]
+        ids = None if groups is None else [int(groups[unit[0]]) for unit in units]
+        pieces = plan_packed_batches([sum(lengths[r] for r in u) for u in units], budget, ids)
+    return [lazy_rows([members[row] for unit in piece for row in units[unit]]) for piece in pieces]
+
+
+def _units(rows: LazyStackedTensorDict, pair_key: NestedKey = "pair_id") -> list[list[int]]:
+    """The rows that must not be parted: those of each pair, or each row alone."""
+    pairs = read_rows(rows, pair_key, None)
+    units: dict[int, list[int]] = {}
+    for row in range(len(rows)):
+        units.setdefault(row if pairs is None else int(pairs[row]), []).append(row)
+    return list(units.values())
 
 
 def optimize(
@@ -406,13 +420,14 @@ def _bucketed(rows: LazyStackedTensorDict, budget: int | None) -> list[LazyStack
     """Micro-batches of rows of like length: those longer than half of the longest go together."""
     pieces: list[list[TensorDict]] = []
     for piece in micro_batches(rows, budget=budget, layout="bucketed"):
+        members, longest, first = piece.unbind(0), 0, len(pieces)
         lengths = [ids.shape[0] for ids in read_rows(piece, ("tokens", "full"))]
-        longest, first = 0, len(pieces)
-        for length, row in sorted(zip(lengths, piece.unbind(0), strict=True), key=lambda p: -p[0]):
+        units = [(max(lengths[row] for row in unit), unit) for unit in _units(piece)]
+        for length, unit in sorted(units, key=lambda pair: -pair[0]):
             if len(pieces) == first or 2 * length <= longest:
                 pieces.append([])
                 longest = length
-            pieces[-1].append(row)
+            pieces[-1] += [members[row] for row in unit]
     return [lazy_rows(piece) for piece in pieces]
 
 
@@ -450,14 +465,16 @@ def _fillers(
     """What a rank runs while another has further micro-batches: a short row, so many times.
 
     It goes the way of every row, so that the same weights are asked for. A rank without rows gets
-    that of another.
+    that of another. A row of a pair brings the other.
     """
-    row = None
+    rows = None
     if pieces:
         # The last piece has the shortest rows.
         members = pieces[-1].unbind(0)
-        row = min(members, key=lambda row: row["tokens", "full"].shape[0])
-    if ranks.any(row is None):
-        sent = ranks.gather(None if row is None else pack_rows([row]))
-        row = next(packed for packed in sent if packed is not None).unpack()[0]
-    return [lazy_rows([row])] * number
+        sizes = [row["tokens", "full"].shape[0] for row in members]
+        unit = min(_units(pieces[-1]), key=lambda unit: max(sizes[row] for row in unit))
+        rows = [members[row] for row in unit]
+    if ranks.any(rows is None):
+        sent = ranks.gather(None if rows is None else pack_rows(rows))
+        rows = next(packed for packed in sent if packed is not None).unpack()
+    return [lazy_rows(rows)] * number

@@ -1,0 +1,342 @@
+"""Parts of dpo.py: configuration, data, reference, evaluation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any
+
+import torch
+from tensordict import LazyStackedTensorDict
+from torch import Tensor
+
+from torchrl_llm._checked import Ge
+from torchrl_llm._settings import ensure, own
+from torchrl_llm.data.column_names import joined_prompt
+from torchrl_llm.data.preferences import (
+    Preference,
+    PreferenceColumns,
+    Preferences,
+    preference_rows,
+)
+from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.row_files import Row
+from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.errors import CheckpointError
+from torchrl_llm.modules import TransformersWrapper
+from torchrl_llm.objectives import KTOLoss, answer_log_probs, mismatched
+from torchrl_llm.recipes import OptimizerConfig, PreferenceLossConfig, RefModelConfig
+from torchrl_llm.recipes.builders import autocast, longest_row, make_reference
+from torchrl_llm.recipes.data_config import DataSource
+from torchrl_llm.recipes.shared_keys import TrainedConfig
+from torchrl_llm.recipes.strict_config import from_mapping
+from torchrl_llm.recipes.supervised import NumbersConfig, Parts, TrainConfig, parts_of
+from torchrl_llm.trainers import EvalConfig, Ranks, Shown, micro_batches
+from torchrl_llm.trainers.ranks import ALONE
+
+SHOWN = Shown(
+    metric="train/accuracy",
+    name="accuracy",
+    tokens="train/tokens",
+    held_out={"eval/accuracy": "held-out accuracy", "eval/margin": "held-out margin"},
+)
+"""What is shown of a run."""
+
+
+class PreferenceDataConfig(DataSource):
+    """Answers that somebody compared.
+
+    Attributes:
+        prompt: column with the user's message (or the messages before the answer); ``None`` for one
+            with a usual name, or for none where answers are whole conversations.
+        chosen: column with the better answer; ``None`` for one with a usual name (``chosen``,
+            ``preferred``, ``response_j``, ...).
+        rejected: column with the worse one, likewise.
+        completion: column with the one answer of a row, for ``loss=kto``.
+        label: column that says whether that is a good one.
+        tools: column with the tools of a conversation; ``None`` for ``tools``, in the rows that
+            have it.
+        system_prompt: first message of every conversation.
+    """
+
+    prompt: str | None = None
+    chosen: str | None = None
+    rejected: str | None = None
+    completion: str | None = None
+    label: str | None = None
+    tools: str | None = None
+    system_prompt: str | None = None
+
+    @property
+    def columns(self) -> dict[str, str | None]:
+        """The columns, as arguments of ``PreferenceColumns.find``."""
+        names = ("prompt", "chosen", "rejected", "completion", "label", "tools")
+        return {name: getattr(self, name) for name in names}
+
+
+class PreferenceEvalConfig(EvalConfig):
+    """Evaluation on rows that are held out.
+
+    Attributes:
+        num_prompts: rows that are held out; ``None`` for all rows of ``data.eval_source`` or
+            ``data.eval_split``, or else a tenth, at most 128.
+    """
+
+    num_prompts: Annotated[int, Ge(0)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.batch_size == EvalConfig.batch_size,
+            "eval.batch_size has no effect: train.micro_token_budget cuts held-out rows",
+        )
+
+
+class PreferenceConfig(TrainedConfig):
+    """Everything that ``dpo.py`` can be told; ``seed`` seeds the order of rows too."""
+
+    data: PreferenceDataConfig
+    train: TrainConfig
+    ref_model: RefModelConfig
+    optimizer: OptimizerConfig = own(lr=None, scheduler="linear", warmup_steps=0.05)
+    loss: PreferenceLossConfig
+    logging: NumbersConfig = own(experiment_name="dpo")
+    eval: PreferenceEvalConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        ensure(
+            self.data.source is not None,
+            "there is nothing to learn from: data=FILE (CSV, JSON, JSON lines or Parquet), a "
+            "folder, or the name of a dataset on the hub; its rows have two answers each",
+        )
+        ensure(
+            not self.train.kl_to_ref_coeff,
+            "train.kl_to_ref_coeff has no effect: loss.beta holds the policy to its reference",
+        )
+        ensure(
+            self.ref_model == RefModelConfig() or self.loss.needs_reference,
+            f"ref_model has no effect with loss={self.loss.type}, which has no reference",
+        )
+        ensure(
+            self.loss.target is not KTOLoss or self.train.batch_size > 1,
+            "loss=kto compares the answers of a batch: train.batch_size must be at least 2",
+        )
+        if self.train.max_steps is not None:
+            self.optimizer.check_warmup(self.train.max_steps)
+
+
+def load_config(values: Mapping[str, Any]) -> PreferenceConfig:
+    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    return from_mapping(PreferenceConfig, values)
+
+
+def load_data(config: PreferenceConfig, tokenizer: Any) -> Parts:
+    """Read the rows of ``data`` and look at the first of them; no weights are needed for it.
+
+    Raises:
+        DataError: missing or malformed data, or a row that cannot be learned from.
+    """
+    columns = PreferenceColumns.find(config.data.load()[0], **config.data.columns)
+    ensure(
+        columns.label is None or config.loss.target is KTOLoss,
+        f"the rows have one answer with a label ({columns.label}), and loss={config.loss.type} "
+        "compares two: choose loss=kto, or name data.chosen and data.rejected",
+    )
+    make = partial(
+        Preferences,
+        formatter=ChatFormatter(tokenizer, **config.model.template),
+        columns=columns,
+        system_prompt=config.data.system_prompt,
+        max_seq_len=longest_row(config),
+        on_overlong=config.train.on_overlong,
+    )
+
+    def asked(row: Row) -> Any:
+        # A whole conversation ends with its answer.
+        whole = [message for name in columns.answers[:1] for message in row[name][:-1]]
+        return joined_prompt(row, columns.prompt, columns.before) if columns.prompt else whole
+
+    return parts_of(config.data, config.eval.num_prompts, make, asked)
+
+
+class References:
+    """Log-probs of answers under the reference, each computed once; a part of the run.
+
+    Args:
+        config: the recipe's.
+        reference: scores tokens.
+        rows: of which they are.
+        ranks: the processes, which tell each other what they have computed.
+    """
+
+    def __init__(
+        self,
+        config: PreferenceConfig,
+        reference: TokenScorer,
+        rows: Preferences,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._config, self._reference, self._ranks = config, reference, ranks
+        self._values = torch.full((len(rows), len(rows.columns.answers)), float("nan"))
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What was computed so far."""
+        return {"values": self._values}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on with what was computed before.
+
+        Raises:
+            CheckpointError: it is of other rows.
+        """
+        if state["values"].shape != self._values.shape:
+            raise CheckpointError(
+                f"the checkpoint has reference log-probs of {len(state['values'])} rows, and the "
+                f"data has {len(self._values)}"
+            )
+        self._values = state["values"].clone()
+
+    def scores(self, sequences: Sequence[Tensor], answers: Sequence[Tensor]) -> Tensor:
+        """Log-probs that are not kept, ``[B]``, nats."""
+        return _log_probs(self._config, self._reference, sequences, answers)
+
+    def of(self, batch: Sequence[Preference]) -> Tensor:
+        """Log-probs of the answers of rows, one after the other, ``[B]``, nats."""
+        missing = [row for row in batch if bool(self._values[row.index].isnan().any())]
+        answers = [answer for row in missing for answer in row.answers]
+        found = self.scores([a.token_ids for a in answers], [a.learned for a in answers])
+        own = [row.index for row in missing], found.reshape(-1, self._values.shape[1])
+        for indices, values in self._ranks.gather(own):
+            self._values[indices] = values
+        return self._values[[row.index for row in batch]].flatten()
+
+
+def _log_probs(
+    config: PreferenceConfig,
+    scorer: TokenScorer,
+    sequences: Sequence[Tensor],
+    answers: Sequence[Tensor],
+) -> Tensor:
+    with autocast(config):
+        budget = config.train.micro_token_budget
+        return answer_log_probs(scorer, sequences, answers, token_budget=budget)
+
+
+class Preparation:
+    """Makes rows of a batch, with what the loss reads besides the tokens.
+
+    Args:
+        config: the recipe's.
+        policy: scores tokens, as it is before the update.
+        references: of these rows; ``None`` for a loss without a reference.
+        ranks: the processes.
+    """
+
+    def __init__(
+        self,
+        config: PreferenceConfig,
+        policy: TokenScorer,
+        references: References | None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self._config, self._policy, self._ranks = config, policy, ranks
+        self.references = references
+
+    @classmethod
+    def of(
+        cls,
+        config: PreferenceConfig,
+        learner: TransformersWrapper,
+        policy: TransformersWrapper,
+        rows: Preferences,
+        ranks: Ranks = ALONE,
+    ) -> Preparation:
+        """The preparation of some rows.
+
+        Args:
+            config: the recipe's.
+            learner: the policy that is trained.
+            policy: the same as it was loaded, for the reference.
+            rows: the rows.
+            ranks: the processes.
+        """
+        references = None
+        if config.loss.needs_reference:
+            references = References(config, make_reference(config, policy), rows, ranks)
+        return cls(config, learner, references, ranks)
+
+    def __call__(self, batch: Sequence[Preference]) -> LazyStackedTensorDict | None:
+        """The rows of an update; ``None`` where all of them were dropped."""
+        batch = [row for row in batch if row.is_whole]
+        rows = preference_rows(batch)
+        if self.references is not None:
+            scores = self.references.of(batch)
+            if rows is not None:
+                rows["ref_log_prob"] = scores
+        if self._config.loss.target is KTOLoss:
+            divergence = self._divergence(rows)
+            if rows is not None:
+                rows["kl"] = torch.full((len(rows),), divergence)
+        return rows
+
+    def _divergence(self, rows: LazyStackedTensorDict | None) -> float:
+        """Mean log-ratio of mismatched answers, over all ranks."""
+        sums = {"ratios": 0.0, "answers": 0.0}
+        if rows is not None:
+            answers = [m.bool() for m in read_rows(rows, ("masks", "all_assistant_mask"))]
+            made = mismatched(read_rows(rows, ("tokens", "full")), answers)
+            ratios = _log_probs(self._config, self._policy, *made) - self.references.scores(*made)
+            sums = {"ratios": float(ratios.double().sum()), "answers": float(len(ratios))}
+        sums = self._ranks.sums(sums)
+        return sums["ratios"] / max(1.0, sums["answers"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOutPreferences:
+    """How the model tells held-out answers apart.
+
+    Attributes:
+        loss: the objective.
+        accuracy: share of the pairs whose chosen answer has the larger implicit reward.
+        margin: by how much it is larger; ``None`` for answers with a label.
+    """
+
+    loss: float
+    accuracy: float
+    margin: float | None
+    conversations: tuple[str, ...] = ()
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers, named ``eval/...``."""
+        names = ("loss", "accuracy", "margin")
+        values = {f"eval/{name}": getattr(self, name) for name in names}
+        return {name: value for name, value in values.items() if value is not None}
+
+
+def make_evaluation(
+    config: PreferenceConfig, held_out: Preferences | None, policy: TransformersWrapper
+) -> Callable[[], HeldOutPreferences] | None:
+    """The loss of the held-out rows, and how well their answers are told apart."""
+    if held_out is None:
+        return None
+    loss = config.loss.build(policy)
+    rows, prepare = list(held_out), Preparation.of(config, policy, policy, held_out)
+
+    @torch.no_grad()
+    def run() -> HeldOutPreferences:
+        ready = prepare(rows)
+        counts, total = loss.normalizer(ready), None
+        budget, layout = config.train.micro_token_budget, policy.layout
+        for piece in micro_batches(ready, budget=budget, layout=layout):
+            with autocast(config):
+                output = loss(piece, normalizer=counts)
+            total = output if total is None else total + output
+        found = {name: float(value) for name, value in total.metrics().items()}
+        return HeldOutPreferences(
+            loss=float(total.total_loss()), accuracy=found["accuracy"], margin=found.get("margin")
+        )
+
+    return run

@@ -1,0 +1,385 @@
+"""Preferences of a table: pairs of a chosen and a rejected answer, or answers with a label.
+
+Each answer is a conversation of which only the answer counts; see
+:class:`~torchrl_llm.data.demonstrations.Demonstrations`. Next:
+:class:`torchrl_llm.objectives.DPOLoss` and its kin compare them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from tensordict import LazyStackedTensorDict, TensorDict
+
+from torchrl_llm.data.column_names import (
+    MESSAGES,
+    as_messages,
+    as_tools,
+    chat_in,
+    check_named,
+    columns_before,
+    first_column,
+    joined_prompt,
+    prompt_columns,
+)
+from torchrl_llm.data.demonstrations import COMPLETIONS, Demonstration, Demonstrations
+from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.text import ChatFormatter
+from torchrl_llm.errors import ConfigError, DataError
+
+PAIRS = (
+    ("chosen", "rejected"),
+    ("chosen_response", "rejected_response"),
+    ("response_chosen", "response_rejected"),
+    ("preferred", "dispreferred"),
+    ("accepted", "rejected"),
+    ("better", "worse"),
+    ("response_j", "response_k"),
+)
+"""Columns that hold the two answers where none is named, the first two that are there."""
+
+LABELS = ("label", "labels", "is_good", "desirable", "kto_tag")
+"""Columns that say whether an answer is a good one, likewise."""
+
+_GOOD = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
+# Anthropic's hh-rlhf and its kin write a conversation as one text.
+_TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
+_ROLES = {"Human": "user", "Assistant": "assistant"}
+
+
+class PreferenceColumns(NamedTuple):
+    """The columns that make up a preference.
+
+    Attributes:
+        answers: with the two answers, the chosen one first; or with the one answer that has a
+            label. An answer is a text, its messages, or the whole conversation.
+        label: that says whether the answer is a good one; ``None`` for pairs.
+        prompt: those with what is answered, joined by an empty line; none where each answer is a
+            whole conversation.
+        margin: with a number that says how much better the chosen answer is.
+        tools: with the tools of a conversation, in the rows that have some.
+        before: with what stands before the prompt.
+    """
+
+    answers: tuple[str, ...]
+    label: str | None = None
+    prompt: tuple[str, ...] = ()
+    margin: str | None = None
+    tools: str = "tools"
+    before: tuple[str, ...] = ()
+
+    @classmethod
+    def find(
+        cls,
+        row: Mapping[str, Any],
+        *,
+        prompt: str | None = None,
+        chosen: str | None = None,
+        rejected: str | None = None,
+        completion: str | None = None,
+        label: str | None = None,
+        margin: str | None = None,
+        tools: str | None = None,
+    ) -> Self:
+        """The named columns, or those with usual names.
+
+        Args:
+            row: the first of the table.
+            prompt: as named by the user, ``None`` to look for one; a column of messages is one.
+            chosen: likewise.
+            rejected: likewise.
+            completion: likewise; the one answer of a row, instead of the two.
+            label: likewise.
+            margin: likewise; ``margin`` where rows have it.
+            tools: likewise.
+
+        Raises:
+            ConfigError: half of a pair, or a pair and a label.
+            DataError: a column that is not there.
+
+        Example:
+            >>> PreferenceColumns.find({"question": "2+2?", "chosen": "4", "rejected": "5"})[:3]
+            (('chosen', 'rejected'), None, ('question',))
+        """
+        check_named(
+            row,
+            prompt=prompt,
+            chosen=chosen,
+            rejected=rejected,
+            completion=completion,
+            label=label,
+            margin=margin,
+            tools=tools,
+        )
+        if (chosen is None) != (rejected is None):
+            raise ConfigError("data.chosen and data.rejected name the two answers of a row: both")
+        if chosen is not None and (completion or label):
+            raise ConfigError(
+                "a row is a pair (data.chosen, data.rejected) or an answer with a label "
+                "(data.completion, data.label), not both"
+            )
+        answers = () if chosen is None else (chosen, rejected)
+        if not answers and not (completion or label):
+            answers = next((pair for pair in PAIRS if set(pair) <= set(row)), ())
+        asked = prompt_columns(row, prompt)
+        if prompt is None and not asked and (talk := first_column(row, MESSAGES)):
+            asked = (talk,)
+        if not answers:
+            label = label or first_column(row, LABELS)
+            known = [name for name in COMPLETIONS if name not in (*asked, label)]
+            answers = (completion or first_column(row, known),)
+        if answers == (None,) or (len(answers) == 1 and label is None):
+            raise DataError(
+                f"none of the columns {sorted(row)} is a pair of answers by its name; name "
+                "data.chosen and data.rejected, or data.completion and data.label for single "
+                "answers that are good or bad"
+            )
+        asked = tuple(name for name in asked if name not in (*answers, label))
+        tools, margin = tools or "tools", margin or first_column(row, ("margin",))
+        before = columns_before(row, *asked, *answers, label, tools, margin)
+        return cls(answers, label, asked, margin, tools, before)
+
+    def read(self, row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
+        """The conversation of each answer; only the answer is to be learned of it.
+
+        Args:
+            row: of the table.
+
+        Raises:
+            DataError: a value that holds no messages, or no prompt.
+        """
+        said = [_said(name, row.get(name)) for name in self.answers]
+        whole = {messages[0]["role"] != "assistant" for messages in said}
+        if len(whole) == 2:
+            raise DataError("one of the two answers is a whole conversation, the other is not")
+        prompt = self._prompt(row)
+        if whole == {True}:
+            shared = _shared(said)
+            _check_prompt(prompt, said[0][:shared])
+            prompt, said = said[0][:shared], [messages[shared:] for messages in said]
+        if not prompt:
+            raise DataError(
+                "there is nothing in front of the answers: name data.prompt, or give whole "
+                "conversations"
+            )
+        if not all(messages and messages[0]["role"] == "assistant" for messages in said):
+            raise DataError("the conversations must go on with the assistant where they part")
+        asked = [{**m, "train": False} if m["role"] == "assistant" else m for m in prompt]
+        return [[*asked, *messages] for messages in said]
+
+    def _prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        value = joined_prompt(row, self.prompt, self.before) if self.prompt else None
+        if isinstance(value, str) and (talk := _dialogue(value)):
+            return talk
+        return [] if value is None or value in ("", []) else as_messages(value, "user")
+
+    def read_label(self, row: Mapping[str, Any]) -> bool:
+        """Whether the answer of a row is a good one.
+
+        Args:
+            row: of the table.
+
+        Raises:
+            DataError: something else than true or false, 1 or 0.
+        """
+        value = row.get(self.label)
+        found = _GOOD.get(value.strip().lower() if isinstance(value, str) else value)
+        if found is None:
+            raise DataError(f"the column {self.label!r} must be true or false, got {value!r:.100}")
+        return found
+
+    def read_margin(self, row: Mapping[str, Any]) -> float:
+        """How much better the chosen answer of a row is, 0 where that is not said.
+
+        Args:
+            row: of the table.
+
+        Raises:
+            DataError: no number.
+        """
+        value = row.get(self.margin, 0.0) if self.margin else 0.0
+        try:
+            found = float(value)
+        except (TypeError, ValueError):
+            found = float("nan")
+        if not abs(found) < float("inf"):
+            raise DataError(f"the column {self.margin!r} must be a number, got {value!r:.100}")
+        return found
+
+
+def _said(name: str, value: Any) -> list[dict[str, Any]]:
+    """The messages that a column of answers holds."""
+    if value is None or value in ("", []):
+        raise DataError(f"the column {name!r} is empty")
+    if isinstance(value, Mapping):
+        value = [value]
+    talk = _dialogue(value) if isinstance(value, str) else None
+    return talk or chat_in(value) or as_messages(value, "assistant")
+
+
+def _dialogue(text: str) -> list[dict[str, Any]] | None:
+    """The messages of a text with ``Human:`` and ``Assistant:``; ``None`` where it is none."""
+    parts = _TURN.split(text)
+    if len(parts) < 3 or parts[0].strip() or parts[1] != "Human":
+        return None
+    turns = zip(parts[1::2], parts[2::2], strict=True)
+    messages = [{"role": _ROLES[who], "content": said.strip()} for who, said in turns]
+    return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
+
+
+def _shared(conversations: Sequence[Sequence[Any]]) -> int:
+    """How many messages they begin with in common, before the last turn of the assistant."""
+    shared = 0
+    for at, messages in enumerate(zip(*conversations, strict=False)):
+        if any(message != messages[0] for message in messages[1:]):
+            break
+        shared = at + 1
+    first = conversations[0]
+    while shared and (
+        shared == min(map(len, conversations)) or first[shared - 1]["role"] == "tool"
+    ):
+        shared -= 1  # the same answer twice, or one that has it as its beginning
+    return shared
+
+
+def _check_prompt(prompt: Sequence[Any], begin: Sequence[Any]) -> None:
+    """Refuse a prompt that is not the one of the conversations next to it."""
+    known = [message.get("content") for message in begin]
+    odd = [m["content"] for m in prompt if m.get("content") not in known]
+    if odd:
+        raise DataError(
+            f"the answers are whole conversations, and the prompt {odd[0]!r:.100} is no part of "
+            "what they begin with; leave the column out of the data"
+        )
+
+
+class _Side:
+    """The columns of one answer of each row, as those of demonstrations."""
+
+    def __init__(self, columns: PreferenceColumns, number: int) -> None:
+        self._columns, self._number, self.tools = columns, number, columns.tools
+
+    def read(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
+        return self._columns.read(row)[self._number]
+
+    def read_tools(self, row: Mapping[str, Any]) -> list[Any] | None:
+        value = row.get(self.tools)
+        return as_tools(value) if value else None
+
+
+class Preference(NamedTuple):
+    """A row as tokens.
+
+    Attributes:
+        index: of the row; the answers of a pair share it.
+        answers: the chosen and the rejected one, or the one that has a label.
+        good: whether each of them is a good one.
+        margin: how much better the chosen one is.
+    """
+
+    index: int
+    answers: tuple[Demonstration, ...]
+    good: tuple[bool, ...]
+    margin: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its answers are there, or one was dropped for its length."""
+        return all(bool(answer.learned.any()) for answer in self.answers)
+
+    def rows(self) -> Iterator[TensorDict]:
+        """The rows of it that a loss reads, batch size ``[]``."""
+        index = torch.tensor(self.index)
+        for answer, good in zip(self.answers, self.good, strict=True):
+            row = answer.row()
+            row["pair_id"] = row["group_id"] = index
+            row["is_chosen"] = torch.tensor(good)
+            yield row.set("margin", torch.tensor(self.margin))
+
+
+class Preferences(Sequence[Preference]):
+    """The rows of a table as preferences, each made when it is read.
+
+    Args:
+        rows: of the table.
+        formatter: encodes; holds tokenizer and chat template.
+        columns: where a preference is.
+        settings: further arguments of :class:`~torchrl_llm.data.demonstrations.Demonstrations`.
+
+    Raises:
+        DataError: when a row is read that is none; it names file and line.
+
+    Example:
+        >>> from torchrl_llm.modules import load_tokenizer
+        >>> rows = [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}]
+        >>> columns = PreferenceColumns.find(rows[0])
+        >>> pair = Preferences(rows, ChatFormatter(load_tokenizer()), columns)[0]
+        >>> [len(answer.token_ids) for answer in pair.answers], pair.good
+        ([15, 15], (True, False))
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        formatter: ChatFormatter,
+        columns: PreferenceColumns,
+        **settings: Any,
+    ) -> None:
+        self.rows, self.columns = rows, columns
+        self._answers = [
+            Demonstrations(rows, formatter, _Side(columns, number), **settings)
+            for number in range(len(columns.answers))
+        ]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Preference:  # type: ignore[override]
+        answers, row = tuple(each[index] for each in self._answers), self.rows[index]
+        try:
+            if self.columns.label is not None:
+                return Preference(index, answers, (self.columns.read_label(row),))
+            return Preference(index, answers, (True, False), self.columns.read_margin(row))
+        except DataError as error:
+            raise DataError(f"{self._answers[0].where(index)}: {error}") from error
+
+    def check(self, most: int) -> None:
+        """Read the first rows, so that a bad one is told of before anything else is done.
+
+        Args:
+            most: how many at most.
+
+        Raises:
+            DataError: a bad one, or nothing can be learned from any of them.
+        """
+        for answers in self._answers:
+            answers.check(most)
+        if not any(self[index].is_whole for index in range(min(most, len(self)))):
+            raise DataError(
+                f"none of the first {most} rows has all its answers within "
+                f"{self._answers[0].max_seq_len} tokens: nothing is left to learn from"
+            )
+
+    def show(self, index: int) -> str:
+        """A row as the model sees it, with ``[[`` and ``]]`` around what is compared.
+
+        Args:
+            index: of the row.
+        """
+        row = self[index]
+        names = ("rejected", "chosen") if len(row.answers) > 1 else ("bad", "good")
+        shown = zip(row.good, self._answers, strict=True)
+        return "\n\n".join(f"{names[good]}: {each.show(index)}" for good, each in shown)
+
+
+def preference_rows(preferences: Iterable[Preference]) -> LazyStackedTensorDict | None:
+    """Rows for a loss, without those of which an answer was dropped; ``None`` where none is left.
+
+    Args:
+        preferences: of a batch.
+    """
+    rows = [row for each in preferences if each.is_whole for row in each.rows()]
+    return lazy_rows(rows) if rows else None

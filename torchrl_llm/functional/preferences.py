@@ -1,0 +1,143 @@
+r"""Losses that compare answers: of the pairs of which one was chosen, and of answers with a label.
+
+What is compared is a number of each answer, nats: its log-prob, the log-ratio to a reference, the
+mean per token, the log-odds. :math:`d` is that of the chosen answer minus that of the rejected one.
+
+Shape legend: ``P`` pairs, ``B`` answers.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+PairForm = Literal["sigmoid", "hinge", "ipo", "robust"]
+
+
+def pair_loss(
+    difference_P: Tensor,
+    form: PairForm = "sigmoid",
+    *,
+    beta: float,
+    label_smoothing: float = 0.0,
+    target_margin: float = 0.0,
+) -> Tensor:
+    r"""Loss of pairs, with :math:`z = \beta d - \gamma`.
+
+    ==============  =============================================================================
+    form            loss
+    ==============  =============================================================================
+    ``"sigmoid"``   :math:`-(1 - \epsilon) \log \sigma(z) - \epsilon \log \sigma(-z)`
+                    (arXiv:2305.18290)
+    ``"hinge"``     :math:`\max(0, 1 - z)` (arXiv:2305.10425)
+    ``"ipo"``       :math:`(d - \frac{1}{2 \beta})^2` (arXiv:2310.12036, equation 17)
+    ``"robust"``    :math:`(-(1 - \epsilon) \log \sigma(z) + \epsilon \log \sigma(-z)) /
+                    (1 - 2 \epsilon)`, without bias where a share of the labels is wrong
+                    (arXiv:2403.00409)
+    ==============  =============================================================================
+
+    Args:
+        difference_P: ``[P]``, nats.
+        form: one of the table.
+        beta: slope; larger holds the policy closer.
+        label_smoothing: :math:`\epsilon`, the share of labels that are wrong; read by ``"sigmoid"``
+            and ``"robust"``.
+        target_margin: :math:`\gamma`, what a pair should differ by (arXiv:2405.14734).
+
+    Returns:
+        ``[P]``.
+
+    Raises:
+        ValueError: an unknown form.
+
+    Example:
+        >>> pair_loss(torch.zeros(1), beta=0.1).exp()
+        tensor([2.])
+        >>> pair_loss(torch.tensor([5.0]), "ipo", beta=0.1)
+        tensor([0.])
+    """
+    if form not in get_args(PairForm):
+        raise ValueError(f"form must be one of {', '.join(get_args(PairForm))}, got {form!r}")
+    if form == "ipo":
+        return (difference_P - 1 / (2 * beta)) ** 2
+    margin = beta * difference_P - target_margin
+    if form == "hinge":
+        return torch.relu(1 - margin)
+    right, wrong = -logsigmoid(margin), -logsigmoid(-margin)
+    if form == "robust":
+        return ((1 - label_smoothing) * right - label_smoothing * wrong) / (1 - 2 * label_smoothing)
+    return (1 - label_smoothing) * right + label_smoothing * wrong
+
+
+def log_odds(log_probs_B: Tensor) -> Tensor:
+    r"""Log-odds :math:`\log \frac{p}{1 - p}` of log-probs (arXiv:2403.07691, equation 4).
+
+    Args:
+        log_probs_B: ``[B]``, at most 0, nats: of ORPO the mean per token.
+
+    Returns:
+        ``[B]``; exact near 0, too, where ``log1p(-exp(x))`` has no digit left.
+
+    Example:
+        >>> log_odds(torch.tensor([0.5]).log())
+        tensor([0.])
+    """
+    # A probability of 1 has infinite odds, of which no gradient is left.
+    x = log_probs_B.clamp(max=-torch.finfo(log_probs_B.dtype).tiny)
+    near = x > -math.log(2)
+    small = torch.log(-torch.expm1(torch.where(near, x, torch.full_like(x, -1.0))))
+    large = torch.log1p(-torch.exp(torch.where(near, torch.full_like(x, -1.0), x)))
+    return x - torch.where(near, small, large)
+
+
+def kto_loss(log_ratios_B: Tensor, is_good_B: Tensor, kl: Tensor, *, beta: float) -> Tensor:
+    r"""Loss of single answers with a label, without their weights (arXiv:2402.01306, equation 8).
+
+    :math:`1 - \sigma(\beta (r - k))` of a good answer and :math:`1 - \sigma(\beta (k - r))` of a
+    bad one, with :math:`k` the divergence from the reference, at least 0, without gradient.
+
+    Args:
+        log_ratios_B: ``[B]``, log-prob of each answer minus that of the reference, nats.
+        is_good_B: bool ``[B]``, the label.
+        kl: a number, or ``[B]``: nats an answer.
+        beta: slope.
+
+    Returns:
+        ``[B]``.
+
+    Example:
+        >>> kto_loss(torch.zeros(2), torch.tensor([True, False]), torch.tensor(0.0), beta=0.1)
+        tensor([0.5000, 0.5000])
+    """
+    margin = log_ratios_B - kl.detach().clamp(min=0)
+    return torch.sigmoid(torch.where(is_good_B, -beta, beta) * margin)
+
+
+def bradley_terry(
+    chosen_P: Tensor,
+    rejected_P: Tensor,
+    *,
+    margins_P: Tensor | float = 0.0,
+    centering: float = 0.0,
+) -> Tensor:
+    r"""Loss of the scores of pairs, :math:`-\log \sigma(c - r - m) + \lambda (c + r)^2`.
+
+    Args:
+        chosen_P: ``[P]``, score of the chosen answers.
+        rejected_P: ``[P]``, of the rejected ones.
+        margins_P: ``[P]``, how much better each chosen answer is (arXiv:2307.09288, section 3.2.2).
+        centering: :math:`\lambda`, keeps the scores around 0 (arXiv:2312.09244).
+
+    Returns:
+        ``[P]``.
+
+    Example:
+        >>> bradley_terry(torch.ones(1), torch.ones(1)).exp()
+        tensor([2.])
+    """
+    loss = -logsigmoid(chosen_P - rejected_P - margins_P)
+    return loss + centering * (chosen_P + rejected_P) ** 2 if centering else loss

@@ -1,0 +1,333 @@
+"""Base of the losses that compare whole answers, and of those among them that compare pairs.
+
+A row is a conversation with one answer; the tokens of its assistant mask are the answer. The two
+rows of a pair have one ``"pair_id"``, and ``"is_chosen"`` says which is which. Reference log-probs
+are a number a row, so that they are computed once for all epochs.
+
+Shape legend: ``B`` rows, ``P`` pairs, ``N`` tokens of answers.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import torch
+from tensordict import TensorClass
+from tensordict.utils import NestedKey
+from torch import Tensor, nn
+
+from torchrl_llm._checked import Ge, Gt, In, checked
+from torchrl_llm.data.row_transform import pieces_under_budget
+from torchrl_llm.data.scoring import TokenScorer, TokenScores
+from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.functional import Normalizer, sequence_log_ratio
+from torchrl_llm.functional.preferences import PairForm, pair_loss
+from torchrl_llm.objectives.flat_columns import RowKeys, key_name, read_column, sent
+from torchrl_llm.objectives.loss_rows import TokenRows, read_token_rows
+from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss, check_scores
+
+SFTTokens = Literal["answer", "conversation"]
+
+
+class Answers(NamedTuple):
+    """What is known of each row.
+
+    Attributes:
+        log_prob: ``[B]``, of the whole answer under the current policy, nats, with gradients.
+        length: ``[B]``, tokens of the answer, in the same dtype.
+        reference: ``[B]``, log-prob under the reference; ``None`` for a loss without one.
+    """
+
+    log_prob: Tensor
+    length: Tensor
+    reference: Tensor | None
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """``[B]``, log-prob minus that of the reference."""
+        return self.log_prob - self.reference
+
+
+@torch.no_grad()
+def answer_log_probs(
+    scorer: TokenScorer,
+    sequences: Sequence[Tensor],
+    answers: Sequence[Tensor],
+    *,
+    token_budget: int | None = None,
+) -> Tensor:
+    """Log-prob of each answer, the sum over its tokens, without gradient.
+
+    Args:
+        scorer: a policy, or its reference.
+        sequences: ``B`` int64 tensors ``[T_b]``, prompts with answers.
+        answers: ``B`` bool tensors ``[T_b]``, the tokens of the answers.
+        token_budget: tokens of one forward, with padding; ``None`` for one forward.
+
+    Returns:
+        float32 ``[B]`` on the CPU, nats.
+    """
+    sums = torch.zeros(len(sequences))
+    lengths = [len(ids) for ids in sequences]
+    for piece in pieces_under_budget(range(len(sequences)), lengths, token_budget):
+        select = [answers[row] for row in piece]
+        scores = scorer.token_scores([sequences[row] for row in piece], select)
+        parts = scores.log_probs.cpu().double().split([int(mask.sum()) for mask in select])
+        sums[piece] = torch.stack([part.sum() for part in parts]).float()
+    return sums
+
+
+class AnswerLoss(TokenLoss):
+    """Base of the losses that read the log-prob of each answer.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        device: where the loss is computed from the log-probs; theirs by default.
+
+    Attributes:
+        needs_reference: whether rows need the log-prob of the reference.
+    """
+
+    @dataclass
+    class _AcceptedKeys(RowKeys):
+        """Keys that ``set_keys`` takes, with their defaults."""
+
+        # The assistant mask alone says what an answer is: it was not sampled.
+        trace: NestedKey | None = None
+        pair_id: NestedKey = "pair_id"
+        is_chosen: NestedKey = "is_chosen"
+        ref_log_prob: NestedKey = "ref_log_prob"
+        kl: NestedKey = "kl"
+
+    default_keys = _AcceptedKeys
+    needs_reference: ClassVar[bool] = False
+
+    def select(self, tensordict: Any) -> TokenRows:
+        """See :meth:`TokenLoss.select`.
+
+        Raises:
+            DataError: also when a row has no token of an answer.
+        """
+        rows = read_token_rows(tensordict, self.tensor_keys, "rlhf")
+        if silent := [row for row, count in enumerate(rows.counts) if not count]:
+            raise DataError(f"rows {silent[:8]} have no token of an answer to compare; drop them")
+        return rows
+
+    def check(self, tensordict: Any, rows: TokenRows) -> None:
+        """See :meth:`TokenLoss.check`."""
+        self.numbers(tensordict, self.tensor_keys.is_chosen, "it says which answer is the good one")
+        if self.needs_reference:
+            self._reference(tensordict)
+
+    def numbers(self, tensordict: Any, key: NestedKey, advice: str) -> Tensor:
+        """A column with one finite number a row.
+
+        Args:
+            tensordict: the rows.
+            key: of the column.
+            advice: how it comes into being, for the error.
+
+        Returns:
+            ``[B]`` as stored.
+
+        Raises:
+            DataError: it is missing, has other shapes, or is not finite.
+        """
+        values = read_column(tensordict, key, advice)
+        if any(value.numel() != 1 for value in values):
+            raise DataError(f"{key_name(key)} must be one number per row")
+        numbers = torch.stack([value.detach().reshape(()) for value in values])
+        if bad := (~numbers.isfinite()).nonzero()[:8, 0].tolist():
+            raise DataError(f"{key_name(key)} is NaN or infinite in rows {bad}")
+        return numbers
+
+    def _reference(self, tensordict: Any) -> Tensor:
+        advice = "answer_log_probs(reference, ...) computes it"
+        return self.numbers(tensordict, self.tensor_keys.ref_log_prob, advice)
+
+    def answers(self, tensordict: Any, rows: TokenRows, log_probs_N: Tensor) -> Answers:
+        """What is known of each row.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens.
+            log_probs_N: of the answers' tokens, ``[N]``.
+        """
+        device, size = log_probs_N.device, len(rows.counts)
+        sums = sequence_log_ratio(log_probs_N, sent(rows.row, device), size)
+        lengths = sent(torch.tensor(rows.counts), device).to(sums.dtype)
+        reference = sent(self._reference(tensordict), device) if self.needs_reference else None
+        return Answers(sums, lengths, reference)
+
+    def _forward_value_estimator_keys(self, **_: Any) -> None:
+        """Called by ``set_keys``; there is no value estimator."""
+
+
+class PairLossOutput(LLMLossOutput, TensorClass["nocast"]):
+    """Output of a loss of pairs; float32 scalars, each a mean over pairs.
+
+    Attributes:
+        loss_preference: how badly the two answers are told apart.
+        loss_sft: weighted cross-entropy of the chosen answers, where asked for.
+        accuracy: share of the pairs whose chosen answer has the larger implicit reward.
+        margin: by how much it is larger.
+        reward_chosen: implicit reward of the chosen answers, ``beta`` times what is compared.
+        reward_rejected: that of the rejected ones.
+    """
+
+    loss_preference: Tensor
+    accuracy: Tensor
+    margin: Tensor
+    reward_chosen: Tensor
+    reward_rejected: Tensor
+    loss_sft: Tensor | None = None
+
+
+class PairLoss(AnswerLoss):
+    r"""Base of the losses of pairs of a chosen and a rejected answer.
+
+    A subclass says what is compared of each answer (:meth:`compared`). The loss is
+    :func:`~torchrl_llm.functional.pair_loss` of the difference, a mean over pairs. Where asked for,
+    the cross-entropy of the chosen answers is added, a mean over their tokens.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        beta: slope; larger holds the policy closer.
+        form: of :func:`~torchrl_llm.functional.pair_loss`.
+        label_smoothing: share of pairs whose answers are in the wrong order; for ``"sigmoid"`` and
+            ``"robust"``.
+        target_margin: what the implicit rewards of a pair should differ by.
+        sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
+        sft_tokens: which tokens that is of: the ``"answer"``, or the whole ``"conversation"``.
+        device: where the loss is computed from the log-probs; theirs by default.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+    """
+
+    @checked
+    def __init__(
+        self,
+        actor_network: nn.Module | TokenScorer,
+        *,
+        beta: Annotated[float, Gt(0)] = 0.1,
+        form: PairForm = "sigmoid",
+        label_smoothing: Annotated[float, In("[0, 0.5)")] = 0.0,
+        target_margin: float = 0.0,
+        sft_coeff: Annotated[float, Ge(0)] = 0.0,
+        sft_tokens: SFTTokens = "answer",
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(actor_network, device=device)
+        if label_smoothing and form not in ("sigmoid", "robust"):
+            raise ConfigError(f"label_smoothing has no effect with form={form!r}")
+        if target_margin and form == "ipo":
+            raise ConfigError("target_margin has no effect with form='ipo', which has its own")
+        if sft_tokens != "answer" and not sft_coeff:
+            raise ConfigError("sft_tokens has no effect without sft_coeff")
+        self.beta, self.form, self.label_smoothing = float(beta), form, float(label_smoothing)
+        self.target_margin = float(target_margin)
+        self.sft_coeff, self.sft_tokens = float(sft_coeff), sft_tokens
+        self.pair_coeff = 1.0
+        self._forward_value_estimator_keys()
+
+    @abstractmethod
+    def compared(self, answers: Answers) -> Tensor:
+        """What is compared of each answer, nats ``[B]``; the implicit reward is ``beta`` of it.
+
+        Args:
+            answers: what is known of each row.
+        """
+
+    def select(self, tensordict: Any) -> TokenRows:
+        """See :meth:`AnswerLoss.select`; with ``sft_tokens="conversation"`` prompts count, too."""
+        rows = super().select(tensordict)
+        if self.sft_tokens == "conversation":
+            rows = read_token_rows(tensordict, self.tensor_keys, "generic")
+        return rows
+
+    def check(self, tensordict: Any, rows: TokenRows) -> None:
+        """See :meth:`TokenLoss.check`."""
+        super().check(tensordict, rows)
+        self.places(tensordict)
+
+    def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
+        """The rows of the chosen and of the rejected answers, int64 ``[P]`` each, pair by pair.
+
+        Args:
+            tensordict: the rows.
+
+        Raises:
+            DataError: a pair that does not have one of each.
+        """
+        keys, advice = self.tensor_keys, "it says which rows belong together"
+        ids = self.numbers(tensordict, keys.pair_id, advice).long()
+        chosen = self.numbers(tensordict, keys.is_chosen, "it says which answer was chosen").bool()
+        sides = [place.nonzero()[:, 0] for place in (chosen, ~chosen)]
+        sides = [side[ids[side].argsort(stable=True)] for side in sides]
+        pairs = [ids[side].tolist() for side in sides]
+        if pairs[0] != pairs[1] or len(set(pairs[0])) < len(pairs[0]):
+            every = sorted({*pairs[0], *pairs[1]})
+            odd = [pair for pair in every if [side.count(pair) for side in pairs] != [1, 1]]
+            raise DataError(
+                f"each pair needs one chosen and one rejected answer, and the pairs {odd[:8]} do "
+                f"not have them ({key_name(keys.pair_id)}, {key_name(keys.is_chosen)})"
+            )
+        return sides[0], sides[1]
+
+    def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
+        """The tokens of ``loss_sft``, and the pairs, as sequences.
+
+        Args:
+            tensordict: the rows.
+            rows: their tokens.
+        """
+        chosen, _ = self.places(tensordict)
+        return Normalizer(sum(rows.counts[row] for row in chosen.tolist()), len(chosen))
+
+    def from_scores(
+        self,
+        tensordict: Any,
+        rows: TokenRows,
+        scores: TokenScores,
+        *,
+        normalizer: Normalizer | None = None,
+    ) -> PairLossOutput:
+        """See :meth:`TokenLoss.from_scores`."""
+        normalizer = normalizer or self.count(tensordict, rows)
+        log_probs = check_scores(scores.log_probs, rows)
+        log_probs = log_probs.to(self.device or log_probs.device)
+        chosen, rejected = (sent(side, log_probs.device) for side in self.places(tensordict))
+        fields = {}
+        if self.sft_coeff:
+            of_chosen = torch.isin(sent(rows.row, log_probs.device), chosen)
+            total = -log_probs[of_chosen].double().sum() / normalizer.num_tokens
+            fields["loss_sft"] = (self.sft_coeff * total).to(log_probs.dtype)
+        if self.sft_tokens == "conversation":
+            counted, rows = rows, super().select(tensordict)
+            inside = torch.cat(rows.select)[torch.cat(counted.select)]
+            log_probs = log_probs[sent(inside, log_probs.device)]
+        compared = self.compared(self.answers(tensordict, rows, log_probs))
+        difference = compared[chosen] - compared[rejected]
+        loss = pair_loss(
+            difference,
+            self.form,
+            beta=self.beta,
+            label_smoothing=self.label_smoothing,
+            target_margin=self.target_margin,
+        )
+        fields["loss_preference"] = self.pair_coeff * loss
+        with torch.no_grad():
+            fields["accuracy"] = (difference > 0).to(loss.dtype)
+            fields["margin"] = self.beta * difference
+            fields["reward_chosen"] = self.beta * compared[chosen]
+            fields["reward_rejected"] = self.beta * compared[rejected]
+        means = {
+            name: (value.double().sum() / normalizer.num_sequences).to(loss.dtype)
+            for name, value in fields.items()
+            if name != "loss_sft"
+        }
+        return PairLossOutput(**(fields | means))

@@ -1,0 +1,59 @@
+"""DPO: pairs of answers, compared by their log-ratios to a reference."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from torchrl_llm._registry import register
+from torchrl_llm.objectives.answer_loss import Answers, PairLoss
+
+
+@register("preference_losses", "dpo")
+class DPOLoss(PairLoss):
+    r"""Direct preference optimization, :math:`-\log \sigma(\beta (r_c - r_r))`.
+
+    arXiv:2305.18290, with :math:`r = \log \pi - \log \pi_\mathrm{ref}` of the whole answer. Other
+    forms are IPO (``form="ipo"``, where :math:`r` is a mean per token, as its authors compute it),
+    SLiC's hinge and the robust loss, see :func:`~torchrl_llm.functional.pair_loss`. TRL's
+    ``loss_type`` of the same names gives the same values; its ``label_smoothing`` has no effect on
+    ``"sigmoid"``, and has one here.
+
+    Args:
+        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        beta: slope; larger holds the policy closer to the reference.
+        form: of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
+        label_smoothing: share of pairs whose answers are in the wrong order; for ``"sigmoid"`` and
+            ``"robust"``.
+        target_margin: what the implicit rewards of a pair should differ by.
+        sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
+        sft_tokens: which tokens that is of.
+        device: where the loss is computed from the log-probs; theirs by default.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.data.ragged import ragged_rows
+        >>> from torchrl_llm.modules import load_model
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> ids = [torch.tensor([3, 4, 5]), torch.tensor([3, 7])]
+        >>> masks = [torch.tensor([False, True, True]), torch.tensor([False, True])]
+        >>> rows = TensorDict(
+        ...     tokens=ragged_rows({"full": ids}),
+        ...     masks=ragged_rows({"all_assistant_mask": masks}),
+        ...     pair_id=torch.tensor([0, 0]),
+        ...     is_chosen=torch.tensor([True, False]),
+        ...     ref_log_prob=torch.zeros(2),
+        ...     batch_size=2,
+        ... )
+        >>> DPOLoss(CausalScorer(load_model()))(rows).total_loss().backward()
+    """
+
+    needs_reference = True
+
+    def compared(self, answers: Answers) -> Tensor:
+        """The log-ratio of each answer; of IPO its mean per token."""
+        ratio = answers.log_ratio
+        return ratio / answers.length if self.form == "ipo" else ratio
