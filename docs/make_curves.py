@@ -247,6 +247,14 @@ RUNS = {
         every_run("eval/accuracy"),
         "held-out accuracy",
     ),
+    "preferences": Picture(
+        {
+            name: f"torchrl-llm train dpo loss={name} train.max_epochs=2 eval.interval=2"
+            for name in ("dpo", "simpo", "orpo", "kto")
+        },
+        every_run("eval/accuracy"),
+        "held-out accuracy",
+    ),
     "expert_iteration": Picture(
         {"run": "torchrl-llm train expert-iteration"},
         columns(

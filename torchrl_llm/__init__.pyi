@@ -1,3 +1,3 @@
-from torchrl_llm.recipes.front import GRPO as GRPO, SFT as SFT
+from torchrl_llm.recipes.front import DPO as DPO, GRPO as GRPO, SFT as SFT
 
 __version__: str

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrl_llm._checked import Ge
 from torchrl_llm._settings import ensure, own
+from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.data.column_names import joined_prompt
 from torchrl_llm.data.preferences import (
     Preference,
@@ -49,6 +50,9 @@ class PreferenceDataConfig(DataSource):
     """Answers that somebody compared.
 
     Attributes:
+        source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
+            dataset on the hub, or ``module:name`` of rows in Python; ``None`` for the pairs of sums
+            that ship with the package. ``data=FILE`` says the same.
         prompt: column with the user's message (or the messages before the answer); ``None`` for one
             with a usual name, or for none where answers are whole conversations.
         chosen: column with the better answer; ``None`` for one with a usual name (``chosen``,
@@ -68,6 +72,11 @@ class PreferenceDataConfig(DataSource):
     label: str | None = None
     tools: str | None = None
     system_prompt: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.source is None:
+            self.source = str(PAIRS_OF_SUMS)
 
     @property
     def columns(self) -> dict[str, str | None]:
@@ -107,11 +116,6 @@ class PreferenceConfig(TrainedConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ensure(
-            self.data.source is not None,
-            "there is nothing to learn from: data=FILE (CSV, JSON, JSON lines or Parquet), a "
-            "folder, or the name of a dataset on the hub; its rows have two answers each",
-        )
         ensure(
             not self.train.kl_to_ref_coeff,
             "train.kl_to_ref_coeff has no effect: loss.beta holds the policy to its reference",

@@ -79,6 +79,10 @@ def full_rows(*, seed=0, shapes=((2, 3), (2, 6), (3, 1), (3, 4)), vocab=290):
             (("next", "teacher_log_probs", "full"), old + noise[2]),
             (("values", "full"), noise[3]),
             (("value_target", "full"), noise[4] + 0.5),
+            ("pair_id", torch.tensor(b // 2)),
+            ("is_chosen", torch.tensor(b % 2 == 0)),
+            ("ref_log_prob", (old + noise[1])[prompt:].sum()),
+            ("kl", torch.tensor(0.2)),
         ):
             row[key] = value
         rows.append(row)

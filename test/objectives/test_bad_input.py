@@ -9,8 +9,9 @@ import torch
 from objectives.every_loss import LOSSES, POLICY_LOSSES, TableCritic, full_rows, make_loss
 from objectives.rows_helper import make_row, make_rows, pad
 
+from torchrl_llm import objectives
 from torchrl_llm.errors import DataError, TorchRLLLMError
-from torchrl_llm.objectives import Correction
+from torchrl_llm.objectives import AnswerLoss, Correction
 
 BAD = [math.nan, math.inf, -math.inf]
 
@@ -65,7 +66,8 @@ def test_every_policy_loss_reads_what_was_sampled_and_what_it_is_worth():
     distillation = {"OnPolicyDistillationLoss"}
     assert set(POLICY_LOSSES) <= set(READERS["log_probs", "full"])
     assert set(POLICY_LOSSES) - distillation <= set(READERS["advantage"])
-    assert set(LOSSES) == {"SFTLoss"}.union(*READERS.values())
+    answers = {name for name in LOSSES if issubclass(getattr(objectives, name), AnswerLoss)}
+    assert set(LOSSES) == {"SFTLoss", *answers}.union(*READERS.values())
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -141,7 +143,7 @@ def test_a_mask_without_a_token():
         for row in rows.tensordicts:
             row["masks", "all_assistant_mask"][:] = False
             row["trace", "mask_reason"][:] = 5
-        refused(name, rows, r"no token of (these 4 rows counts|the assistant)")
+        refused(name, rows, r"no token of (these 4 rows counts|the assistant|an answer)")
         with pytest.raises(DataError, match="no token of"):
             make_loss(name, Watched()).normalizer(rows)
 

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
 
@@ -55,6 +56,24 @@ def pieces_under_budget(
             longest = lengths[row]
         pieces[-1].append(row)
     return pieces
+
+
+def unparted_rows(rows: TensorDictBase, pair_key: NestedKey = "pair_id") -> list[list[int]]:
+    """The rows that a loss must read together: those of each pair, or each row alone.
+
+    Args:
+        rows: ``[B]``.
+        pair_key: int64, a number a row, where rows are of pairs.
+
+    Example:
+        >>> unparted_rows(TensorDict(pair_id=torch.tensor([4, 9, 4]), batch_size=3))
+        [[0, 2], [1]]
+    """
+    pairs = read_rows(rows, pair_key, None)
+    units: dict[int, list[int]] = {}
+    for row in range(len(rows)):
+        units.setdefault(row if pairs is None else int(pairs[row]), []).append(row)
+    return list(units.values())
 
 
 class RowView:

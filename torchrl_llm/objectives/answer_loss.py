@@ -89,6 +89,8 @@ class AnswerLoss(TokenLoss):
 
     Attributes:
         needs_reference: whether rows need the log-prob of the reference.
+        row_keys: names of the columns that rows need besides.
+        output_type: what it returns.
     """
 
     @dataclass
@@ -104,6 +106,8 @@ class AnswerLoss(TokenLoss):
 
     default_keys = _AcceptedKeys
     needs_reference: ClassVar[bool] = False
+    row_keys: ClassVar[tuple[str, ...]] = ("is_chosen", "pair_id")
+    output_type: ClassVar[type]
 
     def select(self, tensordict: Any) -> TokenRows:
         """See :meth:`TokenLoss.select`.
@@ -163,7 +167,11 @@ class AnswerLoss(TokenLoss):
         return Answers(sums, lengths, reference)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
-        """Called by ``set_keys``; there is no value estimator."""
+        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        keys, names = self.tensor_keys, ["action", "assistant_mask", *self.row_keys]
+        names += ["ref_log_prob"] * self.needs_reference
+        self.in_keys = [getattr(keys, name) for name in names]
+        self.out_keys = list(self.output_type.__dataclass_fields__)
 
 
 class PairLossOutput(LLMLossOutput, TensorClass["nocast"]):
@@ -208,6 +216,8 @@ class PairLoss(AnswerLoss):
         ConfigError: for settings that are unknown, impossible or without effect.
     """
 
+    output_type = PairLossOutput
+
     @checked
     def __init__(
         self,
@@ -216,7 +226,7 @@ class PairLoss(AnswerLoss):
         beta: Annotated[float, Gt(0)] = 0.1,
         form: PairForm = "sigmoid",
         label_smoothing: Annotated[float, In("[0, 0.5)")] = 0.0,
-        target_margin: float = 0.0,
+        target_margin: Annotated[float, In("[0, inf)")] = 0.0,
         sft_coeff: Annotated[float, Ge(0)] = 0.0,
         sft_tokens: SFTTokens = "answer",
         device: torch.device | str | None = None,

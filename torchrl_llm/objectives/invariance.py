@@ -26,6 +26,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.data.row_transform import unparted_rows
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.token_loss import TokenLoss
@@ -207,9 +208,11 @@ class _Check:
         self.compare("naive", found, "when the model makes its own logits")
 
     def micro_batches(self, generator: torch.Generator) -> None:
-        order = torch.randperm(len(self.rows), generator=generator).tolist()
-        cut = int(torch.randint(1, len(self.rows), (), generator=generator))
-        for split in ([[row] for row in range(len(order))], [order[:cut], order[cut:]]):
+        units = unparted_rows(self.batch)
+        order = [units[unit] for unit in torch.randperm(len(units), generator=generator).tolist()]
+        cut = int(torch.randint(1, len(units), (), generator=generator)) if len(units) > 1 else 1
+        parts = [[row for unit in part for row in unit] for part in (order[:cut], order[cut:])]
+        for split in (units, [part for part in parts if part]):
             found = self.outcome([self.taken(piece) for piece in split], self.normalizer)
             self.compare("micro-batches", found, f"when the rows come as {split}")
 

@@ -61,6 +61,8 @@ class KTOLoss(AnswerLoss):
     """
 
     needs_reference = True
+    row_keys = ("is_chosen", "kl")
+    output_type = KTOLossOutput
 
     @checked
     def __init__(

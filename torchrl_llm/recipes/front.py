@@ -1,6 +1,6 @@
 """Recipes as objects: three lines of Python that run the same page as the command.
 
-:class:`GRPO` and :class:`SFT` turn their arguments into the configuration of a recipe, import its
+:class:`GRPO`, :class:`SFT` and :class:`DPO` turn their arguments into the configuration of a recipe, import its
 page from ``sota-implementations`` and hand out its steps. There is no second loop: what the page
 does is what happens here.
 """
@@ -429,6 +429,70 @@ class SFT(_Recipe):
             **_reward_settings(reward),
         }
         super().__init__(own, keys, folder)
+
+
+class DPO(_Recipe):
+    """Preference optimization: a model learns which of two answers is the better one.
+
+    Builds the configuration of ``sota-implementations/preference/dpo.py`` and runs that page. Model
+    and data are loaded by the first method that needs them; settings are checked at once.
+
+    Args:
+        model: folder or hub name; the model that ships with the package if not given.
+        data: rows with a chosen and a rejected answer: a file (CSV, JSON, JSON lines, Parquet), a
+            folder, the name of a dataset on the hub, a ``datasets.Dataset``, or a list of dicts;
+            pairs of sums that ship with the package if not given.
+        eval_data: held-out rows, likewise; the end of ``data`` if not given.
+        prompt: column with the user's message.
+        chosen: column with the better answer.
+        rejected: column with the worse one.
+        completion: column with the one answer of a row, for ``loss="kto"``.
+        label: column that says whether that is a good one.
+        loss: name of a loss (``"dpo"``, ``"cpo"``, ``"simpo"``, ``"orpo"``, ``"kto"``), or a dict of
+            its settings with ``type``.
+        folder: of the run; ``outputs/dpo/<date>/<time>`` if not given.
+        keys: the recipe's other keys, as of :class:`GRPO`.
+
+    Attributes:
+        config: the settings that were given; printed, it is the command that does the same.
+        folder: of the run.
+
+    Raises:
+        ConfigError: an unknown key, a value of the wrong type, or settings that do not go together.
+
+    Example:
+        >>> rows = [{"prompt": f"{n}+1?", "chosen": str(n + 1), "rejected": "?"} for n in range(20)]
+        >>> run = DPO(data=rows, loss={"type": "simpo", "beta": 2.5})
+        >>> run.config["loss"], run.config["loss.beta"]
+        ('simpo', 2.5)
+    """
+
+    NAME, PAGE, FILE = "dpo", "preference/dpo.py", "dpo"
+
+    def __init__(
+        self,
+        model: str | Path | None = None,
+        *,
+        data: Any = None,
+        eval_data: Any = None,
+        prompt: str | None = None,
+        chosen: str | None = None,
+        rejected: str | None = None,
+        completion: str | None = None,
+        label: str | None = None,
+        loss: str | Mapping[str, Any] | None = None,
+        folder: str | Path | None = None,
+        **keys: Any,
+    ) -> None:
+        own = {
+            **_model_and_data(model, data, eval_data),
+            "data.prompt": prompt,
+            "data.chosen": chosen,
+            "data.rejected": rejected,
+            "data.completion": completion,
+            "data.label": label,
+        }
+        super().__init__(own, keys if loss is None else {"loss": loss, **keys}, folder)
 
 
 def _tool_paths(tools: Any) -> list[str]:

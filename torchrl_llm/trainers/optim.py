@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.ragged import lazy_rows, read_rows
-from torchrl_llm.data.row_transform import pieces_under_budget
+from torchrl_llm.data.row_transform import pieces_under_budget, unparted_rows
 from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
@@ -306,7 +306,7 @@ def micro_batches(
         return [rows] if len(rows) else []
     members = rows.unbind(0)
     lengths = [ids.shape[0] for ids in read_rows(rows, key)]
-    units = _units(rows, pair_key)
+    units = unparted_rows(rows, pair_key)
     if layout in (None, "padded"):
         most = max(map(len, units))
         longest = [max(lengths[row] for row in unit) for unit in units]
@@ -316,15 +316,6 @@ def micro_batches(
         ids = None if groups is None else [int(groups[unit[0]]) for unit in units]
         pieces = plan_packed_batches([sum(lengths[r] for r in u) for u in units], budget, ids)
     return [lazy_rows([members[row] for unit in piece for row in units[unit]]) for piece in pieces]
-
-
-def _units(rows: LazyStackedTensorDict, pair_key: NestedKey = "pair_id") -> list[list[int]]:
-    """The rows that must not be parted: those of each pair, or each row alone."""
-    pairs = read_rows(rows, pair_key, None)
-    units: dict[int, list[int]] = {}
-    for row in range(len(rows)):
-        units.setdefault(row if pairs is None else int(pairs[row]), []).append(row)
-    return list(units.values())
 
 
 def optimize(
@@ -422,7 +413,7 @@ def _bucketed(rows: LazyStackedTensorDict, budget: int | None) -> list[LazyStack
     for piece in micro_batches(rows, budget=budget, layout="bucketed"):
         members, longest, first = piece.unbind(0), 0, len(pieces)
         lengths = [ids.shape[0] for ids in read_rows(piece, ("tokens", "full"))]
-        units = [(max(lengths[row] for row in unit), unit) for unit in _units(piece)]
+        units = [(max(lengths[row] for row in unit), unit) for unit in unparted_rows(piece)]
         for length, unit in sorted(units, key=lambda pair: -pair[0]):
             if len(pieces) == first or 2 * length <= longest:
                 pieces.append([])
@@ -472,7 +463,7 @@ def _fillers(
         # The last piece has the shortest rows.
         members = pieces[-1].unbind(0)
         sizes = [row["tokens", "full"].shape[0] for row in members]
-        unit = min(_units(pieces[-1]), key=lambda unit: max(sizes[row] for row in unit))
+        unit = min(unparted_rows(pieces[-1]), key=lambda unit: max(sizes[row] for row in unit))
         rows = [members[row] for row in unit]
     if ranks.any(rows is None):
         sent = ranks.gather(None if rows is None else pack_rows(rows))
