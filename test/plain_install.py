@@ -51,6 +51,8 @@ ALSO = [
     "torchrl-llm train grpo env=ifeval",
     "torchrl-llm train grpo loss=gspo advantage=leave_one_out correction.type=tis",
     "torchrl-llm doctor grpo data=qa.csv reward=exact",
+    "torchrl-llm train dpo",
+    "torchrl-llm train dpo data=pairs.jsonl loss=simpo",
     "torchrl-llm evaluate tasks=[arithmetic] eval.num_prompts=8",
     "torchrl-llm plot outputs/...",
     "torchrl-llm memory grpo",
@@ -60,6 +62,7 @@ STEP = {
     "grpo": "train.max_steps=1 train.prompts_per_batch=2 eval.num_prompts=4 "
     "inference_model.max_tokens=8",
     "sft": "train.max_steps=1",
+    "dpo": "train.max_steps=1",
 }
 
 
@@ -98,6 +101,8 @@ def files(folder: Path) -> None:
     (folder / "agent.py").write_text("def run(row, client):\n    return 1.0\n")
     chat = {"prompt": "1+1?", "completion": "2"}
     (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 8)
+    pair = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8)
     prompt, check = 'def f():\n    """One."""\n', "def check(f):\n    assert f() == 1\n"
     task = {"prompt": prompt, "entry_point": "f", "canonical_solution": "    return 1\n"}
     tasks = [json.dumps({"task_id": f"T/{n}", **task, "test": check}) for n in range(8)]

@@ -95,13 +95,6 @@ class PreferenceEvalConfig(EvalConfig):
 
     num_prompts: Annotated[int, Ge(0)] | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        ensure(
-            self.batch_size == EvalConfig.batch_size,
-            "eval.batch_size has no effect: train.micro_token_budget cuts held-out rows",
-        )
-
 
 class PreferenceConfig(TrainedConfig):
     """Everything that ``dpo.py`` can be told; ``seed`` seeds the order of rows too."""

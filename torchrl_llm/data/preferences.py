@@ -174,7 +174,9 @@ class PreferenceColumns(NamedTuple):
         value = joined_prompt(row, self.prompt, self.before) if self.prompt else None
         if isinstance(value, str) and (talk := _dialogue(value)):
             return talk
-        return [] if value is None or value in ("", []) else as_messages(value, "user")
+        if value is None or value in ("", []):
+            return []
+        return chat_in(value) or as_messages(value, "user")
 
     def read_label(self, row: Mapping[str, Any]) -> bool:
         """Whether the answer of a row is a good one.

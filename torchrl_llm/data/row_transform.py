@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from tensordict import LazyStackedTensorDict, TensorDict, TensorDictBase
+from tensordict import LazyStackedTensorDict, TensorDictBase
 from tensordict.utils import NestedKey
 from torch import Tensor
 from torchrl.envs import EnvBase, Transform
@@ -66,6 +66,7 @@ def unparted_rows(rows: TensorDictBase, pair_key: NestedKey = "pair_id") -> list
         pair_key: int64, a number a row, where rows are of pairs.
 
     Example:
+        >>> from tensordict import TensorDict
         >>> unparted_rows(TensorDict(pair_id=torch.tensor([4, 9, 4]), batch_size=3))
         [[0, 2], [1]]
     """

@@ -1,8 +1,8 @@
 """Recipes as objects: three lines of Python that run the same page as the command.
 
-:class:`GRPO`, :class:`SFT` and :class:`DPO` turn their arguments into the configuration of a recipe, import its
-page from ``sota-implementations`` and hand out its steps. There is no second loop: what the page
-does is what happens here.
+:class:`GRPO`, :class:`SFT` and :class:`DPO` turn their arguments into the configuration of a
+recipe, import its page from ``sota-implementations`` and hand out its steps. There is no second
+loop: what the page does is what happens here.
 """
 
 from __future__ import annotations
@@ -448,8 +448,8 @@ class DPO(_Recipe):
         rejected: column with the worse one.
         completion: column with the one answer of a row, for ``loss="kto"``.
         label: column that says whether that is a good one.
-        loss: name of a loss (``"dpo"``, ``"cpo"``, ``"simpo"``, ``"orpo"``, ``"kto"``), or a dict of
-            its settings with ``type``.
+        loss: name of a loss (``"dpo"``, ``"cpo"``, ``"simpo"``, ``"orpo"``, ``"kto"``), or a dict
+            of its settings with ``type``.
         folder: of the run; ``outputs/dpo/<date>/<time>`` if not given.
         keys: the recipe's other keys, as of :class:`GRPO`.
 
