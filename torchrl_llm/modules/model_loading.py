@@ -125,6 +125,26 @@ def load_reward_model(
     return _ready(model, lora, gradient_checkpointing, device)
 
 
+def check_reward_model(name_or_path: str | PathLike[str]) -> None:
+    """Refuse what is no trained reward model, by its configuration alone.
+
+    Args:
+        name_or_path: a name on the hub or a folder.
+
+    Raises:
+        ConfigError: there is no such model, or it is one of another kind.
+    """
+    config = _load(AutoConfig, "model", name_or_path, {})
+    kinds = config.architectures or []
+    if config.num_labels == 1 and any(kind.endswith("SequenceClassification") for kind in kinds):
+        return
+    raise ConfigError(
+        f"{str(name_or_path)!r} is no reward model but {' and '.join(kinds) or 'of no known kind'} "
+        f"with {config.num_labels} labels; it must be a sequence classifier of one label, as "
+        "torchrl-llm train reward makes of any causal model"
+    )
+
+
 def _ready(
     model: nn.Module,
     lora: Mapping[str, Any] | Any | None,
