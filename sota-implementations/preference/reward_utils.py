@@ -20,6 +20,7 @@ from torchrl_llm.functional import bradley_terry, calibration_error
 from torchrl_llm.modules.backends import ClassifierScorer
 from torchrl_llm.recipes import OptimizerConfig
 from torchrl_llm.recipes.builders import autocast, device_of
+from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.supervised import NumbersConfig, Parts
 from torchrl_llm.trainers import Shown
@@ -32,6 +33,7 @@ SHOWN = Shown(
         "eval/accuracy": "held-out accuracy",
         "eval/calibration_error": "held-out calibration error",
     },
+    opens="AutoModelForSequenceClassification",
 )
 """What is shown of a run."""
 
@@ -62,6 +64,8 @@ class RewardLossConfig(Group, key="loss"):
 
 class RewardTrainingConfig(PairConfig):
     """Everything that ``reward.py`` can be told; ``seed`` seeds the order of rows too."""
+
+    rates = SUPERVISED_RATES
 
     data: RewardDataConfig
     optimizer: OptimizerConfig = own(lr=None, scheduler="linear", warmup_steps=0.05)
