@@ -122,7 +122,9 @@ RECIPES = {
         "sft/imitate.py", "imitate_utils", "ImitateConfig", "SFTGroups", hidden=_SAMPLES
     ),
     "dpo": Recipe("preference/dpo.py", "preference_utils", "PreferenceConfig", hidden=_PAIRS),
-    "reward": Recipe("preference/reward.py", "reward_utils", "RewardTrainingConfig", hidden=_SCORES),
+    "reward": Recipe(
+        "preference/reward.py", "reward_utils", "RewardTrainingConfig", hidden=_SCORES
+    ),
     "embedded": Recipe("sft/embedded.py", "embedded_utils", "EmbeddedConfig"),
     "distillation": Recipe(
         "distillation/distillation.py",

@@ -2,13 +2,12 @@
 
     torchrl-llm train reward data=pairs.jsonl model.name=Qwen/Qwen2.5-0.5B-Instruct
     torchrl-llm train reward data=pairs.jsonl data.margin=stars loss.centering=0.01
-    torchrl-llm train grpo env=calculator reward.components.model.name=FOLDER
 
 A row has a prompt, a chosen and a rejected answer: texts, messages, or whole conversations. The
 model gets a head with one number, which is read at the end of a conversation (Bradley-Terry). Some
 rows are held out, for the share of them that is told apart, and for how far the scores mean what
 they say. A checkpoint is what ``AutoModelForSequenceClassification`` opens (adapters merged), and
-what ``reward.components.model`` trains against.
+what ``train grpo`` trains against with ``reward.components.model.name=FOLDER``.
 
 Every key is in config/reward.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
 """

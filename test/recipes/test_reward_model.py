@@ -1,4 +1,4 @@
-"""Reward models of pairs: they rank, mean what they say, are opened by others, and train a policy."""
+"""Reward models of pairs: they rank, are calibrated, are opened by others, and train a policy."""
 
 import json
 from pathlib import Path
@@ -133,8 +133,7 @@ def test_what_has_no_effect_or_no_pairs_is_refused(tmp_path, pairs, monkeypatch)
         with pytest.raises(error, match=message):
             run_main(monkeypatch, SCRIPT, tmp_path / "a", f"data={pairs}", *settings)
 
-    refused("logprob_chunk_size has no effect", "train_model.logprob_chunk_size=8")
-    refused("has no reference", "train.kl_to_ref_coeff=0.1")
+    refused("unknown key 'train_model.logprob_chunk_size'", "train_model.logprob_chunk_size=8")
     refused("fsdp2 does not train reward models", "train.parallel=fsdp2")
     refused("there is no column 'stars'", "data.margin=stars", error=(ConfigError, DataError))
     single = tmp_path / "single.csv"

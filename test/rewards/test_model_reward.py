@@ -95,7 +95,7 @@ def test_a_score_that_is_not_finite_is_invalid(folder, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     out = step(str(tmp_path), ["163", "7"])
     assert not out["reward_valid"].any()
-    assert "must be finite" in list(out["rewards", "model", "error"])[0]
+    assert "must be finite" in next(iter(out["rewards", "model", "error"]))
 
 
 def test_it_goes_to_other_processes_by_its_name(folder):

@@ -41,11 +41,11 @@ class RewardLossOutput(LLMLossOutput, TensorClass["nocast"]):
 
 
 class RewardLoss(AnswerLoss):
-    r"""Bradley-Terry loss of the scores of pairs, see :func:`~torchrl_llm.functional.bradley_terry`.
+    """Bradley-Terry loss of the scores of pairs.
 
-    The score of a row is the value of its last token's state, so that it needs no mask of answers.
-    ``"margin"``, where the rows have it, says how much better the chosen answer is. TRL's
-    ``RewardTrainer`` computes the same.
+    See :func:`~torchrl_llm.functional.bradley_terry`. The score of a row is the value of its last
+    token's state, so that it needs no mask of answers. ``"margin"``, where the rows have it, says
+    how much better the chosen answer is. TRL's ``RewardTrainer`` computes the same.
 
     Args:
         actor_network: gives values: a ``ClassifierScorer``, or a scorer with a value head.

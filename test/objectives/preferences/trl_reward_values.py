@@ -5,6 +5,7 @@ fails where a number differs.
 """
 
 import copy
+import sys
 import tempfile
 
 import torch
@@ -55,6 +56,11 @@ def theirs(model, tokenizer, pairs, margins, centering):
     return float(loss.detach()), {n: p.grad for n, p in trainer.model.named_parameters()}
 
 
+def say(*words):
+    """A line of the table."""
+    sys.stdout.write("".join(f"{word!s:>14}" for word in words) + "\n")
+
+
 def main():
     """Compare with and without margins and centring."""
     torch.manual_seed(0)
@@ -67,7 +73,7 @@ def main():
 
     # The last of them ends with padding's own id, which neither scores.
     pairs = [(ids(7), ids(4)), (ids(3), ids(9)), (ids(5), ids(5)), ([*ids(4), 0], ids(6))]
-    print(f"{'margins':8} {'centring':8} {'loss':>10} {'difference':>11} {'of gradients':>12}")
+    say("margins", "centring", "loss", "difference", "of gradients")
     for margins in ([0.0] * 4, [0.5, 0.0, 1.5, -0.25]):
         for centering in (0.0, 0.01):
             model, other = copy.deepcopy(start), copy.deepcopy(start)
@@ -79,8 +85,8 @@ def main():
             assert own.keys() == gradients.keys()
             apart = max(float((own[n] - gradients[n]).abs().max()) for n in own)
             difference = abs(float(got.detach()) - expected)
-            marked = "yes" if any(margins) else "no"
-            print(f"{marked:8} {centering:<8} {expected:10.6f} {difference:11.1e} {apart:12.1e}")
+            numbers = f"{expected:.6f}", f"{difference:.1e}", f"{apart:.1e}"
+            say("yes" if any(margins) else "no", centering, *numbers)
             assert max(difference, apart) < TOLERANCE
 
 
