@@ -102,6 +102,7 @@ _GAME = "tic_tac_toe_for_two"
 _SFT = "SFTGroups"
 _SAMPLES = ("logging.samples", "logging.rollouts", "reward.on_all_invalid")
 _PAIRS = ("logging.samples", "logging.rollouts", "train.kl_to_ref_coeff", "eval.batch_size")
+_SCORES = (*_PAIRS, "train_model.logprob_chunk_size")
 _TOOLS = ("env.tools", "env.max_tool_turns", "train.kl_to_ref_coeff")
 RECIPES = {
     "grpo": Recipe("grpo/grpo-sync.py", _GRPO, "GRPOConfig", _CONFIG, "arithmetic"),
@@ -121,6 +122,9 @@ RECIPES = {
         "sft/imitate.py", "imitate_utils", "ImitateConfig", "SFTGroups", hidden=_SAMPLES
     ),
     "dpo": Recipe("preference/dpo.py", "preference_utils", "PreferenceConfig", hidden=_PAIRS),
+    "reward": Recipe(
+        "preference/reward.py", "reward_utils", "RewardTrainingConfig", hidden=_SCORES
+    ),
     "embedded": Recipe("sft/embedded.py", "embedded_utils", "EmbeddedConfig"),
     "distillation": Recipe(
         "distillation/distillation.py",

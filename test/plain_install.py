@@ -56,6 +56,7 @@ ALSO = [
     "torchrl-llm evaluate tasks=[arithmetic] eval.num_prompts=8",
     "torchrl-llm plot outputs/...",
     "torchrl-llm memory grpo",
+    "torchrl-llm train reward data=pairs.jsonl",
     "torchrl-llm list",
 ]
 STEP = {
@@ -63,6 +64,7 @@ STEP = {
     "inference_model.max_tokens=8",
     "sft": "train.max_steps=1",
     "dpo": "train.max_steps=1",
+    "reward": "train.max_steps=1",
 }
 
 
@@ -98,6 +100,8 @@ def files(folder: Path) -> None:
     """Tables that the pages name."""
     rows = "\n".join(f"{number}+1?,{number + 1}" for number in range(8))
     (folder / "qa.csv").write_text(f"question,answer\n{rows}\n")
+    pair = {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
+    (folder / "pairs.jsonl").write_text(f"{json.dumps(pair)}\n" * 8)
     (folder / "agent.py").write_text("def run(row, client):\n    return 1.0\n")
     chat = {"prompt": "1+1?", "completion": "2"}
     (folder / "chats.jsonl").write_text(f"{json.dumps(chat)}\n" * 8)

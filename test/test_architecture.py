@@ -56,7 +56,7 @@ ROOT_HELPERS |= {
 # What a room may take from its own floor.
 SAME_FLOOR = {
     "tools": {"sandbox"},
-    "rewards": {"sandbox", "tools"},
+    "rewards": {"sandbox", "tools", "modules"},
     "envs": {"sandbox", "tools", "rewards"},
     "modules": {"weights"},
     "weights": {"modules"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import torch
 from tensordict import LazyStackedTensorDict
@@ -46,7 +46,7 @@ SHOWN = Shown(
 """What is shown of a run."""
 
 
-class PreferenceDataConfig(DataSource):
+class PairDataConfig(DataSource):
     """Answers that somebody compared.
 
     Attributes:
@@ -58,18 +58,16 @@ class PreferenceDataConfig(DataSource):
         chosen: column with the better answer; ``None`` for one with a usual name (``chosen``,
             ``preferred``, ``response_j``, ...).
         rejected: column with the worse one, likewise.
-        completion: column with the one answer of a row, for ``loss=kto``.
-        label: column that says whether that is a good one.
         tools: column with the tools of a conversation; ``None`` for ``tools``, in the rows that
             have it.
         system_prompt: first message of every conversation.
     """
 
+    names: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected", "tools")
+
     prompt: str | None = None
     chosen: str | None = None
     rejected: str | None = None
-    completion: str | None = None
-    label: str | None = None
     tools: str | None = None
     system_prompt: str | None = None
 
@@ -81,8 +79,21 @@ class PreferenceDataConfig(DataSource):
     @property
     def columns(self) -> dict[str, str | None]:
         """The columns, as arguments of ``PreferenceColumns.find``."""
-        names = ("prompt", "chosen", "rejected", "completion", "label", "tools")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in self.names}
+
+
+class PreferenceDataConfig(PairDataConfig):
+    """Answers that somebody compared, or said to be good or bad.
+
+    Attributes:
+        completion: column with the one answer of a row, for ``loss=kto``.
+        label: column that says whether that is a good one.
+    """
+
+    names: ClassVar[tuple[str, ...]] = (*PairDataConfig.names, "completion", "label")
+
+    completion: str | None = None
+    label: str | None = None
 
 
 class PreferenceEvalConfig(EvalConfig):
@@ -96,16 +107,27 @@ class PreferenceEvalConfig(EvalConfig):
     num_prompts: Annotated[int, Ge(0)] | None = None
 
 
-class PreferenceConfig(TrainedConfig):
+class PairConfig(TrainedConfig):
+    """What every recipe that learns from preferences can be told."""
+
+    data: PairDataConfig
+    train: TrainConfig
+    eval: PreferenceEvalConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.train.max_steps is not None:
+            self.optimizer.check_warmup(self.train.max_steps)
+
+
+class PreferenceConfig(PairConfig):
     """Everything that ``dpo.py`` can be told; ``seed`` seeds the order of rows too."""
 
     data: PreferenceDataConfig
-    train: TrainConfig
     ref_model: RefModelConfig
     optimizer: OptimizerConfig = own(lr=None, scheduler="linear", warmup_steps=0.05)
     loss: PreferenceLossConfig
     logging: NumbersConfig = own(experiment_name="dpo")
-    eval: PreferenceEvalConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -121,8 +143,6 @@ class PreferenceConfig(TrainedConfig):
             self.loss.target is not KTOLoss or self.train.batch_size > 1,
             "loss=kto compares the answers of a batch: train.batch_size must be at least 2",
         )
-        if self.train.max_steps is not None:
-            self.optimizer.check_warmup(self.train.max_steps)
 
 
 def load_config(values: Mapping[str, Any]) -> PreferenceConfig:
@@ -142,6 +162,15 @@ def load_data(config: PreferenceConfig, tokenizer: Any) -> Parts:
         f"the rows have one answer with a label ({columns.label}), and loss={config.loss.type} "
         "compares two: choose loss=kto, or name data.chosen and data.rejected",
     )
+    return parts_with(config, columns, tokenizer)
+
+
+def parts_with(config: PairConfig, columns: PreferenceColumns, tokenizer: Any) -> Parts:
+    """Read the rows of ``data``, whose columns are known.
+
+    Raises:
+        DataError: as of :func:`load_data`.
+    """
     make = partial(
         Preferences,
         formatter=ChatFormatter(tokenizer, **config.model.template),

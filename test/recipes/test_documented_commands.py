@@ -26,11 +26,17 @@ COMMAND = re.compile(
     r"((?:[^\n]*\\\n)*[^\n]*)"
 )
 
+REWARD_MODEL = """{
+    "architectures": ["LlamaForSequenceClassification"],
+    "model_type": "llama",
+    "id2label": {"0": "score"}
+}"""
 # What the pages have the reader write before; most of them show the file whole.
 WRITTEN = {
     "my_rewards.py": "def polite(answer):\n    return 1.0\n",
     "agent.py": "def run(row, client):\n    return 1.0\n",
     "other/bin/python": "",
+    "runs/reward/checkpoints/step_000100/config.json": REWARD_MODEL,
     "capitals.py": "from torchrl_llm.envs.datasets.rows_env import RowsEnv as CapitalEnv\n",
 }
 FILE = re.compile(r"\.\. code-block:: .*\n   :caption: (\S+)\n\n((?:   .*\n|\n)+)")

@@ -136,3 +136,9 @@ def test_the_card_names_the_command_and_a_folder_is_no_base_model(tmp_path):
     assert "torchrl-llm x" in card
     assert "base_model" not in card
     assert "Configuration" not in model_card({}, name="ann/adder")
+
+
+def test_the_card_of_a_reward_model_says_what_opens_it():
+    card = model_card({}, name="ann/scores", is_classifier=True)
+    assert "pipeline_tag: text-classification" in card
+    assert "AutoModelForSequenceClassification.from_pretrained" in card

@@ -234,6 +234,30 @@ class TokenScorer(ABC):
         return None
 
 
+def last_values(
+    scorer: TokenScorer, sequences: Sequence[Tensor], *, pad_id: int | None = None
+) -> Tensor:
+    """The value of each sequence: that of the state after its last token.
+
+    Args:
+        scorer: has a value head, or is a classifier with one output.
+        sequences: ``B`` int64 tensors ``[T_b]``.
+        pad_id: the last token is the last one that is not this, as in transformers' classifiers.
+
+    Returns:
+        float32 ``[B]``, with gradients where they are on.
+    """
+    longer, select = [], []
+    for ids in sequences:
+        kept = (ids != (-1 if pad_id is None else pad_id)).nonzero()
+        end = int(kept[-1]) + 1 if len(kept) else 1
+        # A value is that of the state before a token; one that is last is not run.
+        longer.append(torch.cat([ids[:end], ids[:1]]))
+        select.append(torch.arange(end + 1) == end)
+    extras = ScoreExtras(values=True, log_probs=False)
+    return scorer.token_scores(longer, select, extras=extras).values
+
+
 def check_same_vocabulary(
     first: TokenScorer, second: TokenScorer, *, names: tuple[str, str]
 ) -> None:

@@ -77,6 +77,7 @@ from torchrl_llm.functional.policy_surrogates import (
 )
 from torchrl_llm.functional.preferences import (
     bradley_terry as bradley_terry,
+    calibration_error as calibration_error,
     kto_loss as kto_loss,
     log_odds as log_odds,
     pair_loss as pair_loss,

@@ -141,3 +141,30 @@ def bradley_terry(
     """
     loss = -logsigmoid(chosen_P - rejected_P - margins_P)
     return loss + centering * (chosen_P + rejected_P) ** 2 if centering else loss
+
+
+def calibration_error(margins_P: Tensor, *, num_bins: int = 10) -> Tensor:
+    r"""Expected calibration error of what the scores of pairs say (arXiv:1706.04599, equation 3).
+
+    :math:`\sigma(m)` is the probability that the chosen answer is the better one, so that the
+    confidence of a pair is :math:`\sigma(|m|)`, between a half and 1, and it is right where
+    :math:`m > 0` (half right at 0). Pairs are put into bins of equal width by their confidence; the
+    error is the mean over pairs of :math:`|\mathrm{accuracy} - \mathrm{confidence}|` of their bin.
+
+    Args:
+        margins_P: ``[P]``, score of the chosen answer minus that of the rejected one; at least one.
+        num_bins: between a half and 1.
+
+    Returns:
+        A float64 scalar.
+
+    Example:
+        >>> odds = torch.tensor([3.0, 3.0, 3.0, 1 / 3], dtype=torch.float64)
+        >>> calibration_error(odds.log()).item()
+        0.0
+    """
+    margins = margins_P.detach().double().cpu()
+    confidence, right = torch.sigmoid(margins.abs()), (margins.sign() + 1) / 2
+    bins = ((confidence - 0.5) * 2 * num_bins).long().clamp(max=num_bins - 1)
+    gaps = torch.zeros(num_bins, dtype=torch.float64).index_add(0, bins, right - confidence)
+    return gaps.abs().sum() / len(margins)

@@ -34,6 +34,7 @@ from torchrl_llm.modules.model_loading import (
     empty_model as empty_model,
     end_token_ids as end_token_ids,
     load_model as load_model,
+    load_reward_model as load_reward_model,
     load_tokenizer as load_tokenizer,
 )
 from torchrl_llm.modules.policies import (

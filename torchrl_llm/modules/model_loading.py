@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    GenerationConfig,
+)
+from transformers.utils import logging
 
 from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
@@ -67,6 +74,83 @@ def load_model(
         model = _load_state(Path(name_or_path), weights, options)
     else:
         model = _load(AutoModelForCausalLM, "model", name_or_path, options)
+    return _ready(model, lora, gradient_checkpointing, device)
+
+
+def load_reward_model(
+    name_or_path: str | PathLike[str] | None = None,
+    tokenizer: Any = None,
+    *,
+    dtype: str | torch.dtype = torch.float32,
+    attn_implementation: str | None = None,
+    lora: Mapping[str, Any] | None = None,
+    gradient_checkpointing: bool = False,
+    device: torch.device | str | None = None,
+) -> nn.Module:
+    """A Hugging Face sequence classifier with one output, in eval mode.
+
+    Args:
+        name_or_path: as of :func:`load_model`. That of a causal model gets a fresh head, with
+            torch's random numbers.
+        tokenizer: that rows are padded with; the model is told its padding, and a tokenizer without
+            one pads with the end of a text.
+        dtype: as of :func:`load_model`.
+        attn_implementation: as there.
+        lora: arguments of ``peft.LoraConfig``; the head is trained whole.
+        gradient_checkpointing: as of :func:`load_model`.
+        device: as there.
+
+    Raises:
+        ConfigError: as of :func:`load_model`, or of a model that has no classifier.
+        MissingExtraError: for ``lora`` without peft.
+
+    Example:
+        >>> load_reward_model().score.weight.shape
+        torch.Size([1, 128])
+    """
+    options: dict[str, Any] = {"dtype": _dtype(dtype), "num_labels": 1}
+    if attn_implementation is not None:
+        options["attn_implementation"] = attn_implementation
+    said = logging.get_verbosity()
+    logging.set_verbosity_error()  # a table of what the language model has that this has not
+    try:
+        model = _load(AutoModelForSequenceClassification, "model", name_or_path, options)
+    finally:
+        logging.set_verbosity(said)
+    if tokenizer is not None:
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        model.config.get_text_config(decoder=True).pad_token_id = tokenizer.pad_token_id
+    lora = lora and {"task_type": "SEQ_CLS", **lora}
+    return _ready(model, lora, gradient_checkpointing, device)
+
+
+def check_reward_model(name_or_path: str | PathLike[str]) -> None:
+    """Refuse what is no trained reward model, by its configuration alone.
+
+    Args:
+        name_or_path: a name on the hub or a folder.
+
+    Raises:
+        ConfigError: there is no such model, or it is one of another kind.
+    """
+    config = _load(AutoConfig, "model", name_or_path, {})
+    kinds = config.architectures or []
+    if config.num_labels == 1 and any(kind.endswith("SequenceClassification") for kind in kinds):
+        return
+    raise ConfigError(
+        f"{str(name_or_path)!r} is no reward model but {' and '.join(kinds) or 'of no known kind'} "
+        f"with {config.num_labels} labels; it must be a sequence classifier of one label, as "
+        "torchrl-llm train reward makes of any causal model"
+    )
+
+
+def _ready(
+    model: nn.Module,
+    lora: Mapping[str, Any] | Any | None,
+    gradient_checkpointing: bool,
+    device: torch.device | str | None,
+) -> nn.Module:
     if device is not None:
         model = model.to(device)
     if gradient_checkpointing:

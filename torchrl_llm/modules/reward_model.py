@@ -99,20 +99,30 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         if masks is not None:
             # Padding in front of a row would move it to other positions.
             rows = [row[mask] for row, mask in zip(rows, masks, strict=True)]
-            masks = [torch.ones_like(row, dtype=torch.bool) for row in rows]
+        rewards = self.score_ids(rows, masked=masks is not None)
+        if not bool(rewards.isfinite().all()):
+            bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
+            raise RewardError(f"the reward model's output is NaN or infinite for rows {bad[:8]}")
+        return rewards
+
+    def score_ids(self, rows: list[Tensor], *, masked: bool = True) -> Tensor:
+        """Rewards of rows without padding, whatever they are.
+
+        Args:
+            rows: ``B`` int64 tensors ``[T_b]``.
+            masked: hand the model a mask.
+
+        Returns:
+            float32 ``[B]`` on the model's device; it may be NaN or infinite.
+        """
+        masks = [torch.ones_like(row, dtype=torch.bool) for row in rows] if masked else None
         config = getattr(self.model, "config", None)
         pad_id = getattr(config, "pad_token_id", None)
         alone = config is not None and (pad_id is None or rotary_limit(config) is not None)
         size = 1 if alone else len(rows)
         cuts = [slice(start, start + size) for start in range(0, len(rows), size)]
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.inference_mode):
-            rewards = torch.cat(
-                [self._call(rows[cut], masks and masks[cut], pad_id) for cut in cuts]
-            )
-        if not bool(rewards.isfinite().all()):
-            bad = (~rewards.isfinite()).nonzero()[:, 0].tolist()
-            raise RewardError(f"the reward model's output is NaN or infinite for rows {bad[:8]}")
-        return rewards
+            return torch.cat([self._call(rows[cut], masks and masks[cut], pad_id) for cut in cuts])
 
     def _call(self, rows: list[Tensor], masks: list[Tensor] | None, pad_id: int | None) -> Tensor:
         device = next((p.device for p in self.model.parameters()), rows[0].device)

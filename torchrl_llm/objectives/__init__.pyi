@@ -66,6 +66,10 @@ from torchrl_llm.objectives.reinforce import ReinforceLoss as ReinforceLoss
 from torchrl_llm.objectives.reinforce_plus_plus import (
     ReinforcePlusPlusLoss as ReinforcePlusPlusLoss,
 )
+from torchrl_llm.objectives.reward import (
+    RewardLoss as RewardLoss,
+    RewardLossOutput as RewardLossOutput,
+)
 from torchrl_llm.objectives.sapo import SAPOLoss as SAPOLoss
 from torchrl_llm.objectives.sft import (
     SFTLoss as SFTLoss,

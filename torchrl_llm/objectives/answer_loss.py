@@ -148,6 +148,30 @@ class AnswerLoss(TokenLoss):
             raise DataError(f"{key_name(key)} is NaN or infinite in rows {bad}")
         return numbers
 
+    def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
+        """The rows of the chosen and of the rejected answers, int64 ``[P]`` each, pair by pair.
+
+        Args:
+            tensordict: the rows.
+
+        Raises:
+            DataError: a pair that does not have one of each.
+        """
+        keys, advice = self.tensor_keys, "it says which rows belong together"
+        ids = self.numbers(tensordict, keys.pair_id, advice).long()
+        chosen = self.numbers(tensordict, keys.is_chosen, "it says which answer was chosen").bool()
+        sides = [place.nonzero()[:, 0] for place in (chosen, ~chosen)]
+        sides = [side[ids[side].argsort(stable=True)] for side in sides]
+        pairs = [ids[side].tolist() for side in sides]
+        if pairs[0] != pairs[1] or len(set(pairs[0])) < len(pairs[0]):
+            every = sorted({*pairs[0], *pairs[1]})
+            odd = [pair for pair in every if [side.count(pair) for side in pairs] != [1, 1]]
+            raise DataError(
+                f"each pair needs one chosen and one rejected answer, and the pairs {odd[:8]} do "
+                f"not have them ({key_name(keys.pair_id)}, {key_name(keys.is_chosen)})"
+            )
+        return sides[0], sides[1]
+
     def _reference(self, tensordict: Any) -> Tensor:
         advice = "answer_log_probs(reference, ...) computes it"
         return self.numbers(tensordict, self.tensor_keys.ref_log_prob, advice)
@@ -263,30 +287,6 @@ class PairLoss(AnswerLoss):
         """See :meth:`TokenLoss.check`."""
         super().check(tensordict, rows)
         self.places(tensordict)
-
-    def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
-        """The rows of the chosen and of the rejected answers, int64 ``[P]`` each, pair by pair.
-
-        Args:
-            tensordict: the rows.
-
-        Raises:
-            DataError: a pair that does not have one of each.
-        """
-        keys, advice = self.tensor_keys, "it says which rows belong together"
-        ids = self.numbers(tensordict, keys.pair_id, advice).long()
-        chosen = self.numbers(tensordict, keys.is_chosen, "it says which answer was chosen").bool()
-        sides = [place.nonzero()[:, 0] for place in (chosen, ~chosen)]
-        sides = [side[ids[side].argsort(stable=True)] for side in sides]
-        pairs = [ids[side].tolist() for side in sides]
-        if pairs[0] != pairs[1] or len(set(pairs[0])) < len(pairs[0]):
-            every = sorted({*pairs[0], *pairs[1]})
-            odd = [pair for pair in every if [side.count(pair) for side in pairs] != [1, 1]]
-            raise DataError(
-                f"each pair needs one chosen and one rejected answer, and the pairs {odd[:8]} do "
-                f"not have them ({key_name(keys.pair_id)}, {key_name(keys.is_chosen)})"
-            )
-        return sides[0], sides[1]
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
         """The tokens of ``loss_sft``, and the pairs, as sequences.

@@ -241,8 +241,8 @@ class RewardComponentsConfig(Group, key="reward"):
     Attributes:
         components: parts of the reward besides the task's own, by name, each with the keys that
             :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms of a
-            :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length`` or
-            ``judge``, by default the name) or ``_target_``; and the arguments of what scores.
+            :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length``, ``judge`` or
+            ``model``, by default the name) or ``_target_``; and the arguments of what scores.
             ``task.weight`` weighs the task's own reward. What is a success is the task's to say.
         function: the reward instead of the task's own: a registered one by name, or
             ``file.py:name`` or ``module:name`` of a function of ``(response, answer)`` or

@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import make_dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from torchrl_llm import rewards
@@ -64,7 +65,7 @@ def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
         torchrl_llm.errors.ConfigError: reward.components.length: missing a required argument: \
 'longest'; LengthReward takes longest, shortest, cushion, unit
     """
-    checked = {name: _absolute(part) for name, part in settings.items()}
+    checked = {name: _absolute(name, part) for name, part in settings.items()}
     parts = {name: _component(name, part, make=False) for name, part in checked.items()}
     if parts:
         with naming(_PATH):
@@ -245,10 +246,12 @@ def _import(path: Any) -> Any:
         raise ConfigError(f"_target_={error}") from error
 
 
-def _absolute(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _absolute(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Settings that mean the same in a process with another working folder."""
     ensure(hasattr(settings, "items"), f"{_PATH} has groups of keys, got {settings!r}")
     settings = dict(settings)
+    if settings.get("type", name) == "model" and Path(str(settings.get("name"))).is_dir():
+        settings["name"] = str(Path(settings["name"]).resolve())
     if isinstance(path := settings.get("_target_"), str):
         settings["_target_"] = absolute_path(path)
     return settings

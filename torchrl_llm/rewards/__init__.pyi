@@ -31,6 +31,7 @@ from torchrl_llm.rewards.judge import (
     read_verdict as read_verdict,
 )
 from torchrl_llm.rewards.math_reward import MATHRewardParser as MATHRewardParser
+from torchrl_llm.rewards.model_reward import ModelReward as ModelReward
 from torchrl_llm.rewards.number_rewards import (
     ArithmeticRewardParser as ArithmeticRewardParser,
     CountdownRewardParser as CountdownRewardParser,

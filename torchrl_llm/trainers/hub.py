@@ -5,6 +5,7 @@ What a run needs to go on (``trainer_state`` with the optimizer, ``metrics.csv``
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -82,7 +83,10 @@ def push_to_hub(
         raise ConfigError(f"a revision is the name of a branch, as step-100; got {revision!r}")
     model = model_folder(Path(folder))
     run = run_of(model)
-    card = model_card({} if run is None else read_config(run), name=name, command=command)
+    kinds = json.loads((model / "config.json").read_text(encoding="utf-8")).get("architectures")
+    is_classifier = any(kind.endswith("SequenceClassification") for kind in kinds or ())
+    config = {} if run is None else read_config(run)
+    card = model_card(config, name=name, command=command, is_classifier=is_classifier)
     additions = [CommitOperationAdd(_CARD, card.encode())]
     additions += [CommitOperationAdd(path, model / path) for path in pushed_files(model)]
     disable_progress_bars()
@@ -107,7 +111,13 @@ def pushed_files(model: Path) -> list[str]:
     return sorted(str(file.relative_to(model)) for file in found if file.is_file())
 
 
-def model_card(config: Mapping[str, Any], *, name: str, command: str | None = None) -> str:
+def model_card(
+    config: Mapping[str, Any],
+    *,
+    name: str,
+    command: str | None = None,
+    is_classifier: bool = False,
+) -> str:
     """Text of the repository's front page.
 
     Args:
@@ -115,6 +125,7 @@ def model_card(config: Mapping[str, Any], *, name: str, command: str | None = No
             are left out.
         name: the repository.
         command: what began the run.
+        is_classifier: whether the model is a reward model.
 
     Example:
         >>> print(model_card({}, name="ann/adder").split("---")[1])
@@ -125,7 +136,10 @@ def model_card(config: Mapping[str, Any], *, name: str, command: str | None = No
         - torchrl_llm
         <BLANKLINE>
     """
-    facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": "text-generation"}
+    does, opens = "text-generation", "AutoModelForCausalLM"
+    if is_classifier:
+        does, opens = "text-classification", "AutoModelForSequenceClassification"
+    facts: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": does}
     base = (config.get("model") or {}).get("name")
     if isinstance(base, str) and _NAME.fullmatch(base) and not Path(base).exists():
         facts["base_model"] = base
@@ -133,7 +147,7 @@ def model_card(config: Mapping[str, Any], *, name: str, command: str | None = No
     parts = [
         f"---\n{yaml.safe_dump(facts, sort_keys=False)}---",
         f"# {name.partition('/')[2]}",
-        "Trained with torchrl_llm. `transformers.AutoModelForCausalLM.from_pretrained` opens it"
+        f"Trained with torchrl_llm. `transformers.{opens}.from_pretrained` opens it"
         + (f"; it began as {base}." if "base_model" in facts else "."),
     ]
     if command is not None:

@@ -36,12 +36,14 @@ class Shown(NamedTuple):
         name: what it is called; the curve is ``<name>.png``.
         tokens: of each step, for the tokens a second.
         held_out: metrics of an evaluation, and what they are called.
+        opens: what a checkpoint is opened with.
     """
 
     metric: str = "train/reward"
     name: str = "reward"
     tokens: str = "train/tokens_generated"
     held_out: Mapping[str, str] = MappingProxyType({"eval/accuracy": "held-out greedy accuracy"})
+    opens: str = "AutoModelForCausalLM"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +109,7 @@ class RunResults:
 
     def _rows(self, picture: Path) -> Iterator[tuple[str, str]]:
         """What came of the run, a name and a text each."""
-        metric, called, counted, held_out = self.shown
+        metric, called, counted, held_out, opens = self.shown
         for name, label in (*held_out.items(), (metric, called)):
             _, values = self.table.read(name)
             if values:
@@ -125,4 +127,4 @@ class RunResults:
         yield "log", str(picture.with_name(self.log.path.name))
         if self.store.steps():
             yield "model", str(self.store.path(self.store.steps()[-1]))
-            yield "", "AutoModelForCausalLM.from_pretrained opens it"
+            yield "", f"{opens}.from_pretrained opens it"

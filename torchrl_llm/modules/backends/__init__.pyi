@@ -4,6 +4,7 @@ from torchrl_llm.modules.backends.backend_port import (
     EngineStatus as EngineStatus,
     SamplingParams as SamplingParams,
 )
+from torchrl_llm.modules.backends.classifier_scorer import ClassifierScorer as ClassifierScorer
 from torchrl_llm.modules.backends.fake import (
     Answer as Answer,
     BigramModel as BigramModel,

@@ -105,6 +105,10 @@ class CausalScorer(nn.Module, TokenScorer):
         self.chunk_size = chunk_size
         self.in_place_head_grad = in_place_head_grad
         self.head = None if full_logits else heads.LMHead.from_model(model)
+        self._settle(model, layout)
+
+    def _settle(self, model: nn.Module, layout: str) -> None:
+        """Find out how rows can be laid out; the head is known."""
         self.why_not_packed = attention.why_not_packed(model, self._run)
         self._one_call: tuple[str, ...] = ()
         if self.why_not_packed is None:

@@ -98,8 +98,9 @@ class Subject:
     @once
     def tokenizer(self) -> Any:
         """The model's, after a look at the room in its context."""
-        key = next(k for k in ("inference_model.max_tokens", "eval.max_tokens") if k in self.keys)
-        return builders.make_tokenizer(self.config.model.name, self.flat[key], key=key)
+        keys = ("inference_model.max_tokens", "eval.max_tokens")
+        key = next((key for key in keys if key in self.keys), "")  # none where nothing is sampled
+        return builders.make_tokenizer(self.config.model.name, self.flat.get(key, 1), key=key)
 
     @once
     def formatter(self) -> ChatFormatter:
