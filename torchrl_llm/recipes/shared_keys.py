@@ -34,6 +34,7 @@ class TrainedConfig(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.train_model.lora.settle(self.model)
         self.optimizer.settle(self.model, self.train_model, self.rates)
 
 
