@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import threading
@@ -15,7 +14,7 @@ from transformers.utils import logging
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
-from torchrl_llm.modules.model_loading import context_length, empty_model, end_token_ids
+from torchrl_llm.modules.model_loading import empty_model, end_token_ids
 from torchrl_llm.trainers import save_pretrained
 
 

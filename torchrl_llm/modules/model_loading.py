@@ -64,7 +64,9 @@ def load_model(
         try:
             weights = WeightFolder(base)  # transformers passes over much, and says less
         except DamagedCheckpointError as error:
-            raise ConfigError(f"{str(base)!r} holds no model that can be loaded: {error}") from error
+            raise ConfigError(
+                f"{str(base)!r} holds no model that can be loaded: {error}"
+            ) from error
     if weights is not None and weights.form == PICKLED_NAME:
         model = _load_state(Path(base), weights, options)
     else:

@@ -17,7 +17,6 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
-
 _REFERENCE = "reference"
 
 

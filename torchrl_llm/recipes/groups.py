@@ -287,10 +287,10 @@ class LoraConfig(Group, key="train_model.lora"):
             adapter = find_adapter(model.name) if self.enabled else None
         if adapter is None:
             return
-        for name, own in (("r", "r"), ("alpha", "lora_alpha"), ("target_modules",) * 2):
-            wanted, there = getattr(self, name), adapter.config.get(own)
+        for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("target_modules",) * 2):
+            wanted, there = getattr(self, name), adapter.config.get(key)
             ensure(
-                wanted == getattr(LoraConfig, name) or not adapter.changed({own: wanted}),
+                wanted == getattr(LoraConfig, name) or not adapter.changed({key: wanted}),
                 f"train_model.lora.{name}={wanted} contradicts model.name={model.name}, an adapter "
                 f"with {there}: leave the key out, or begin another on model.name={adapter.base}",
             )

@@ -131,6 +131,11 @@ class GRPOGroups(SampledConfig):
             f"env.repeats must be at least {2 * players} for advantage={self.advantage.type}, "
             f"which compares the responses to one prompt; got {group}",
         )
+        ensure(
+            players == 1 or self.eval.repeats == 1,
+            f"eval.repeats={self.eval.repeats} does not go with env.dataset={self.env.dataset}, "
+            f"whose {players} players share an episode",
+        )
         self._check_credit()
         cache, longest = self.reward.overlong_cache, self.inference_model.max_tokens
         ensure(

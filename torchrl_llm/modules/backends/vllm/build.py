@@ -289,8 +289,8 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
     """
     if (adapter := find_adapter(model)) is not None:
         raise ConfigError(
-            f"{adapter.name!r} is an adapter of {adapter.base!r}, and vLLM opens whole models: name "
-            "a folder with the two merged (a checkpoint has it), or choose backend=transformers"
+            f"{adapter.name!r} is an adapter of {adapter.base!r}, and vLLM opens whole models: "
+            "name a folder of the two merged (a checkpoint is one), or choose backend=transformers"
         )
     vllm = prepare_vllm("A vLLM engine")
     cpu = runs_on_cpu()
