@@ -293,21 +293,29 @@ def _option_files(page: str, group: str, kind: type[Component]) -> Iterator[tupl
     """A file for each class that a group offers, and one of the keys that all of them have."""
     folder = launch.PAGES / page / "config" / group
     made = {name: dict(_option_keys(variant)) for name, variant in kind.variants.items()}
+    # A class that has nothing in common with the default (a loss of pairs) takes none of it.
+    usual = made[kind.default].keys()
+    apart = {name for name, keys in made.items() if {"type"} == usual & keys.keys() < usual}
+    alike = [keys for name, keys in made.items() if name not in apart]
     shared = {
         path: key
         for path, key in made[kind.default].items()
-        if path != "type" and all(path in keys for keys in made.values())
+        if path != "type" and all(path in keys for keys in alike)
     }
     first = Key("type", "shared", "is none: choose another file")
     yield folder / "shared.yaml", _file(f"What every {group} takes.", [first, *shared.values()])
     for name, keys in made.items():
-        own = [k for path, k in keys.items() if path not in shared or shared[path].value != k.value]
+        base = {} if name in apart else shared
+        own = [k for path, k in keys.items() if path not in base or base[path].value != k.value]
         told = kind.variants[name].target.__doc__ or ""
         about = _first(re.split("[,:]? :math:", told.partition("\n\n")[0])[0])
         paper = re.search(r"arXiv:[\d.]+\d", told)
         about += f" ({paper[0]})" if paper and paper[0] not in about else ""
         title = "\n# ".join(textwrap.wrap(" ".join(about.split()), _WIDTH))
-        yield folder / f"{name}.yaml", _file(title, own, "\ndefaults: [shared, _self_]")
+        yield (
+            folder / f"{name}.yaml",
+            _file(title, own, "\ndefaults: [shared, _self_]" if name not in apart else ""),
+        )
 
 
 def _option_keys(variant: type[Component]) -> Iterator[tuple[str, Key]]:

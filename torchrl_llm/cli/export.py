@@ -52,8 +52,8 @@ class Options(Group):
         for name in ("min_reward", "best_of_group") if self.pairs else ():
             ensure(
                 getattr(self, name) is None,
-                f"--{name.replace('_', '-')} has no effect with --pairs, which compares all answers "
-                "to a prompt",
+                f"--{name.replace('_', '-')} has no effect with --pairs, which compares all "
+                "answers to a prompt",
             )
 
 
