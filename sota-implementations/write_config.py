@@ -293,9 +293,9 @@ def _option_files(page: str, group: str, kind: type[Component]) -> Iterator[tupl
     """A file for each class that a group offers, and one of the keys that all of them have."""
     folder = launch.PAGES / page / "config" / group
     made = {name: dict(_option_keys(variant)) for name, variant in kind.variants.items()}
-    # A class that has nothing in common with the default (a loss of pairs) takes none of it.
-    usual = made[kind.default].keys()
-    apart = {name for name, keys in made.items() if {"type"} == usual & keys.keys() < usual}
+    # A loss of pairs has no key of the others.
+    variants = kind.variants.items()
+    apart = {name for name, each in variants if getattr(each(), "compares_pairs", False)}
     alike = [keys for name, keys in made.items() if name not in apart]
     shared = {
         path: key
@@ -312,10 +312,8 @@ def _option_files(page: str, group: str, kind: type[Component]) -> Iterator[tupl
         paper = re.search(r"arXiv:[\d.]+\d", told)
         about += f" ({paper[0]})" if paper and paper[0] not in about else ""
         title = "\n# ".join(textwrap.wrap(" ".join(about.split()), _WIDTH))
-        yield (
-            folder / f"{name}.yaml",
-            _file(title, own, "\ndefaults: [shared, _self_]" if name not in apart else ""),
-        )
+        defaults = "" if name in apart else "\ndefaults: [shared, _self_]"
+        yield folder / f"{name}.yaml", _file(title, own, defaults)
 
 
 def _option_keys(variant: type[Component]) -> Iterator[tuple[str, Key]]:

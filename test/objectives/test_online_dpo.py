@@ -73,8 +73,8 @@ def pair_rows():
 def test_the_loss_by_hand():
     rows, actor = pair_rows(), TableActor(TABLE)
     output = OnlineDPOLoss(actor, beta=1.0)(rows)
-    # Log-ratios: chosen -1.5 - 2 + 3 = -0.5, rejected -2.5 + 1.5 = -1; and -1.5 + 0.5 = -1, -0.9 + 5
-    # = 4.1. Differences 0.5 and -5.1, of which -log sigmoid is 0.4741 and 5.1061.
+    # Log-ratios: chosen -1.5 - 2 + 3 = -0.5, rejected -2.5 + 1.5 = -1; and -1.5 + 0.5 = -1 and
+    # -0.9 + 5 = 4.1. Differences 0.5 and -5.1, of which -log sigmoid is 0.4741 and 5.1061.
     expected = [math.log1p(math.exp(-0.5)), math.log1p(math.exp(5.1))]
     assert output.total_loss().item() == pytest.approx(sum(expected) / 2, abs=1e-6)
     assert output.accuracy.item() == 0.5
