@@ -11,7 +11,7 @@ from objectives.rows_helper import TableActor, make_row
 
 from torchrl_llm.data.enums import Source
 from torchrl_llm.data.ragged import lazy_rows
-from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.errors import DataError
 from torchrl_llm.objectives import BestWorst, OnlineDPOLoss
 from torchrl_llm.trainers import micro_batches
 
@@ -50,12 +50,6 @@ def test_numbers_of_pairs_go_on_after_a_resume():
     before = numbers(first, 0)
     second.set_extra_state(first.get_extra_state())
     assert before.isdisjoint(numbers(second, 1))
-
-
-@pytest.mark.parametrize("options", [{"positive_only": True}, {"keep_zero_advantage": False}])
-def test_options_that_leave_half_of_a_pair_are_refused(options):
-    with pytest.raises(ConfigError, match="a pair has advantages 1 and -1"):
-        BestWorst(2, **options)
 
 
 def pair_rows():

@@ -67,7 +67,7 @@ def config(schema=None, **groups):
         ({"filter": {"zero_variance": "drop"}}, r"filter\.zero_variance has no effect"),
         ({"inference_model": {"top_p": 0.9}}, r"inference_model\.top_p"),
         ({"correction": {"type": "tis"}}, "correction has no effect"),
-        ({"advantage": {"type": "best_worst", "positive_only": True}}, "1 and -1"),
+        ({"advantage": {"type": "best_worst", "positive_only": True}}, "positive_only and keep"),
     ],
 )
 def test_what_does_not_go_with_pairs_is_refused(groups, why):

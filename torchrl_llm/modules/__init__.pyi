@@ -11,7 +11,7 @@ from torchrl_llm.data.views import (
     Text as Text,
     Tokens as Tokens,
 )
-from torchrl_llm.modules.adapters import base_of as base_of, find_adapter as find_adapter
+from torchrl_llm.modules.continued_adapter import base_of as base_of, find_adapter as find_adapter
 from torchrl_llm.modules.backends import (
     Answer as Answer,
     Backend as Backend,

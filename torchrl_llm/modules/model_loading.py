@@ -15,7 +15,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, DamagedCheckpointError
-from torchrl_llm.modules.adapters import base_of, find_adapter, has_tokenizer
+from torchrl_llm.modules.continued_adapter import base_of, find_adapter, has_tokenizer
 from torchrl_llm.modules.weight_files import PICKLED_NAME, WeightFolder
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")

@@ -19,8 +19,8 @@ from torchrl_llm._settings import Count, Group, ensure, naming, own, several
 from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.data.row_files import Row, load_rows
-from torchrl_llm.modules.adapters import find_adapter
 from torchrl_llm.modules.backends import SamplingParams
+from torchrl_llm.modules.continued_adapter import find_adapter
 from torchrl_llm.recipes.data_config import ReadsOnce
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
 from torchrl_llm.trainers.optim import check_optimizer, check_schedule

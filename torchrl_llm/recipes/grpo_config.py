@@ -232,6 +232,12 @@ class GRPOGroups(SampledConfig):
             "reference",
         )
         ensure(not self.correction.enabled, f"correction has no effect {which}")
+        options = self.advantage.options
+        ensure(
+            not options["positive_only"] and options["keep_zero_advantage"],
+            f"advantage.positive_only and keep_zero_advantage have no effect {which}, which reads "
+            "no advantages",
+        )
         parts = "which may leave one answer of a pair without the other"
         ensure(
             train.optim_batch_size is None,

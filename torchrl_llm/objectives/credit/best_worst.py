@@ -13,7 +13,6 @@ from torchrl_llm import functional as F
 from torchrl_llm._checked import checked
 from torchrl_llm._registry import register
 from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
-from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.advantages import are_equal
 from torchrl_llm.objectives.credit.comparing import (
     ComparingCredit,
@@ -29,7 +28,7 @@ class BestWorst(ComparingCredit):
 
     Their rows have a ``"pair_id"``, int64, and ``"is_chosen"``, bool, so that a loss of pairs
     (:class:`~torchrl_llm.objectives.OnlineDPOLoss`) can compare them; others read the advantage.
-    Of equal returns the first counts. A group whose returns are all equal is filtered, and so are
+    With ``positive_only`` the best ones alone are learned. Of equal returns the first counts. A group whose returns are all equal is filtered, and so are
     all other trajectories.
 
     Args:
@@ -37,7 +36,7 @@ class BestWorst(ComparingCredit):
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
     Raises:
-        ConfigError: for a size below 2, or options without effect.
+        ConfigError: for a size below 2.
 
     Example:
         >>> def row(reward):
@@ -51,11 +50,6 @@ class BestWorst(ComparingCredit):
     @checked
     def __init__(self, group_size: GroupSize, **options: Unpack[ComparingOptions]) -> None:
         super().__init__(group_size, **options)
-        if self.positive_only or not self.keep_zero_advantage:
-            raise ConfigError(
-                "positive_only and keep_zero_advantage have no effect: a pair has advantages 1 "
-                "and -1, and needs both"
-            )
         self._number = 0
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:

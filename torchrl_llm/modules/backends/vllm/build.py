@@ -28,7 +28,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
-from torchrl_llm.modules.adapters import find_adapter
+from torchrl_llm.modules.continued_adapter import find_adapter
 from torchrl_llm.weights.vllm_loading import EXTENSION
 
 SUPPORTED_VERSIONS = ("0.32",)
