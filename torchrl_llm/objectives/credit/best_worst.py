@@ -28,8 +28,8 @@ class BestWorst(ComparingCredit):
 
     Their rows have a ``"pair_id"``, int64, and ``"is_chosen"``, bool, so that a loss of pairs
     (:class:`~torchrl_llm.objectives.OnlineDPOLoss`) can compare them; others read the advantage.
-    With ``positive_only`` the best ones alone are learned. Of equal returns the first counts. A group whose returns are all equal is filtered, and so are
-    all other trajectories.
+    With ``positive_only`` the best ones alone are learned. Of equal returns the first counts. A
+    group whose returns are all equal is filtered, and so are all other trajectories.
 
     Args:
         group_size: trajectories of a group.
