@@ -297,21 +297,27 @@ def _option_files(page: str, group: str, kind: type[Component]) -> Iterator[tupl
     """A file for each class that a group offers, and one of the keys that all of them have."""
     folder = launch.PAGES / page / "config" / group
     made = {name: dict(_option_keys(variant)) for name, variant in kind.variants.items()}
+    # A loss of pairs has no key of the others.
+    variants = kind.variants.items()
+    apart = {name for name, each in variants if getattr(each(), "compares_pairs", False)}
+    alike = [keys for name, keys in made.items() if name not in apart]
     shared = {
         path: key
         for path, key in made[kind.default].items()
-        if path != "type" and all(path in keys for keys in made.values())
+        if path != "type" and all(path in keys for keys in alike)
     }
     first = Key("type", "shared", "is none: choose another file")
     yield folder / "shared.yaml", _file(f"What every {group} takes.", [first, *shared.values()])
     for name, keys in made.items():
-        own = [k for path, k in keys.items() if path not in shared or shared[path].value != k.value]
+        base = {} if name in apart else shared
+        own = [k for path, k in keys.items() if path not in base or base[path].value != k.value]
         told = kind.variants[name].target.__doc__ or ""
         about = _first(re.split("[,:]? :math:", told.partition("\n\n")[0])[0])
         paper = re.search(r"arXiv:[\d.]+\d", told)
         about += f" ({paper[0]})" if paper and paper[0] not in about else ""
         title = "\n# ".join(textwrap.wrap(" ".join(about.split()), _WIDTH))
-        yield folder / f"{name}.yaml", _file(title, own, "\ndefaults: [shared, _self_]")
+        defaults = "" if name in apart else "\ndefaults: [shared, _self_]"
+        yield folder / f"{name}.yaml", _file(title, own, defaults)
 
 
 def _option_keys(variant: type[Component]) -> Iterator[tuple[str, Key]]:

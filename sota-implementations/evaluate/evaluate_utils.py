@@ -23,7 +23,7 @@ from torchrl_llm._settings import ensure, naming
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import WorkerError
-from torchrl_llm.evaluation import answer_record, evaluate, pass_at_k
+from torchrl_llm.evaluation import answer_record, evaluate, figures_at_k
 from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
 from torchrl_llm.gateway.policy_engine import limits_of
 from torchrl_llm.modules import (
@@ -181,9 +181,10 @@ def figures(records: Sequence[Mapping[str, Any]], further: Sequence[str] = ()) -
         further: names of figures, see :mod:`torchrl_llm.evaluation.figures`.
 
     Returns:
-        ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` for the samples of
-        a prompt, ``reward`` (mean of the valid ones), ``invalid``, ``truncated`` (fractions),
-        ``response_length`` (mean tokens), ``num_prompts``, and the four accuracies of IFEval.
+        ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` and ``majority@k``
+        for 2, 4, ... and all samples of a prompt, ``reward`` (mean of the valid ones), ``invalid``,
+        ``truncated`` (fractions), ``response_length`` (mean tokens), ``num_prompts``, and the four
+        accuracies of IFEval.
         After each figure that is an estimate, the ends of its 95 % confidence interval
         (``accuracy_low``, ``accuracy_high``): Wilson's, or a bootstrap over prompts.
     """
@@ -192,11 +193,9 @@ def figures(records: Sequence[Mapping[str, Any]], further: Sequence[str] = ()) -
         prompts[record["prompt"]].append(record)
     groups = list(prompts.values())
     right = [[bool(r["success"] and r["valid"]) for r in group] for group in groups]
-    samples = min(map(len, groups))
     result = _bounded("accuracy", right, _of_flags)
-    if samples > 1:
-        chances = [pass_at_k(sum(each), len(each), samples) for each in right]
-        result |= _bounded(f"pass@{samples}", [[chance] for chance in chances], _of_shares)
+    for name, values in figures_at_k(groups).items():
+        result |= _bounded(name, [[value] for value in values], _of_shares)
     rewards = [[r["reward"] for r in group if r["valid"]] for group in groups]
     result |= _bounded("reward", rewards, _bootstrap)
     result |= {

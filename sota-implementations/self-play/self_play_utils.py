@@ -45,8 +45,8 @@ from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers import (
     BatchSource,
-    EvalConfig,
     LoggingConfig,
+    SampledEvalConfig,
     make_optimizer,
     make_scheduler,
     rollout_metrics,
@@ -100,7 +100,7 @@ class SelfPlayConfig(GRPOConfig):
     loss: LossConfig = own(entropy_coeff=0.03)  # who is sure too early learns one opponent by heart
     optimizer: OptimizerConfig = own(lr=4e-4, scheduler="linear", warmup_steps=5)
     logging: LoggingConfig = own(experiment_name="self-play")
-    eval: EvalConfig = own(num_prompts=1024, interval=20, batch_size=256)
+    eval: SampledEvalConfig = own(num_prompts=1024, interval=20, batch_size=256)
 
     def __post_init__(self) -> None:
         super().__post_init__()

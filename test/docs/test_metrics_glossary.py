@@ -41,6 +41,7 @@ PARTS = {
     "passive": ("O",),
     "name": ("reward",),
     "returned": ("right",),
+    "k": ("2",),
 }
 STEP = ["train.max_steps=1", "eval.num_prompts=8", "logging.progress=false"]
 RUNS = {
@@ -53,7 +54,7 @@ RUNS = {
         "curriculum.order=band",
         "reward.components.length={longest: 3, unit: characters, cushion: 2, weight: 0.1}",
     ],
-    "expert-iteration/expert-iteration.py": ["train.prompts_per_batch=4"],
+    "expert-iteration/expert-iteration.py": ["train.prompts_per_batch=4", "eval.repeats=2"],
     "self-play/self-play.py": [
         "agents.imitate_steps=0",
         "agents.shared=true",

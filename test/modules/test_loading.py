@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import threading
@@ -15,7 +14,7 @@ from transformers.utils import logging
 
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
-from torchrl_llm.modules.model_loading import context_length, empty_model, end_token_ids
+from torchrl_llm.modules.model_loading import empty_model, end_token_ids
 from torchrl_llm.trainers import save_pretrained
 
 
@@ -60,17 +59,6 @@ def test_layers_that_there_are_not_are_refused_by_their_key(folder, names):
     pytest.importorskip("peft", reason='needs peft: pip install -e ".[test]"')
     with pytest.raises(ConfigError, match=r"lora\.target_modules: .*(nope|'v_prj'; .* v_proj)"):
         load_model(folder, lora={"target_modules": names})
-
-
-@pytest.mark.parametrize("has_tokenizer", [False, True])
-def test_a_folder_of_an_adapter_says_of_which_model(tmp_path, make_tokenizer, has_tokenizer):
-    about = {"peft_type": "LORA", "base_model_name_or_path": "Qwen/Qwen2.5-0.5B"}
-    (tmp_path / "adapter_config.json").write_text(json.dumps(about))
-    if has_tokenizer:
-        make_tokenizer().save_pretrained(tmp_path)
-    for load in (load_tokenizer, load_model, context_length, empty_model):
-        with pytest.raises(ConfigError, match=r"an adapter of Qwen/Qwen2\.5-0\.5B: merge"):
-            load(tmp_path)
 
 
 def test_what_is_not_there_is_named(tmp_path):

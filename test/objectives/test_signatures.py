@@ -38,6 +38,8 @@ def test_the_shared_arguments_are_listed_once_and_each_of_them_is_taken():
 def test_a_signature_hides_no_argument(kind):
     shared = {"losses": PolicyLossSettings, "advantages": CreditOptions}[kind].__annotations__
     for name in names(kind):
+        if kind == "losses" and not issubclass(find(kind, name), PolicyGradientLoss):
+            continue  # a loss of pairs
         found = inspect.signature(find(kind, name)).parameters
         assert found.keys() >= shared.keys(), name
         assert not any(p.kind is p.VAR_KEYWORD for p in found.values()), name

@@ -186,6 +186,7 @@ def test_canonical_solutions_of_real_problems_are_right(
 def record(prompt, success, valid=True, reward=None, **more):
     reward = float(success) if reward is None else reward
     facts = {"prompt": prompt, "success": success, "valid": valid, "cut": False, "length": 3}
+    facts["text"] = f"#### {int(success)}"
     return {**facts, "reward": reward if valid else None, **more}
 
 

@@ -132,12 +132,17 @@ def test_any_loss_goes_with_any_rule_of_credit_and_the_critic_s_with_each_other(
     for loss in LossConfig.variants:
         for advantage in AdvantageConfig.variants:
             values = {"loss": {"type": loss}, "advantage": {"type": advantage}}
+            if loss == "online_dpo" and advantage != "best_worst":
+                with pytest.raises(ConfigError, match="choose advantage=best_worst"):
+                    load_config(values)
+                continue
             if (loss == "ppo") != (advantage == "gae"):
                 with pytest.raises(ConfigError, match=f"loss={loss} does not go with advantage="):
                     load_config(values)
                 continue
             config = load_config(values)
-            assert config.build_loss(Actor()).masking_strategy == "rlhf"
+            built = config.build_loss(Actor())
+            assert loss == "online_dpo" or built.masking_strategy == "rlhf"
             group = config.env.repeats if config.advantage.compares_group else 1
             assert config.build_credit().group_size == group
 

@@ -68,7 +68,7 @@ MEANT = {
     "sync_ref_model": "--help",
     "do_train": "--help",
     # what evaluation does is no key of training
-    "eval.temperature": "eval has interval",
+    "eval.top_p": "eval has interval",
     "eval_n_samples_per_prompt": "--help",
     "eval.num_examples": "eval has interval",
     "actor_rollout_ref.rollout.val_kwargs.n": "--help",
@@ -117,7 +117,7 @@ REFUSED = {
     "loss=DAPO": r"did you mean 'dapo'\?",
     "loss=reinforce++": r"did you mean 'reinforce_plus_plus'\?",
     "env=gsmk8": r"did you mean 'gsm8k'\?.*env.dataset=module:class",
-    "advantage=banana": "There are batch, constant",
+    "advantage=banana": "There are batch, best_worst, constant",
     "loss=grpo,gsop": r"did you mean 'gspo'\?",
     "model=Qwen/Qwen3-0.6B": "'model' is a group of keys, model.name",
     "loss.type=gspo": "choose it with its settings, loss=gspo",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from torchrl_llm._run_log import show
-from torchrl_llm._settings import Group
+from torchrl_llm._settings import Group, ensure
 from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 class Options(Group):
     """Write conversations that were sampled as JSON lines.
 
-    These are what torchrl-llm train sft data=FILE reads; those without a valid reward are left out.
+    These are what torchrl-llm train sft data=FILE reads, and with --pairs what torchrl-llm train
+    dpo reads; those without a valid reward are left out.
 
     Attributes:
         source: folder of a run that kept rollouts (logging.rollouts=all), or of an evaluation; or
@@ -33,6 +34,8 @@ class Options(Group):
         trust: import tools that the run's config.yaml names, where its rollouts do not describe
             them (those of an earlier version).
         cut: keep those with an answer that a length limit cut.
+        pairs: write a better and a worse answer to each prompt instead: the best and the worst, or
+            every two with different rewards.
     """
 
     source: Annotated[str, Word("RUN")]
@@ -42,6 +45,16 @@ class Options(Group):
     duplicates: bool = False
     trust: bool = False
     cut: bool = False
+    pairs: Annotated[str | None, ("best-worst", "all")] = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("min_reward", "best_of_group") if self.pairs else ():
+            ensure(
+                getattr(self, name) is None,
+                f"--{name.replace('_', '-')} has no effect with --pairs, which compares all "
+                "answers to a prompt",
+            )
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -56,25 +69,33 @@ def main(arguments: Sequence[str]) -> int:
     given = parse(Options, "export", arguments)
 
     from torchrl_llm.data.chat_export import ChatFilter, read_chats, write_chats
+    from torchrl_llm.data.pair_export import PairFilter
 
     wanted = ChatFilter(
         min_reward=given.min_reward,
         best_of_group=given.best_of_group,
-        duplicates=given.duplicates,
+        duplicates=given.duplicates or given.pairs is not None,  # equal answers may have rivals
         only_whole=not given.cut,
     )
-    chats = _with_tools(read_chats(given.source), given.source, given.trust)
+    chats = wanted(_with_tools(read_chats(given.source), given.source, given.trust))
+    pairs = None
+    if given.pairs is not None:
+        pairs = PairFilter(which=given.pairs, duplicates=given.duplicates)
     try:
-        number = write_chats(wanted(chats), given.output)
+        number = write_chats(chats if pairs is None else pairs(chats), given.output)
     except OSError as error:
         raise ConfigError(f"{given.output} cannot be written: {error}") from error
     finally:
-        left_out = {k: n for k, n in wanted.counts.items() if k not in ("read", "written") and n}
+        counts = wanted.counts if pairs is None else {**wanted.counts, **pairs.counts}
+        left_out = {k: n for k, n in counts.items() if n and k not in ("read", "written", "groups")}
         reasons = ", ".join(f"{n:,} {reason}" for reason, n in left_out.items())
         if wanted.counts["read"]:
             told = f"; left out: {reasons}" if reasons else ""
             sys.stderr.write(f"{wanted.counts['read']:,} conversations read{told}\n")
-    show(f"wrote {number:,} conversations to {given.output}")
+    what = "conversations"
+    if pairs is not None:
+        what = f"pairs of {pairs.counts['groups']:,} groups"
+    show(f"wrote {number:,} {what} to {given.output}")
     return 0
 
 

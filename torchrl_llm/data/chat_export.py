@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 from tensordict import TensorDict
 
@@ -204,11 +204,18 @@ class ChatFilter:
         return kept
 
 
-def write_chats(chats: Iterable[SampledChat], path: str | Path) -> int:
+class Written(Protocol):
+    """What is written as a line."""
+
+    def row(self) -> dict[str, Any]:
+        """Its columns, of JSON's values."""
+
+
+def write_chats(chats: Iterable[Written], path: str | Path) -> int:
     """Write conversations as JSON lines, all of them or nothing.
 
     Args:
-        chats: to be written.
+        chats: to be written; or pairs of them (:mod:`torchrl_llm.data.pair_export`).
         path: of the file.
 
     Returns:
@@ -229,7 +236,7 @@ def write_chats(chats: Iterable[SampledChat], path: str | Path) -> int:
     return number
 
 
-def _line(chat: SampledChat, number: int) -> bytes:
+def _line(chat: Written, number: int) -> bytes:
     try:
         text = json.dumps(chat.row(), ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:

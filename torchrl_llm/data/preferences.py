@@ -157,7 +157,7 @@ class PreferenceColumns(NamedTuple):
             raise DataError("one of the two answers is a whole conversation, the other is not")
         prompt = self._prompt(row)
         if whole == {True}:
-            shared = _shared(said)
+            shared = shared_messages(said)
             _check_prompt(prompt, said[0][:shared])
             prompt, said = said[0][:shared], [messages[shared:] for messages in said]
         if not prompt:
@@ -232,18 +232,22 @@ def _dialogue(text: str) -> list[dict[str, Any]] | None:
     return messages[:-1] if messages[-1] == {"role": "assistant", "content": ""} else messages
 
 
-def _shared(conversations: Sequence[Sequence[Any]]) -> int:
-    """How many messages they begin with in common, before the last turn of the assistant."""
+def shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
+    """How many messages they begin with in common, before the last turn of the assistant.
+
+    Args:
+        conversations: whole ones, each a list of messages.
+    """
     shared = 0
     for at, messages in enumerate(zip(*conversations, strict=False)):
         if any(message != messages[0] for message in messages[1:]):
             break
         shared = at + 1
-    first = conversations[0]
     while shared and (
-        shared == min(map(len, conversations)) or first[shared - 1]["role"] == "tool"
+        shared == min(map(len, conversations))
+        or any(each[shared]["role"] == "tool" for each in conversations)
     ):
-        shared -= 1  # the same answer twice, or one that has it as its beginning
+        shared -= 1  # the same answer twice, one that begins with it, or what a call brought
     return shared
 
 

@@ -58,6 +58,8 @@ class Evaluation:
         num_prompts: how many prompts were answered; fewer than were wanted where the data has no
             more.
         shares: of the bool keys that were asked for, the fraction of the turns in which they hold.
+        at_k: of several samples a prompt, what :func:`~torchrl_llm.evaluation.figures_at_k` gives,
+            means over prompts.
         conversations: the first few, as text.
     """
 
@@ -70,13 +72,14 @@ class Evaluation:
     truncated: float
     num_prompts: int
     shares: Mapping[str, float] = field(default_factory=dict)
+    at_k: Mapping[str, float] = field(default_factory=dict)
     conversations: tuple[str, ...] = field(default=(), repr=False)
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
         names = "accuracy reward reward_std success invalid response_length truncated num_prompts"
         own = {f"eval/{name}": getattr(self, name) for name in names.split()}
-        return own | {f"eval/{name}": share for name, share in self.shares.items()}
+        return own | {f"eval/{name}": v for name, v in {**self.shares, **self.at_k}.items()}
 
 
 @checked

@@ -11,6 +11,7 @@ from torchrl_llm.data.views import (
     Text as Text,
     Tokens as Tokens,
 )
+from torchrl_llm.modules.continued_adapter import base_of as base_of, find_adapter as find_adapter
 from torchrl_llm.modules.backends import (
     Answer as Answer,
     Backend as Backend,
@@ -47,6 +48,9 @@ from torchrl_llm.modules.policies import (
     TransformersWrapper as TransformersWrapper,
     vLLMWrapper as vLLMWrapper,
 )
-from torchrl_llm.modules.reference import AdapterDisabled as AdapterDisabled
+from torchrl_llm.modules.reference import (
+    AdapterAsLoaded as AdapterAsLoaded,
+    AdapterDisabled as AdapterDisabled,
+)
 from torchrl_llm.modules.remote import EnginePool as EnginePool, LoadBalancer as LoadBalancer
 from torchrl_llm.modules.reward_model import HFRewardModelWrapper as HFRewardModelWrapper

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
@@ -23,6 +22,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, DamagedCheckpointError
+from torchrl_llm.modules.continued_adapter import base_of, find_adapter, has_tokenizer
 from torchrl_llm.modules.weight_files import PICKLED_NAME, WeightFolder
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
@@ -40,20 +40,24 @@ def load_model(
     """A Hugging Face causal language model, in eval mode.
 
     Args:
-        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
+        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model. Of a LoRA
+            adapter that PEFT wrote, its base model is loaded too: with ``lora`` the adapter goes on
+            training, without it is merged into the weights.
         dtype: of the weights, ``"bfloat16"`` or ``torch.bfloat16``. Float32 by default: low
             precision belongs to autocast, over float32 weights.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flex_attention"`` or
             ``"flash_attention_2"``; by default that of the model.
         lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
-            ``target_modules``, ...), to train adapters instead of the weights.
+            ``target_modules``, ...), to train adapters instead of the weights. With an adapter to
+            go on with they are the adapter's own: ``{}``, or any of them again.
         gradient_checkpointing: keep no activations of the layers in training, compute them again.
         device: where to put it; the CPU by default.
 
     Raises:
-        ConfigError: when there is no such model, for an unknown dtype or LoRA argument, or for an
-            attention whose package is not installed.
-        MissingExtraError: for ``lora`` without peft.
+        ConfigError: when there is no such model, for an unknown dtype or LoRA argument, for an
+            attention whose package is not installed, or for an adapter without its base, of other
+            layers, or with other arguments than ``lora``.
+        MissingExtraError: for ``lora`` or an adapter without peft.
 
     Example:
         >>> load_model().dtype
@@ -62,16 +66,16 @@ def load_model(
     options: dict[str, Any] = {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    weights = None
-    if name_or_path is not None and (Path(name_or_path) / "config.json").is_file():
+    adapter, base, weights = find_adapter(name_or_path), base_of(name_or_path), None
+    if base is not None and (Path(base) / "config.json").is_file():
         try:
-            weights = WeightFolder(name_or_path)  # transformers passes over much, and says less
+            weights = WeightFolder(base)  # transformers passes over much, and says less
         except DamagedCheckpointError as error:
             raise ConfigError(
-                f"{str(name_or_path)!r} holds no model that can be loaded: {error}"
+                f"{str(base)!r} holds no model that can be loaded: {error}"
             ) from error
     if weights is not None and weights.form == PICKLED_NAME:
-        model = _load_state(Path(name_or_path), weights, options)
+        model = _load_state(Path(base), weights, options)
     else:
         model = _load(AutoModelForCausalLM, "model", name_or_path, options)
     return _ready(model, lora, gradient_checkpointing, device)
@@ -156,7 +160,9 @@ def _ready(
     if gradient_checkpointing:
         # The reentrant form loses gradients where the input needs none, as under LoRA.
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if lora is not None:
+    if adapter is not None:
+        model = adapter.attach(model, lora)
+    elif lora is not None:
         model = _with_lora(model, lora)
     return model.eval()
 
@@ -169,7 +175,8 @@ def empty_model(
 ) -> nn.Module:
     """A model's layers without their numbers, on torch's ``meta`` device: for counting.
 
-    Only the configuration is read, so that a folder with ``config.json`` alone will do.
+    Only the configuration is read, so that a folder with ``config.json`` alone will do. Of an
+    adapter that is the base model, with an adapter of that form where ``lora`` is given.
 
     Args:
         name_or_path: as of :func:`load_model`.
@@ -193,6 +200,9 @@ def empty_model(
             raise ConfigError(
                 f"{str(name_or_path)!r} is no causal language model: {_first_line(error)}"
             ) from error
+        adapter = find_adapter(name_or_path)
+        if adapter is not None and lora is not None:
+            lora = adapter.form(lora)
         return model if lora is None else _with_lora(model, lora)
 
 
@@ -200,7 +210,8 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
     """A fast tokenizer.
 
     Args:
-        name_or_path: a name on the hub or a folder; ``None`` for that of the embedded model.
+        name_or_path: a name on the hub or a folder; ``None`` for that of the embedded model. An
+            adapter without one has that of its base.
 
     Raises:
         ConfigError: when there is no such tokenizer.
@@ -209,8 +220,10 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         >>> load_tokenizer().is_fast
         True
     """
+    adapter = find_adapter(name_or_path)
+    if adapter is not None and not has_tokenizer(adapter, _TOKENIZER_FILES):
+        name_or_path = adapter.base
     folder = None if name_or_path is None else Path(name_or_path)
-    _refuse_adapter(folder)
     # transformers makes an empty tokenizer of some models without a file of one.
     if folder and folder.is_dir() and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
@@ -308,7 +321,7 @@ def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> t
         ConfigError: when there is no such model.
     """
     config = _load(AutoConfig, "model", name_or_path, {})
-    path = embedded_model_path() if name_or_path is None else name_or_path
+    path = embedded_model_path() if name_or_path is None else base_of(name_or_path)
     return known_eos(tokenizer, config, _generation_config(path))
 
 
@@ -335,7 +348,15 @@ def _load(
     loader: Any, kind: str, name_or_path: str | PathLike[str] | None, options: dict[str, Any]
 ) -> Any:
     name_or_path = embedded_model_path() if name_or_path is None else name_or_path
-    _refuse_adapter(Path(name_or_path))
+    adapter = find_adapter(name_or_path) if kind == "model" else None
+    if adapter is not None:
+        try:
+            return _load(loader, kind, adapter.base, options)
+        except ConfigError as error:
+            raise ConfigError(
+                f"the base of the adapter {adapter.name!r} is missing: {error}; write where it is "
+                "into adapter_config.json, as base_model_name_or_path"
+            ) from error
     try:
         with no_weight_bars():
             return loader.from_pretrained(name_or_path, trust_remote_code=False, **options)
@@ -363,21 +384,6 @@ def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | 
             f"the generation_config.json of {str(name_or_path)!r} cannot be read: "
             f"{_first_line(error)}"
         ) from error
-
-
-def _refuse_adapter(folder: Path | None) -> None:
-    file = folder / "adapter_config.json" if folder else None
-    if file is None or not file.is_file() or (folder / "config.json").is_file():
-        return
-    try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
-        base = None
-    raise ConfigError(
-        f"{str(folder)!r} is no model but an adapter of {base or 'a model that it does not name'}: "
-        "merge the two (peft's merge_and_unload, then save_pretrained of model and tokenizer) and "
-        "name that folder, or name the model alone"
-    )
 
 
 def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) -> nn.Module:

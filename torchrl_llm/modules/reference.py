@@ -1,9 +1,11 @@
-"""Reference policy without a second model: the policy itself with its adapters switched off."""
+"""Reference policies without a second model: the policy itself, its adapters off or as loaded."""
 
 from __future__ import annotations
 
+import abc
+import copy
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -15,8 +17,61 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
 
+_REFERENCE = "reference"
 
-class AdapterDisabled(TokenScorer):
+
+class _SwitchedAdapter(TokenScorer):
+    """Scores tokens with a PEFT policy, its adapters in another state meanwhile."""
+
+    def __init__(self, policy: TokenScorer) -> None:
+        self.policy = policy
+        backend = policy.backend if isinstance(policy, LLMWrapperBase) else policy
+        self._backend = backend if isinstance(backend, Backend) else None
+        self._model = _peft_model(policy, self._backend)
+
+    @abc.abstractmethod
+    def _switch(self) -> AbstractContextManager[Any]:
+        """Bring the adapters into that state, until the end of the context."""
+
+    def token_scores(
+        self,
+        sequences: Sequence[Tensor],
+        select: Sequence[Tensor],
+        *,
+        temperature: float | Tensor = 1.0,
+        entropy: bool = False,
+        extras: ScoreExtras | None = None,
+    ) -> TokenScores:
+        """See :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`; never differentiable.
+
+        Raises:
+            ConfigError: while adapters are merged into the base weights.
+        """
+        with self._switched(), torch.no_grad():
+            return self.policy.token_scores(
+                sequences, select, temperature=temperature, entropy=entropy, extras=extras
+            )
+
+    @contextmanager
+    def _switched(self) -> Iterator[None]:
+        alone = nullcontext() if self._backend is None else self._backend.exclusive()
+        with alone:
+            if any(getattr(layer, "merged", False) for layer in self._model.modules()):
+                raise ConfigError(
+                    "adapters are merged into the base weights, so the reference is not there; "
+                    "unmerge them before scoring with it"
+                )
+            # PEFT freezes what it switches off and makes all of it trainable when it comes back.
+            before = [(p, p.requires_grad) for p in self._model.parameters()]
+            try:
+                with self._switch():
+                    yield
+            finally:
+                for parameter, trains in before:
+                    parameter.requires_grad_(trains)
+
+
+class AdapterDisabled(_SwitchedAdapter):
     """Scores tokens with a PEFT policy whose adapters are off: the base model, at no memory.
 
     For a policy that trains LoRA adapters the base weights are what training started from, so that
@@ -45,48 +100,63 @@ class AdapterDisabled(TokenScorer):
         True
     """
 
+    def _switch(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._model.disable_adapter()
+        return context
+
+
+class AdapterAsLoaded(_SwitchedAdapter):
+    """Scores tokens with a PEFT policy and the adapter that it has now, whatever it learns later.
+
+    For a policy that goes on training an adapter: it began as that adapter on its base, and so does
+    the reference. A frozen copy of the adapter, without dropout, joins the model under the name
+    ``reference``; it is active while it scores, is not trained, and is in no checkpoint. Otherwise
+    as :class:`AdapterDisabled`.
+
+    Args:
+        policy: as there. A second reference of the same model shares the copy of the first.
+
+    Raises:
+        ConfigError: as there.
+        MissingExtraError: without peft.
+
+    Example:
+        >>> from torchrl_llm.modules import TransformersBackend, load_model
+        >>> policy = TransformersBackend(load_model(lora={"target_modules": "all-linear"}))
+        >>> reference = AdapterAsLoaded(policy)
+        >>> ids, select = [torch.tensor([3, 4])], [torch.tensor([False, True])]
+        >>> before = policy.token_scores(ids, select).log_probs.detach()
+        >>> for name, weight in policy.module.named_parameters():
+        ...     if "lora_B.default" in name:
+        ...         _ = nn.init.normal_(weight)
+        >>> torch.equal(reference.token_scores(ids, select).log_probs, before)
+        True
+    """
+
     def __init__(self, policy: TokenScorer) -> None:
-        self.policy = policy
-        backend = policy.backend if isinstance(policy, LLMWrapperBase) else policy
-        self._backend = backend if isinstance(backend, Backend) else None
-        self._model = _peft_model(policy, self._backend)
-
-    def token_scores(
-        self,
-        sequences: Sequence[Tensor],
-        select: Sequence[Tensor],
-        *,
-        temperature: float | Tensor = 1.0,
-        entropy: bool = False,
-        extras: ScoreExtras | None = None,
-    ) -> TokenScores:
-        """See :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`; never differentiable.
-
-        Raises:
-            ConfigError: while adapters are merged into the base weights.
-        """
-        with self._switched_off(), torch.no_grad():
-            return self.policy.token_scores(
-                sequences, select, temperature=temperature, entropy=entropy, extras=extras
-            )
+        super().__init__(policy)
+        self._active = self._model.active_adapter
+        if _REFERENCE in self._model.peft_config:
+            return
+        peft = require("peft", extra="peft", feature="AdapterAsLoaded")
+        config = copy.deepcopy(self._model.peft_config[self._active])
+        config.inference_mode, config.lora_dropout = True, 0.0
+        trains = {name for name, p in self._model.named_parameters() if p.requires_grad}
+        with torch.random.fork_rng():  # PEFT draws weights, which the copy replaces
+            self._model.add_adapter(_REFERENCE, config)
+        state = peft.get_peft_model_state_dict(self._model, adapter_name=self._active)
+        peft.set_peft_model_state_dict(self._model, state, adapter_name=_REFERENCE)
+        self._model.set_adapter(self._active)
+        for name, parameter in self._model.named_parameters():
+            parameter.requires_grad_(name in trains)
 
     @contextmanager
-    def _switched_off(self) -> Iterator[None]:
-        alone = nullcontext() if self._backend is None else self._backend.exclusive()
-        with alone:
-            if any(getattr(layer, "merged", False) for layer in self._model.modules()):
-                raise ConfigError(
-                    "adapters are merged into the base weights, so the reference is not there; "
-                    "unmerge them before scoring with it"
-                )
-            # PEFT freezes what it switches off and makes all of it trainable when it comes back.
-            before = [(p, p.requires_grad) for p in self._model.parameters()]
-            try:
-                with self._model.disable_adapter():
-                    yield
-            finally:
-                for parameter, trains in before:
-                    parameter.requires_grad_(trains)
+    def _switch(self) -> Iterator[None]:
+        self._model.set_adapter(_REFERENCE)
+        try:
+            yield
+        finally:
+            self._model.set_adapter(self._active)
 
 
 def _peft_model(policy: TokenScorer, backend: Backend | None) -> Any:

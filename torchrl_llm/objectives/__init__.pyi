@@ -18,6 +18,7 @@ from torchrl_llm.objectives.cpo import (
 )
 from torchrl_llm.objectives.credit import (
     BatchNormalizedReturn as BatchNormalizedReturn,
+    BestWorst as BestWorst,
     ConstantCredit as ConstantCredit,
     CreditAssigner as CreditAssigner,
     EpisodicReturn as EpisodicReturn,
@@ -56,6 +57,7 @@ from torchrl_llm.objectives.on_policy_distillation import (
     OnPolicyDistillationLoss as OnPolicyDistillationLoss,
     OnPolicyDistillationLossOutput as OnPolicyDistillationLossOutput,
 )
+from torchrl_llm.objectives.online_dpo import OnlineDPOLoss as OnlineDPOLoss
 from torchrl_llm.objectives.policy_loss import (
     PolicyGradientLoss as PolicyGradientLoss,
     PolicyLossOutput as PolicyLossOutput,

@@ -124,7 +124,7 @@ class AnswerLoss(TokenLoss):
         """See :meth:`TokenLoss.check`."""
         self.numbers(tensordict, self.tensor_keys.is_chosen, "it says which answer is the good one")
         if self.needs_reference:
-            self._reference(tensordict)
+            self._reference(tensordict, rows)
 
     def numbers(self, tensordict: Any, key: NestedKey, advice: str) -> Tensor:
         """A column with one finite number a row.
@@ -172,7 +172,7 @@ class AnswerLoss(TokenLoss):
             )
         return sides[0], sides[1]
 
-    def _reference(self, tensordict: Any) -> Tensor:
+    def _reference(self, tensordict: Any, rows: TokenRows) -> Tensor:
         advice = "answer_log_probs(reference, ...) computes it"
         return self.numbers(tensordict, self.tensor_keys.ref_log_prob, advice)
 
@@ -187,7 +187,9 @@ class AnswerLoss(TokenLoss):
         device, size = log_probs_N.device, len(rows.counts)
         sums = sequence_log_ratio(log_probs_N, sent(rows.row, device), size)
         lengths = sent(torch.tensor(rows.counts), device).to(sums.dtype)
-        reference = sent(self._reference(tensordict), device) if self.needs_reference else None
+        reference = (
+            sent(self._reference(tensordict, rows), device) if self.needs_reference else None
+        )
         return Answers(sums, lengths, reference)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:

@@ -83,7 +83,8 @@ def read_by_the_loss(
         reference: of a divergence.
     """
     budget = config.train.micro_token_budget
-    if config.train.kl_to_ref_coeff and not config.reward.kl_coeff:  # which has scored them already
+    reads = config.train.kl_to_ref_coeff or config.loss.compares_pairs
+    if reads and not config.reward.kl_coeff:  # which has scored them already
         yield RetrieveLogProb(reference, token_budget=budget)
     if config.stores_proximal:
         yield RetrieveLogProb(

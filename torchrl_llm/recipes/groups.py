@@ -20,6 +20,7 @@ from torchrl_llm.collectors.staleness import StalenessRule
 from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.data.row_files import Row, load_rows
 from torchrl_llm.modules.backends import SamplingParams
+from torchrl_llm.modules.continued_adapter import find_adapter
 from torchrl_llm.recipes.data_config import ReadsOnce
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
 from torchrl_llm.trainers.optim import check_optimizer, check_schedule
@@ -243,14 +244,16 @@ class LoraConfig(Group, key="train_model.lora"):
         r: rank.
         alpha: scale, applied as ``alpha / r``.
         dropout: on the adapters' input.
-        target_modules: names of the linear layers; ``None`` for all but the head.
+        target_modules: names of the linear layers, or a regular expression of whole names; ``None``
+            for all but the head. With a ``model.name`` that is an adapter this, ``r`` and
+            ``alpha`` are the adapter's own.
     """
 
     enabled: bool = False
     r: Count = 8
     alpha: int = 16
     dropout: float = 0.0
-    target_modules: list[str] | None = None
+    target_modules: list[str] | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -270,6 +273,28 @@ class LoraConfig(Group, key="train_model.lora"):
             "lora_dropout": self.dropout,
             "target_modules": self.target_modules or "all-linear",
         }
+
+    def settle(self, model: ModelNameConfig) -> None:
+        """Take over the form of an adapter that goes on training.
+
+        Args:
+            model: what is trained.
+
+        Raises:
+            ConfigError: a key contradicts it.
+        """
+        with naming("model.name"):
+            adapter = find_adapter(model.name) if self.enabled else None
+        if adapter is None:
+            return
+        for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("target_modules",) * 2):
+            wanted, there = getattr(self, name), adapter.config.get(key)
+            ensure(
+                wanted == getattr(LoraConfig, name) or not adapter.changed({key: wanted}),
+                f"train_model.lora.{name}={wanted} contradicts model.name={model.name}, an adapter "
+                f"with {there}: leave the key out, or begin another on model.name={adapter.base}",
+            )
+            setattr(self, name, sorted(there) if isinstance(there, list) else there)
 
 
 class TrainModelConfig(Group, key="train_model"):
@@ -339,7 +364,8 @@ class RefModelConfig(Group, key="ref_model"):
 
     Attributes:
         name: folder or hub name; ``None`` for the policy as it was before training. With LoRA that
-            is the policy with its adapters off, and no second model.
+            is the policy with its adapters off, or with the adapter as ``model.name`` has it, and
+            no second model.
         num_devices: GPUs for it alone: 0 puts it on the policy's, 1 on the GPU after the policy's.
     """
 

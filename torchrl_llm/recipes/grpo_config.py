@@ -10,7 +10,7 @@ import torch
 
 from torchrl_llm._settings import ensure, naming, own
 from torchrl_llm.data.scoring import TokenScorer, TokenScores
-from torchrl_llm.objectives import CreditAssigner, PolicyGradientLoss
+from torchrl_llm.objectives import CreditAssigner, PairLoss, PolicyGradientLoss
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes import objective_groups as objective
 from torchrl_llm.recipes.agent_group import AgentConfig
@@ -58,9 +58,10 @@ class GRPOGroups(SampledConfig):
     @property
     def needs_reference(self) -> bool:
         """Whether anything reads the log-probs of the reference policy."""
-        return self.train.kl_to_ref_coeff > 0 or self.reward.kl_coeff > 0
+        kl = self.train.kl_to_ref_coeff > 0 or self.reward.kl_coeff > 0
+        return kl or self.loss.compares_pairs
 
-    def build_loss(self, actor: TokenScorer) -> PolicyGradientLoss:
+    def build_loss(self, actor: TokenScorer) -> PolicyGradientLoss | PairLoss:
         """The configured loss over the sampled tokens of every turn.
 
         Args:
@@ -69,6 +70,8 @@ class GRPOGroups(SampledConfig):
         Raises:
             ConfigError: arguments of the loss that are impossible or without effect.
         """
+        if self.loss.compares_pairs:
+            return self.loss.build(actor)
         given: dict[str, Any] = {
             "masking_strategy": "rlhf",
             "kl_to_ref_coeff": self.train.kl_to_ref_coeff or None,
@@ -111,7 +114,8 @@ class GRPOGroups(SampledConfig):
             )
         ensure(
             self.ref_model == groups.RefModelConfig() or self.needs_reference,
-            "ref_model has no effect without train.kl_to_ref_coeff or reward.kl_coeff above 0",
+            "ref_model has no effect without train.kl_to_ref_coeff or reward.kl_coeff above 0, or "
+            "a loss of pairs",
         )
         ensure(
             self.ref_model.num_devices == 0
@@ -131,7 +135,13 @@ class GRPOGroups(SampledConfig):
             f"env.repeats must be at least {2 * players} for advantage={self.advantage.type}, "
             f"which compares the responses to one prompt; got {group}",
         )
+        ensure(
+            players == 1 or self.eval.repeats == 1,
+            f"eval.repeats={self.eval.repeats} does not go with env.dataset={self.env.dataset}, "
+            f"whose {players} players share an episode",
+        )
         self._check_credit()
+        self._check_pairs()
         cache, longest = self.reward.overlong_cache, self.inference_model.max_tokens
         ensure(
             cache is None or cache < longest,
@@ -197,6 +207,49 @@ class GRPOGroups(SampledConfig):
             or (type_ == "batch" and not self.advantage.compares_group),
             f"reward.kl_reduction=token is the same as sum with advantage={type_}, which adds up "
             "the rewards of a response",
+        )
+
+    def _check_pairs(self) -> None:
+        """A loss of pairs needs both answers of each, whole and in one update."""
+        loss, train, filter_ = self.loss, self.train, self.filter
+        which = f"advantage={self.advantage.type}"
+        ensure(
+            not self.advantage.makes_pairs or filter_.zero_variance == "keep",
+            f"filter.zero_variance has no effect with {which}, which trains two answers of each "
+            "group, and groups without a difference not at all",
+        )
+        if not loss.compares_pairs:
+            return
+        which = f"with loss={loss.type}"
+        ensure(
+            self.advantage.makes_pairs,
+            f"loss={loss.type} compares the best and the worst answer of a group: choose "
+            f"advantage=best_worst, got {self.advantage.type}",
+        )
+        ensure(
+            not train.kl_to_ref_coeff,
+            f"train.kl_to_ref_coeff has no effect {which}: loss.beta holds the policy to its "
+            "reference",
+        )
+        ensure(not self.correction.enabled, f"correction has no effect {which}")
+        options = self.advantage.options
+        ensure(
+            not options["positive_only"] and options["keep_zero_advantage"],
+            f"advantage.positive_only and keep_zero_advantage have no effect {which}, which reads "
+            "no advantages",
+        )
+        parts = "which may leave one answer of a pair without the other"
+        ensure(
+            train.optim_batch_size is None,
+            f"train.optim_batch_size does not go {which}, {parts}: leave it out",
+        )
+        stale = getattr(train, "on_stale", None)  # of collectors that run during training
+        for key, value in (("filter.truncated", filter_.truncated), ("train.on_stale", stale)):
+            ensure(value != "mask", f"{key}=mask does not go {which}, {parts}: choose drop")
+        ensure(
+            not self.inference_model.arguments["record_support"],
+            f"inference_model.top_p, top_k and min_p do not go {which}, which compares log-probs "
+            "over the whole vocabulary",
         )
 
 

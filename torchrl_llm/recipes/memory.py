@@ -379,7 +379,10 @@ def _states(counts: _Counts) -> int | None:
 def _reference(counts: _Counts) -> MemoryPart:
     config = counts.config
     if config.train_model.lora.enabled and config.ref_model.name is None:
-        return MemoryPart("reference model", 0, "train", "the policy with its adapters off")
+        if modules.find_adapter(config.model.name) is None:
+            return MemoryPart("reference model", 0, "train", "the policy with its adapters off")
+        size, how = tensor_bytes(trained(counts.model)), "a copy of the adapter on the policy"
+        return MemoryPart("reference model", size, "train", how)
     name = config.ref_model.name or config.model.name
     with naming("ref_model.name"):
         model = modules.empty_model(name, dtype=config.train_model.dtype)

@@ -12,8 +12,8 @@ from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._registry import absolute_path, find
 from torchrl_llm._settings import Count, Group, ensure, naming, own
 from torchrl_llm.data.scoring import TokenScorer
-from torchrl_llm.objectives import Correction, SFTLoss
-from torchrl_llm.objectives.credit import ComparingCredit, GAEAdvantage
+from torchrl_llm.objectives import Correction, PairLoss, SFTLoss
+from torchrl_llm.objectives.credit import BestWorst, ComparingCredit, GAEAdvantage
 from torchrl_llm.recipes.groups import RefModelConfig
 from torchrl_llm.recipes.reward_config import check_components, check_function, has_token_rewards
 from torchrl_llm.recipes.strict_config import Component, Variants, variant
@@ -27,6 +27,11 @@ class LossConfig(Component):
     """
 
     default = "grpo"
+
+    @property
+    def compares_pairs(self) -> bool:
+        """Whether it reads pairs, and no advantages."""
+        return isinstance(self.target, type) and issubclass(self.target, PairLoss)
 
 
 class AdvantageConfig(Component):
@@ -49,6 +54,11 @@ class AdvantageConfig(Component):
         """Whether it reads the reward of each token, where rows have one."""
         return getattr(self.target, "reads_tokens", False)
 
+    @property
+    def makes_pairs(self) -> bool:
+        """Whether it marks pairs, and leaves nothing else of a group."""
+        return isinstance(self.target, type) and issubclass(self.target, BestWorst)
+
 
 _LOSS_GIVEN = (
     "actor_network",
@@ -59,6 +69,7 @@ _LOSS_GIVEN = (
     "kl_to_ref_coeff",
     "masking_strategy",
     "reduction",  # aggregation says it
+    "sft_tokens",  # nothing but what was sampled is trained
     # TorchRL's, without effect.
     "clip_value",
     "gamma",

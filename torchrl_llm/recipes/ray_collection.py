@@ -32,7 +32,7 @@ from torchrl_llm.collectors.transport import RayChannel, RowChannel
 from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import DataLoadingPrimer, RayDataLoadingPrimer
 from torchrl_llm.errors import WeightUpdateError, WorkerError
-from torchrl_llm.modules import LLMWrapperBase, load_tokenizer, vLLMWrapper
+from torchrl_llm.modules import LLMWrapperBase, base_of, load_tokenizer, vLLMWrapper
 from torchrl_llm.modules.remote import ObjectStoreSource
 from torchrl_llm.recipes import builders, groups
 from torchrl_llm.recipes.grpo_config import AsyncGRPOConfig, GRPOGroups
@@ -89,7 +89,7 @@ def _policy(config: GRPOGroups) -> LLMWrapperBase:
         options = engine_arguments(config, "load")
         options["in_flight"] = "keep" if config.weight_sync.in_flight == "keep" else "wait"
     make = find("backends", config.inference_model.backend)
-    backend = make(config.model.name, tokenizer=tokenizer, **options)
+    backend = make(base_of(config.model.name), tokenizer=tokenizer, **options)
     return vLLMWrapper(backend, tokenizer=tokenizer, **builders.wrapper_options(config))
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from torchrl_llm._registry import find
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, vLLMWrapper
+from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, base_of, vLLMWrapper
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.grpo_config import GRPOConfig
 from torchrl_llm.recipes.parallel import weights_of
@@ -147,7 +147,7 @@ def make_sampler(
     if config.inference_model.sleep and builders.device_kind(config) != "cpu":
         options["enable_sleep_mode"] = True
     make = find("backends", config.inference_model.backend)
-    backend = make(config.model.name, tokenizer=policy.tokenizer, **options)
+    backend = make(base_of(config.model.name), tokenizer=policy.tokenizer, **options)
     sampler = vLLMWrapper(backend, tokenizer=policy.tokenizer, **builders.wrapper_options(config))
     canary = None
     if config.weight_sync.verify:

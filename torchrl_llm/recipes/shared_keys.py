@@ -11,7 +11,12 @@ from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.data_config import DataConfig, check_data
 from torchrl_llm.recipes.objective_groups import RewardComponentsConfig
-from torchrl_llm.trainers.run_config import CheckpointConfig, EvalConfig, LoggingConfig
+from torchrl_llm.trainers.run_config import (
+    CheckpointConfig,
+    EvalConfig,
+    LoggingConfig,
+    SampledEvalConfig,
+)
 
 
 class TrainedConfig(Group):
@@ -34,6 +39,7 @@ class TrainedConfig(Group):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.train_model.lora.settle(self.model)
         self.optimizer.settle(self.model, self.train_model, self.rates)
 
 
@@ -48,6 +54,7 @@ class SampledConfig(TrainedConfig):
     train: groups.TrainConfig
     inference_model: groups.InferenceModelConfig
     reward: RewardComponentsConfig
+    eval: SampledEvalConfig
 
     @property
     def rows_per_batch(self) -> int:

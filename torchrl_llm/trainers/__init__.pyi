@@ -40,6 +40,7 @@ from torchrl_llm.trainers.run import TrainingRun as TrainingRun
 from torchrl_llm.trainers.run_config import (
     CheckpointConfig as CheckpointConfig,
     EvalConfig as EvalConfig,
+    SampledEvalConfig as SampledEvalConfig,
     LoggingConfig as LoggingConfig,
 )
 from torchrl_llm.trainers.run_results import EvalResult as EvalResult, Shown as Shown

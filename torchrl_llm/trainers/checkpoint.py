@@ -355,7 +355,9 @@ def save_pretrained(
         if base is not model:
             adapter = {n: whole(p) for n, p in model.named_parameters() if p.requires_grad}
             if is_main:
-                model.save_pretrained(path / "adapter", state_dict=adapter)
+                model.save_pretrained(
+                    path / "adapter", state_dict=adapter, selected_adapters=[model.active_adapter]
+                )
         elif is_main and not isinstance(base, PreTrainedModel):
             model.save_pretrained(path)
     if is_main:

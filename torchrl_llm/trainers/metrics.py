@@ -175,6 +175,11 @@ class MetricsTable:
                 with self._forgiving(logger, "the configuration"):
                     logger.log_hparams(flat)
 
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Names of the metrics that were written so far."""
+        return tuple(self._columns)
+
     def read(self, name: str) -> tuple[list[int], list[float]]:
         """Steps and values of one metric, where it has a value.
 

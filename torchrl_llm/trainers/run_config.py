@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from torchrl_llm._checked import Ge
+from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._settings import Count, Group, naming, several
 from torchrl_llm.errors import ConfigError, ResourceError
 from torchrl_llm.modules.weight_files import size_in_bytes
@@ -106,6 +106,25 @@ class EvalConfig(Group, key="eval"):
     num_prompts: Annotated[int, Ge(0)] | None = 512
     before_train: bool = True
     batch_size: Count = 128
+
+    repeats = 1  # without a type: no key where nothing is sampled
+
+
+class SampledEvalConfig(EvalConfig):
+    """Accuracy on held-out prompts, greedy or of several samples.
+
+    Attributes:
+        repeats: samples a prompt; above 1 the prompts are answered by sampling, as the run does,
+            for ``eval/pass@k`` and ``eval/majority@k`` at k = 2, 4, ... and all of them.
+        temperature: of these samples; ``None`` for ``inference_model.temperature``.
+    """
+
+    repeats: Count = 1
+    temperature: Annotated[float, Gt(0)] | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.only("temperature", self.repeats > 1, "with eval.repeats=1, which answers greedily")
 
 
 def check_resumed(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> None:

@@ -56,8 +56,8 @@ def model_folder(path: Path) -> Path:
     """Where the model is that a folder stands for.
 
     Args:
-        path: of a model or a checkpoint, or of a run: that is its newest checkpoint, or its
-            finished model.
+        path: of a model, an adapter or a checkpoint, or of a run: that is its newest checkpoint,
+            or its finished model.
 
     Raises:
         ConfigError: it holds neither, or is no folder.
@@ -67,7 +67,7 @@ def model_folder(path: Path) -> Path:
         >>> model_folder(embedded_model_path()).name
         'embedded'
     """
-    if (path / "config.json").is_file():
+    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
         return path
     for folder in (path / CHECKPOINTS, path):
         if steps := checkpoint_steps(folder):

@@ -46,6 +46,13 @@ class Shown(NamedTuple):
     opens: str = "AutoModelForCausalLM"
 
 
+_PASS = "eval/pass@"
+
+
+def _first_and_last(values: Sequence[float]) -> str:
+    return " -> ".join(f"{each:.3f}" for each in [*values[:-1][:1], *values[-1:]])
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
     """What a run has to show.
@@ -105,19 +112,30 @@ class RunResults:
                         f"step {step}: {share:.0%} of the held-out prompts have no valid reward "
                         "and count as wrong"
                     )
+            if rows := list(self._rows_at_k()):
+                show(text_table(rows, header=["k", "avg@k", "pass@k", "majority@k"]))
             show(text_table(self._rows(picture)))
+
+    def _rows_at_k(self) -> Iterator[list[str]]:
+        """Figures of the first and the last evaluation with several samples a prompt, by ``k``."""
+        sizes = sorted(int(n.removeprefix(_PASS)) for n in self.table.columns if _PASS in n)
+        for k in [1, *sizes] if sizes else []:
+            own = "eval/accuracy" if k == 1 else None  # which all three are of one sample
+            names = ("eval/accuracy", own or f"{_PASS}{k}", own or f"eval/majority@{k}")
+            yield [str(k), *(_first_and_last(self.table.read(name)[1]) for name in names)]
 
     def _rows(self, picture: Path) -> Iterator[tuple[str, str]]:
         """What came of the run, a name and a text each."""
         metric, called, counted, held_out, opens = self.shown
+        sampled = any(_PASS in column for column in self.table.columns)
         for name, label in (*held_out.items(), (metric, called)):
             _, values = self.table.read(name)
             if values:
-                first = f"{values[0]:.3f} -> " if len(values) > 1 else ""
                 counts = self.table.read("eval/num_prompts")[1]
-                known = name == "eval/accuracy" and bool(counts)
-                last = share_text(values[-1], counts[-1]) if known else f"{values[-1]:.3f}"
-                yield label, first + last
+                text = _first_and_last(values)
+                if name == "eval/accuracy" and counts and not sampled:
+                    text += share_text(values[-1], counts[-1]).removeprefix(f"{values[-1]:.3f}")
+                yield label.replace("greedy ", "") if sampled else label, text
         steps, seconds = self.table.read("perf/step_s")
         yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
         tokens = sum(self.table.read(counted)[1])

@@ -20,6 +20,7 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import credit as room
 from torchrl_llm.objectives.credit import (
     BatchNormalizedReturn,
+    BestWorst,
     ConstantCredit,
     CreditAssigner,
     EpisodicReturn,
@@ -37,6 +38,7 @@ RULES: dict[str, Callable[..., CreditAssigner]] = {
     "candidates": lambda **o: MCAdvantage(
         2, candidate_group_size=3, candidate_selection_min_size=3, **o
     ),
+    "best_worst": lambda **o: BestWorst(3, **o),
     "leave_one_out": lambda **o: LeaveOneOutAdvantage(3, **o),
     "hybrid": lambda **o: HybridNormalizedReturn(3, **o),
     "hybrid_batches": lambda **o: HybridNormalizedReturn(3, batch_size=6, **o),
@@ -266,6 +268,8 @@ def test_equal_rewards_are_no_news_to_a_rule_that_compares(rule):
     values = set(advantages(write(credit, rows)))
     if isinstance(credit, (MonteCarloReturn, PerStepReward, EpisodicReturn)):
         assert values == {torch.tensor(0.7).item()}
+    elif isinstance(credit, BestWorst):
+        assert values == set()
     else:
         assert values == ({1.0} if isinstance(credit, ConstantCredit) else {0.0})
 

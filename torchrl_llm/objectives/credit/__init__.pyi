@@ -1,3 +1,4 @@
+from torchrl_llm.objectives.credit.best_worst import BestWorst as BestWorst
 from torchrl_llm.objectives.credit.comparing import (
     ComparingCredit as ComparingCredit,
     ComparingOptions as ComparingOptions,

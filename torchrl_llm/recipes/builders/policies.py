@@ -131,6 +131,12 @@ def load_policy(
         options: of the wrapper.
     """
     wanted = config.train_model
+    adapter = modules.find_adapter(config.model.name)
+    if adapter is not None and not wanted.lora.enabled:
+        logger.warning(
+            f"model.name={adapter.name} is an adapter of {adapter.base}: it is merged, and all "
+            "weights are trained; train_model.lora.enabled=true goes on with the adapter alone"
+        )
     model = modules.load_model(
         config.model.name,
         dtype=wanted.dtype,
@@ -172,9 +178,12 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
 
     Args:
         config: the recipe's; ``ref_model.name`` is another model.
-        policy: with LoRA, and no other name, it is the reference itself, with its adapters off.
+        policy: with LoRA, and no other name, it is the reference itself, with its adapters off, or
+            with the adapter that ``model.name`` is.
     """
     if config.train_model.lora.enabled and config.ref_model.name is None:
+        if modules.find_adapter(config.model.name) is not None:
+            return modules.AdapterAsLoaded(policy)
         return modules.AdapterDisabled(policy)
     name = config.ref_model.name or config.model.name
     device = reference_device(config)

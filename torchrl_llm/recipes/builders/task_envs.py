@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from statistics import fmean
 from typing import Any
 
+import torch
 from torchrl.data import LazyStackStorage, SamplerWithoutReplacement
 
 from torchrl_llm import modules
@@ -15,9 +18,10 @@ from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import GameEnv, TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit, CutAnswers
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.evaluation import Evaluation, evaluate
+from torchrl_llm.evaluation import Evaluation, answer_record, evaluate, figures_at_k
 from torchrl_llm.gateway import EngineLimits, ProgramEnv
 from torchrl_llm.modules.policies.context_limit import longest_prompt
+from torchrl_llm.modules.policies.policy_router import derived_seed
 from torchrl_llm.recipes.builders.devices import autocast
 from torchrl_llm.recipes.builders.problems import task_rows, task_settings
 from torchrl_llm.recipes.data_config import ROWS, tell_overlap
@@ -139,13 +143,16 @@ def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> Task
         return None
     task = task_class(config.env.dataset)
     data = task_rows(config, task)[1]
-    num_envs = min(config.eval.batch_size, config.eval.num_prompts or config.eval.batch_size)
+    repeats = config.eval.repeats
+    num_envs = max(1, config.eval.batch_size // repeats)
+    num_envs = min(num_envs, config.eval.num_prompts or num_envs) * repeats
     players = task.num_players({**config.env.options, **options})
     num_envs = max(players, num_envs - num_envs % players)
     env = task(
         **data,
         **{**task_settings(config), **options},
         num_envs=num_envs,
+        repeats=repeats,
         shuffle=False,
         tokenizer=tokenizer,
     )
@@ -237,7 +244,9 @@ def _with_components(config: SampledConfig, env: TaskEnv) -> TaskEnv:
 def make_evaluation(
     config: SampledConfig, env: TaskEnv | None, policy: modules.LLMWrapperBase
 ) -> Callable[[], Evaluation] | None:
-    """Greedy accuracy of the policy on the held-out prompts, when it is called.
+    """Accuracy of the policy on the held-out prompts, when it is called.
+
+    It is that of greedy answers, or with ``eval.repeats`` of as many samples a prompt.
 
     Args:
         config: the recipe's.
@@ -246,6 +255,8 @@ def make_evaluation(
     """
     if env is None:
         return None
+    if config.eval.repeats > 1:
+        return sampled_evaluation(config, env, policy)
     return greedy_evaluation(
         config,
         env,
@@ -279,5 +290,42 @@ def greedy_evaluation(
     def run() -> Evaluation:
         with autocast(config):
             return evaluate(env, greedy, num_prompts=num_prompts, max_turns=max_turns)
+
+    return run
+
+
+def sampled_evaluation(
+    config: SampledConfig, env: TaskEnv, policy: modules.LLMWrapperBase
+) -> Callable[[], Evaluation]:
+    """Accuracy of ``eval.repeats`` samples a prompt, and pass@k and majority@k, when it is called.
+
+    Samples are drawn from a seed of their own, each time the same: two evaluations of the same
+    weights are equal, and the run goes on as without them.
+
+    Args:
+        config: its ``eval``, ``inference_model`` and ``seed``.
+        env: the environment, whose prompts come ``eval.repeats`` times each.
+        policy: what samples.
+    """
+    repeats, own = config.eval.repeats, {"record_support": False}
+    if config.eval.temperature is not None:
+        own["temperature"] = config.eval.temperature
+    sampler = policy.get_new_version(generate_kwargs={**config.inference_model.arguments, **own})
+    num_prompts = config.eval.num_prompts or env.primer.num_rows
+
+    def run() -> Evaluation:
+        records: list[dict[str, Any]] = []
+        with autocast(config), torch.random.fork_rng(), torch.no_grad():
+            torch.manual_seed(derived_seed(config.seed, "evaluation"))
+            found = evaluate(
+                env,
+                sampler,
+                num_prompts=num_prompts * repeats,
+                max_turns=max_turns(config),
+                on_answer=lambda row, outcome: records.append(answer_record(row, outcome)),
+            )
+        groups = [records[i : i + repeats] for i in range(0, len(records), repeats)]
+        at_k = {name: fmean(values) for name, values in figures_at_k(groups).items()}
+        return replace(found, num_prompts=len(groups), at_k=at_k)
 
     return run

@@ -28,6 +28,7 @@ from torchrl_llm._imports import require
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
+from torchrl_llm.modules.continued_adapter import find_adapter
 from torchrl_llm.weights.vllm_loading import EXTENSION
 
 SUPPORTED_VERSIONS = ("0.32",)
@@ -283,9 +284,14 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: an unsupported version, an unknown option or one that vLLM refuses.
+        ConfigError: an adapter, an unsupported version, an unknown option or one that vLLM refuses.
         ResourceError: model or cache do not fit; the message has vLLM's numbers.
     """
+    if (adapter := find_adapter(model)) is not None:
+        raise ConfigError(
+            f"{adapter.name!r} is an adapter of {adapter.base!r}, and vLLM opens whole models: "
+            "name a folder of the two merged (a checkpoint is one), or choose backend=transformers"
+        )
     vllm = prepare_vllm("A vLLM engine")
     cpu = runs_on_cpu()
     _check_devices(options.get("num_devices", 1), cpu)

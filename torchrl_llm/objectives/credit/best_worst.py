@@ -1,0 +1,86 @@
+"""The best and the worst of each group, as a pair."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Unpack
+
+import torch
+from tensordict import TensorDict
+from torch import Tensor
+
+from torchrl_llm import functional as F
+from torchrl_llm._checked import checked
+from torchrl_llm._registry import register
+from torchrl_llm.data.replay_buffers.trajectory_queues import Trajectory
+from torchrl_llm.functional.advantages import are_equal
+from torchrl_llm.objectives.credit.comparing import (
+    ComparingCredit,
+    ComparingOptions,
+    GroupSize,
+    trajectory_returns,
+)
+
+
+@register("advantages", "best_worst")
+class BestWorst(ComparingCredit):
+    """Keeps the best and the worst trajectory of each group: advantages 1 and -1.
+
+    Their rows have a ``"pair_id"``, int64, and ``"is_chosen"``, bool, so that a loss of pairs
+    (:class:`~torchrl_llm.objectives.OnlineDPOLoss`) can compare them; others read the advantage.
+    With ``positive_only`` the best ones alone are learned. Of equal returns the first counts. A
+    group whose returns are all equal is filtered, and so are all other trajectories.
+
+    Args:
+        group_size: trajectories of a group.
+        **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
+
+    Raises:
+        ConfigError: for a size below 2.
+
+    Example:
+        >>> def row(reward):
+        ...     next_ = {"reward": torch.full((1, 1), reward), "done": torch.ones(1).bool()}
+        ...     return TensorDict(next=next_, group_id=torch.tensor(7))
+        >>> rows = BestWorst(3).inv(torch.stack([row(0.5), row(1.0), row(0.0)]))
+        >>> rows["advantage"].flatten().tolist(), rows["is_chosen"].tolist()
+        ([1.0, -1.0], [True, False])
+    """
+
+    @checked
+    def __init__(self, group_size: GroupSize, **options: Unpack[ComparingOptions]) -> None:
+        super().__init__(group_size, **options)
+        self._number = 0
+
+    def select(self, group: list[Trajectory]) -> list[Trajectory]:
+        """The best and the worst of those that the base leaves; none where all are equal."""
+        group = super().select(group)
+        if len(group) < 2:
+            return []
+        returns = trajectory_returns(group, self.trajectory_return)
+        if are_equal(returns, returns.abs()):
+            return []
+        return [group[int(returns.argmax())], group[int(returns.argmin())]]
+
+    def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
+        """Which of two is the better one, 1 or -1."""
+        return F.group_advantages(returns_N, group_N, normalize="none").sign()
+
+    def complete(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[TensorDict] | None]:
+        """The rows of the pairs, marked as such."""
+        written = super().complete(groups)
+        for rows in written:
+            self._number += 1
+            for row in rows or ():
+                row.set("pair_id", torch.tensor(self._number))
+                row.set("is_chosen", (row[self.advantage_key] > 0).reshape(()))
+        return written
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Queues and counts, that of pairs among them."""
+        return {**super().get_extra_state(), "pairs": self._number}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Continue where :meth:`get_extra_state` was taken."""
+        super().set_extra_state(state)
+        self._number = state["pairs"]

@@ -1,0 +1,63 @@
+"""Online DPO: pairs out of what the policy has just sampled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tensordict.utils import NestedKey
+from torch import Tensor
+
+from torchrl_llm._registry import register
+from torchrl_llm.functional import sequence_log_ratio
+from torchrl_llm.objectives.answer_loss import AnswerLoss
+from torchrl_llm.objectives.dpo import DPOLoss
+from torchrl_llm.objectives.loss_rows import TokenRows
+
+
+@register("losses", "online_dpo")
+class OnlineDPOLoss(DPOLoss):
+    r"""The DPO loss of the best and the worst sample of each group (arXiv:2402.04792).
+
+    The pairs are those that :class:`~torchrl_llm.objectives.credit.BestWorst` marks; the paper has
+    two samples of a prompt, which a judge compares. An answer is what was sampled in a row, at its
+    temperature, tool results excepted. The reference is that of each token, as
+    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes it.
+
+    Arguments are those of :class:`~torchrl_llm.objectives.DPOLoss`.
+
+    Raises:
+        ConfigError: for settings that are unknown, impossible or without effect.
+
+    Example:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from torchrl_llm.data.ragged import ragged_rows
+        >>> from torchrl_llm.modules import load_model
+        >>> from torchrl_llm.modules.backends.token_scorer import CausalScorer
+        >>> ids = [torch.tensor([3, 4, 5]), torch.tensor([3, 7])]
+        >>> masks = [torch.tensor([False, True, True]), torch.tensor([False, True])]
+        >>> reference = ragged_rows({"full": [torch.zeros(3), torch.zeros(2)]})
+        >>> rows = TensorDict(
+        ...     tokens=ragged_rows({"full": ids}),
+        ...     masks=ragged_rows({"all_assistant_mask": masks}),
+        ...     next=TensorDict(ref_log_probs=reference, batch_size=2),
+        ...     pair_id=torch.tensor([0, 0]),
+        ...     is_chosen=torch.tensor([True, False]),
+        ...     batch_size=2,
+        ... )
+        >>> OnlineDPOLoss(CausalScorer(load_model()))(rows).total_loss().backward()
+    """
+
+    @dataclass
+    class _AcceptedKeys(AnswerLoss._AcceptedKeys):
+        """Keys that ``set_keys`` takes, with their defaults."""
+
+        trace: NestedKey | None = "trace"
+        ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
+
+    default_keys = _AcceptedKeys
+
+    def _reference(self, tensordict: Any, rows: TokenRows) -> Tensor:
+        log_probs_N = self.column(tensordict, rows, "ref_log_prob")
+        return sequence_log_ratio(log_probs_N, rows.row, len(rows.counts))
