@@ -16,8 +16,10 @@ from torchrl_llm._imports import require
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, DamagedCheckpointError
+from torchrl_llm.modules.quantization import Bits, loading_options, prepare
 from torchrl_llm.modules.weight_files import PICKLED_NAME, WeightFolder
 
+_ADAPTER = "adapter_config.json"
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
 
 
@@ -27,10 +29,13 @@ def load_model(
     dtype: str | torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     lora: Mapping[str, Any] | Any | None = None,
+    quantization: Bits | None = None,
     gradient_checkpointing: bool = False,
     device: torch.device | str | None = None,
 ) -> nn.Module:
     """A Hugging Face causal language model, in eval mode.
+
+    A folder of an adapter, as PEFT writes it, gives its base model with the adapter on it.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
@@ -40,13 +45,15 @@ def load_model(
             ``"flash_attention_2"``; by default that of the model.
         lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
             ``target_modules``, ...), to train adapters instead of the weights.
+        quantization: ``"4bit"`` or ``"8bit"``: round the weights of linear layers to so many bits
+            as they are read, see :mod:`torchrl_llm.modules.quantization`. They are never trained.
         gradient_checkpointing: keep no activations of the layers in training, compute them again.
         device: where to put it; the CPU by default.
 
     Raises:
         ConfigError: when there is no such model, for an unknown dtype or LoRA argument, or for an
-            attention whose package is not installed.
-        MissingExtraError: for ``lora`` without peft.
+            attention whose package is not installed; ``lora`` for a folder of an adapter.
+        MissingExtraError: for ``lora`` without peft, or ``quantization`` without its package.
 
     Example:
         >>> load_model().dtype
@@ -55,7 +62,19 @@ def load_model(
     options: dict[str, Any] = {"dtype": _dtype(dtype)}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
-    weights = None
+    adapter, weights = _adapter_folder(name_or_path), None
+    if adapter is not None:
+        if lora is not None:
+            raise ConfigError(
+                f"{str(adapter)!r} is an adapter of {_base_of(adapter)}, and lora would add "
+                "another: name the base model"
+            )
+        name_or_path = _base_of(adapter)
+    if quantization is not None:
+        options |= loading_options(quantization, options["dtype"], device or "cpu")
+        if name_or_path is not None and Path(name_or_path).is_dir():
+            # Checkpoints of adapters name their base; they may be opened from another folder.
+            name_or_path = Path(name_or_path).resolve()
     if name_or_path is not None and (Path(name_or_path) / "config.json").is_file():
         try:
             weights = WeightFolder(name_or_path)  # transformers passes over much, and says less
@@ -64,16 +83,23 @@ def load_model(
                 f"{str(name_or_path)!r} holds no model that can be loaded: {error}"
             ) from error
     if weights is not None and weights.form == PICKLED_NAME:
+        if quantization is not None:
+            raise ConfigError(f"quantization reads safetensors, and not {PICKLED_NAME}")
         model = _load_state(Path(name_or_path), weights, options)
     else:
         model = _load(AutoModelForCausalLM, "model", name_or_path, options)
-    if device is not None:
+    if quantization is not None:
+        model = prepare(model)
+    elif device is not None:
         model = model.to(device)
     if gradient_checkpointing:
         # The reentrant form loses gradients where the input needs none, as under LoRA.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:
         model = _with_lora(model, lora)
+    elif adapter is not None:
+        peft = require("peft", extra="peft", feature="an adapter")
+        model = peft.PeftModel.from_pretrained(model, adapter)
     return model.eval()
 
 
@@ -126,7 +152,9 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
         True
     """
     folder = None if name_or_path is None else Path(name_or_path)
-    _refuse_adapter(folder)
+    adapter = _adapter_folder(name_or_path)
+    if adapter is not None and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
+        return load_tokenizer(_base_of(adapter))
     # transformers makes an empty tokenizer of some models without a file of one.
     if folder and folder.is_dir() and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
@@ -225,6 +253,7 @@ def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> t
     """
     config = _load(AutoConfig, "model", name_or_path, {})
     path = embedded_model_path() if name_or_path is None else name_or_path
+    path = _base_of(path) if _adapter_folder(path) is not None else path
     return known_eos(tokenizer, config, _generation_config(path))
 
 
@@ -251,7 +280,8 @@ def _load(
     loader: Any, kind: str, name_or_path: str | PathLike[str] | None, options: dict[str, Any]
 ) -> Any:
     name_or_path = embedded_model_path() if name_or_path is None else name_or_path
-    _refuse_adapter(Path(name_or_path))
+    if kind == "model" and _adapter_folder(name_or_path) is not None:
+        name_or_path = _base_of(name_or_path)
     try:
         with no_weight_bars():
             return loader.from_pretrained(name_or_path, trust_remote_code=False, **options)
@@ -281,19 +311,25 @@ def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | 
         ) from error
 
 
-def _refuse_adapter(folder: Path | None) -> None:
-    file = folder / "adapter_config.json" if folder else None
-    if file is None or not file.is_file() or (folder / "config.json").is_file():
-        return
+def _adapter_folder(name_or_path: str | PathLike[str] | None) -> Path | None:
+    """The folder, where it holds an adapter alone."""
+    folder = None if name_or_path is None else Path(name_or_path)
+    is_one = folder is not None and (folder / _ADAPTER).is_file()
+    return folder if is_one and not (folder / "config.json").is_file() else None
+
+
+def _base_of(folder: str | PathLike[str]) -> str:
+    """The model that an adapter was trained over."""
     try:
-        base = json.loads(file.read_text(encoding="utf-8")).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError):
+        base = json.loads(Path(folder, _ADAPTER).read_text("utf-8"))["base_model_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
         base = None
-    raise ConfigError(
-        f"{str(folder)!r} is no model but an adapter of {base or 'a model that it does not name'}: "
-        "merge the two (peft's merge_and_unload, then save_pretrained of model and tokenizer) and "
-        "name that folder, or name the model alone"
-    )
+    if not isinstance(base, str) or not base or _adapter_folder(base) is not None:
+        raise ConfigError(
+            f"{str(folder)!r} is an adapter, and its {_ADAPTER} names no model that it belongs to "
+            "(base_model_name_or_path)"
+        )
+    return base
 
 
 def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) -> nn.Module:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import random
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from torchrl_llm._settings import ensure
 from torchrl_llm.assets import embedded_model_path
@@ -127,14 +129,50 @@ def reference_device(config: TrainedConfig) -> torch.device:
     return torch.device("cuda", index)
 
 
-def autocast(config: TrainedConfig) -> AbstractContextManager[Any]:
+@contextmanager
+def autocast(config: TrainedConfig) -> Iterator[None]:
     """A context for sampling and scoring in the configured precision.
 
+    With ``train_model.offload_activations`` what the backward needs goes to the CPU meanwhile.
+
     Args:
-        config: its ``train.mixed_precision``.
+        config: its ``train.mixed_precision`` and ``train_model``.
     """
-    device = device_of(config).type
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=samples_in_bfloat16(config))
+    device, low = device_of(config).type, samples_in_bfloat16(config)
+    offloads = config.train_model.offload_activations
+    kept = activations_on_cpu() if offloads else nullcontext()
+    with kept, torch.autocast(device, dtype=torch.bfloat16, enabled=low):
+        yield
+
+
+def activations_on_cpu() -> saved_tensors_hooks:
+    """A context: what autograd keeps of a forward waits in the memory of the CPU for the backward.
+
+    Weights stay where they are. Gradients are the same, bit for bit.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> with activations_on_cpu():
+        ...     loss = (weight * torch.tensor([2.0, 3.0])).sum()
+        >>> loss.backward()
+        >>> weight.grad.tolist()
+        [2.0, 3.0]
+    """
+    return saved_tensors_hooks(_to_cpu, _from_cpu)
+
+
+def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
+    owner = tensor._base if tensor._is_view() else tensor
+    if isinstance(owner, nn.Parameter):
+        return tensor.device, tensor
+    # Pinned, so that a copy waits for no other.
+    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return tensor.device, kept.copy_(tensor, non_blocking=True)
+
+
+def _from_cpu(kept: tuple[torch.device, Tensor]) -> Tensor:
+    device, tensor = kept
+    return tensor.to(device, non_blocking=True)
 
 
 def samples_in_bfloat16(config: TrainedConfig) -> bool:

@@ -137,7 +137,14 @@ def load_policy(
         attn_implementation=wanted.attn_implementation,
         gradient_checkpointing=wanted.gradient_checkpointing,
         lora=wanted.lora.arguments,
+        quantization=config.model.quantization,
         device=device_of(config),
+    )
+    ensure(
+        any(each.requires_grad for each in model.parameters()),
+        f"model.name={config.model.name} is an adapter: a run goes on with one by "
+        "checkpoint.resume=auto; or merge the two (peft's merge_and_unload, then save_pretrained "
+        "of model and tokenizer) and name that folder",
     )
     return modules.TransformersWrapper(
         modules.TransformersBackend(
