@@ -68,9 +68,13 @@ def test_a_folder_of_an_adapter_says_of_which_model(tmp_path, make_tokenizer, ha
     (tmp_path / "adapter_config.json").write_text(json.dumps(about))
     if has_tokenizer:
         make_tokenizer().save_pretrained(tmp_path)
-    for load in (load_tokenizer, load_model, context_length, empty_model):
-        with pytest.raises(ConfigError, match=r"an adapter of Qwen/Qwen2\.5-0\.5B: merge"):
+        assert load_tokenizer(tmp_path).is_fast
+    for load in (load_model, context_length, empty_model, *[load_tokenizer][has_tokenizer:]):
+        with pytest.raises(ConfigError, match=r"there is no \w+ 'Qwen/Qwen2\.5-0\.5B'"):
             load(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"its adapter_config\.json names no model"):
+        load_model(tmp_path)
 
 
 def test_what_is_not_there_is_named(tmp_path):

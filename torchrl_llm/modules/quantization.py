@@ -2,8 +2,8 @@
 
 bitsandbytes makes four bits (NF4, with scales that are quantized too, arXiv:2305.14314); torchao
 makes eight bits of the weights alone. Embeddings, head and norms keep their type. Where torchao is
-missing, bitsandbytes makes the eight bits (LLM.int8(), arXiv:2208.07339, without outliers, which
-would let a token depend on the other rows of its batch): it rounds activations to eight bits too.
+missing, bitsandbytes makes the eight bits (LLM.int8(), arXiv:2208.07339, which on a GPU rounds
+activations too; without outliers, by which a token would depend on the other rows of its batch).
 
 Such weights are never merged with an adapter: the sum would be rounded again, to another model.
 """
