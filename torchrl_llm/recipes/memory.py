@@ -179,7 +179,6 @@ def activation_bytes(
     *,
     gradient_checkpointing: bool = False,
     adapter_width: int = 0,
-    each_input: bool = False,
 ) -> int:
     """Bytes that a forward of the layers keeps for its backward; the head's logits are not here.
 
@@ -195,7 +194,6 @@ def activation_bytes(
         precision: of training.
         gradient_checkpointing: whether layers are computed again in the backward.
         adapter_width: sum of the ranks of all LoRA adapters; 0 without.
-        each_input: count an input once for each projection that keeps it, as where each is copied.
 
     Example:
         >>> embedded = DecoderShape.of(modules.empty_model())
@@ -210,7 +208,7 @@ def activation_bytes(
     if not adapter_width:
         norm += shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
     casts = precision == "mixed" or (precision == "bfloat16" and adapter_width)
-    inner = (5 if casts or each_input else 2) * shape.hidden + 4 * shape.intermediate
+    inner = (5 if casts else 2) * shape.hidden + 4 * shape.intermediate
     inner += 2 * (shape.heads + shape.kv_heads) * shape.head_dim
     adapters = adapter_width * size
     layer = 2 * norm + inner * size + shape.heads * _FLOAT32
@@ -444,11 +442,8 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
     how += "without" if is_on else "with"
     how += " gradient_checkpointing"
     if wanted.offload_activations:
-        waiting = activation_bytes(
-            shape, tokens, counts.precision, adapter_width=width, each_input=True
-        )
         place = "host" if counts.on_gpu else "train"
-        yield MemoryPart("activations on the CPU", waiting, place, how)
+        yield MemoryPart("activations on the CPU", sizes[False], place, how)
         sizes[is_on] = activation_bytes(
             shape._replace(layers=1),
             tokens,

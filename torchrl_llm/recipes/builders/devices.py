@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_llm._settings import ensure
 from torchrl_llm.assets import embedded_model_path
@@ -140,39 +141,44 @@ def autocast(config: TrainedConfig) -> Iterator[None]:
     """
     device, low = device_of(config).type, samples_in_bfloat16(config)
     offloads = config.train_model.offload_activations
-    kept = activations_on_cpu() if offloads else nullcontext()
+    kept = ActivationsOnCpu() if offloads else nullcontext()
     with kept, torch.autocast(device, dtype=torch.bfloat16, enabled=low):
         yield
 
 
-def activations_on_cpu() -> saved_tensors_hooks:
+class ActivationsOnCpu(saved_tensors_hooks):
     """A context: what autograd keeps of a forward waits in the memory of the CPU for the backward.
 
-    Weights stay where they are. Gradients are the same, bit for bit.
+    Weights stay where they are, and a tensor that several operations keep is copied once. Gradients
+    are the same, bit for bit.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
-        >>> with activations_on_cpu():
+        >>> with ActivationsOnCpu():
         ...     loss = (weight * torch.tensor([2.0, 3.0])).sum()
         >>> loss.backward()
         >>> weight.grad.tolist()
         [2.0, 3.0]
     """
-    return saved_tensors_hooks(_to_cpu, _from_cpu)
 
+    def __init__(self) -> None:
+        self.copies: dict[tuple[StorageWeakRef, torch.dtype, int], Tensor] = {}
+        super().__init__(self._to_cpu, lambda fetch: fetch())
 
-def _to_cpu(tensor: Tensor) -> tuple[torch.device, Tensor]:
-    owner = tensor._base if tensor._is_view() else tensor
-    if isinstance(owner, nn.Parameter):
-        return tensor.device, tensor
-    # Pinned, so that a copy waits for no other.
-    kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return tensor.device, kept.copy_(tensor, non_blocking=True)
-
-
-def _from_cpu(kept: tuple[torch.device, Tensor]) -> Tensor:
-    device, tensor = kept
-    return tensor.to(device, non_blocking=True)
+    def _to_cpu(self, tensor: Tensor) -> Callable[[], Tensor]:
+        owner = tensor._base if tensor._is_view() else tensor
+        if isinstance(owner, nn.Parameter):
+            return lambda: tensor
+        storage = tensor.untyped_storage()
+        # A weak reference frees the memory, and keeps its address from being used again.
+        key = (StorageWeakRef(storage), tensor.dtype, tensor._version)
+        if key not in self.copies:
+            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            copy = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
+            self.copies[key] = copy.copy_(flat, non_blocking=True)
+        kept, device = self.copies[key], tensor.device
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return lambda: kept.to(device, non_blocking=True).as_strided(*place)
 
 
 def samples_in_bfloat16(config: TrainedConfig) -> bool:
