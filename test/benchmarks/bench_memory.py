@@ -4,8 +4,9 @@
     python test/benchmarks/bench_memory.py 2000
 
 A Qwen2 of 45 million parameters in float32 on the CPU, 4 rows of 512 tokens: forward, backward and
-a step of AdamW; adapters also over weights of four and eight bits. Measured are the bytes that torch's allocator has given out at once, above those
-of the model; and what the process holds, which is more: the C library keeps freed memory for later.
+a step of AdamW; adapters also over weights of four and eight bits. Measured are the bytes that
+torch's allocator has given out at once, above those of the model; and what the process holds,
+which is more: the C library keeps freed memory for later.
 
 With a number: what the process of grpo-sync.py holds over so many steps of the model of the
 package, with rollouts written; the slope of a line through the steps after the first 200.

@@ -1,9 +1,15 @@
 """A model on one small GPU: what goes together, and forecasts of what is measured."""
 
+from itertools import accumulate
+
+import numpy
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Qwen2Config
 
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.functional.head_tiles import logits_bytes
 from torchrl_llm.modules import TransformersBackend, ValueHead, empty_model, load_model
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config, memory
 from torchrl_llm.recipes.builders import autocast
@@ -13,6 +19,14 @@ from torchrl_llm.trainers import make_optimizer
 
 LORA = {"train_model": {"lora": {"enabled": True}}}
 FOUR = {"model": {"quantization": "4bit"}, **LORA}
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+    "vocab_size": 1000,
+}
 ALL_LINEAR = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 
 
@@ -163,3 +177,55 @@ def test_a_forecast_puts_each_part_where_it_is():
     assert small["activations"].num_bytes < parts()["activations"].num_bytes
     here = parts("cpu", optimizer={"on_cpu": True}, train_model={"offload_activations": True})
     assert memory.peak_bytes(here.values(), "host") == 0
+    assert here["activations"].num_bytes == parts("cpu")["activations"].num_bytes
+
+
+def peak_of(work):
+    """The most bytes that torch's allocator has given out at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(num_bytes for _, num_bytes in changes))
+
+
+class OutOfSight(ActivationsOnCpu):
+    """Keeps copies where torch's allocator does not count them, as those next to a GPU."""
+
+    def room(self, like):
+        return torch.from_numpy(numpy.empty(like.numel(), numpy.float32)).view(like.dtype)
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("bits", [None, "4bit", "8bit"])
+def test_the_peak_of_a_step_is_forecast(bits, offloads, tmp_path):
+    if bits is not None:
+        pytest.importorskip("bitsandbytes" if bits == "4bit" else "torchao")
+    Qwen2Config(**SHAPE, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).save_pretrained(tmp_path)
+    values = {
+        "model": {"name": str(tmp_path), "quantization": bits},
+        "train_model": {"lora": {"enabled": True}, "offload_activations": offloads},
+        "train": {"device": "cuda" if offloads else "cpu", "prompts_per_batch": 1},
+        "env": {"repeats": 4},
+        "inference_model": {"max_tokens": 96},
+    }
+    values["train"]["mixed_precision"] = "float32"
+    config = load_config(values)
+    told = {p.name: p.num_bytes for p in memory.memory_parts(config, prompt_tokens=32)}
+    model = load_model(tmp_path, lora=config.train_model.lora.arguments, quantization=bits).train()
+    scorer = TransformersBackend(model, layout="padded", eos_token_ids=(2,))
+    optimizer = make_optimizer(model, **config.optimizer.arguments)
+    ids = [torch.randint(3, 900, (128,)) for _ in range(4)]
+
+    def step():
+        with OutOfSight() if offloads else autocast(config):
+            loss = scorer.token_scores(ids, [torch.arange(128) >= 32] * 4).log_probs.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    names = ("gradients", "optimizer states", "activations", "a layer's weight in full")
+    forecast = sum(told.get(name, 0) for name in names) + logits_bytes(512, 1000)
+    held = told["weights"]
+    assert held + forecast == pytest.approx(held + peak_of(step), rel=0.1)

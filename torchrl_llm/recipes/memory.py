@@ -441,9 +441,8 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
     how = f"a forward of {tokens:,} tokens; {show_bytes(sizes[not is_on])} "
     how += "without" if is_on else "with"
     how += " gradient_checkpointing"
-    if wanted.offload_activations:
-        place = "host" if counts.on_gpu else "train"
-        yield MemoryPart("activations on the CPU", sizes[False], place, how)
+    if wanted.offload_activations and counts.on_gpu:
+        yield MemoryPart("activations on the CPU", sizes[False], "host", how)
         sizes[is_on] = activation_bytes(
             shape._replace(layers=1),
             tokens,

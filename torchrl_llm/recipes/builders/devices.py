@@ -174,11 +174,18 @@ class ActivationsOnCpu(saved_tensors_hooks):
         key = (StorageWeakRef(storage), tensor.dtype, tensor._version)
         if key not in self.copies:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
-            copy = torch.empty(flat.shape, dtype=flat.dtype, pin_memory=flat.is_cuda)
-            self.copies[key] = copy.copy_(flat, non_blocking=True)
+            self.copies[key] = self.room(flat).copy_(flat, non_blocking=True)
         kept, device = self.copies[key], tensor.device
         place = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return lambda: kept.to(device, non_blocking=True).as_strided(*place)
+        return lambda: kept.to(device, non_blocking=True, copy=True).as_strided(*place)
+
+    def room(self, like: Tensor) -> Tensor:
+        """Memory of the CPU for a copy, pinned next to a GPU so that copies need not be waited for.
+
+        Args:
+            like: of its size and type.
+        """
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def samples_in_bfloat16(config: TrainedConfig) -> bool:
