@@ -218,6 +218,26 @@ def activation_bytes(
     return num_tokens * (shape.layers * stream + layer + adapters // shape.layers + norm)
 
 
+def working_bytes(shape: DecoderShape, num_tokens: int, precision: Precision) -> int:
+    """Bytes that a layer has at once where none waits for its backward on the device.
+
+    The most are in the backward of the gated product: its two factors, their gradients and its own,
+    ``5 f``, next to the gradient of the hidden states.
+
+    Args:
+        shape: of the model.
+        num_tokens: tokens of the forward, with its padding.
+        precision: of training.
+
+    Example:
+        >>> working_bytes(DecoderShape.of(modules.empty_model()), 1, "float32")
+        5632
+    """
+    size = _FLOAT32 if precision == "float32" else _BFLOAT16
+    stream = shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
+    return num_tokens * (5 * shape.intermediate * size + stream)
+
+
 @dataclass(frozen=True)
 class MemoryPart:
     """A line of the table.
@@ -421,15 +441,16 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
         if counts.precision == "mixed":
             size += largest.numel() * _BFLOAT16
         yield MemoryPart("a layer's weight in full", size, _held(counts), "while it multiplies")
+    offloads, cast = wanted.offload_activations and counts.on_gpu, 0
     if counts.precision == "mixed":
         left_out = set(map(id, packed))
-        cast = sum(
+        cast = _BFLOAT16 * sum(
             m.weight.numel()
             for n, m in linear.items()
             if not n.endswith("lm_head") and id(m.weight) not in left_out
         )
-        how = "of weights, by autocast"
-        yield MemoryPart("bfloat16 copies", cast * _BFLOAT16, _held(counts), how)
+    if cast and not (offloads and wanted.lora.enabled):  # of frozen weights nothing else has them
+        yield MemoryPart("bfloat16 copies", cast, _held(counts), "of weights, by autocast")
     width = sum(m.out_features for n, m in linear.items() if ".lora_A." in n)
     sizes = {
         is_on: activation_bytes(
@@ -441,22 +462,18 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
     how = f"a forward of {tokens:,} tokens; {show_bytes(sizes[not is_on])} "
     how += "without" if is_on else "with"
     how += " gradient_checkpointing"
-    if wanted.offload_activations and counts.on_gpu:
-        yield MemoryPart("activations on the CPU", sizes[False], "host", how)
-        sizes[is_on] = activation_bytes(
-            shape._replace(layers=1),
-            tokens,
-            counts.precision,
-            adapter_width=ceil_div(width, shape.layers),
-        )
-        how = "one layer's, train_model.offload_activations"
-    yield MemoryPart("activations", sizes[is_on], "train", how)
     size = logits_bytes(
         tokens,
         shape.vocabulary,
         chunk_size=wanted.logprob_chunk_size,
         kind=builders.device_kind(config),
     )
+    if offloads:
+        yield MemoryPart("activations on the CPU", sizes[False] + cast, "host", how)
+        # No layer is at work while there are logits.
+        sizes[is_on] = max(working_bytes(shape, tokens, counts.precision) - size, 0)
+        how = "of an operation, beyond the logits; train_model.offload_activations"
+    yield MemoryPart("activations", sizes[is_on], "train", how)
     how = f"{show_bytes(tokens * shape.vocabulary * _FLOAT32)} would be all of the forward"
     yield MemoryPart("logits, a chunk", size, "train", how)
     head = counts.model.get_output_embeddings().weight
