@@ -9,9 +9,15 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.modules import TransformersBackend, ValueHead, empty_model, load_model
+from torchrl_llm.modules import (
+    TransformersBackend,
+    ValueHead,
+    empty_model,
+    load_model,
+    load_tokenizer,
+)
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config, memory
-from torchrl_llm.recipes.builders import autocast
+from torchrl_llm.recipes.builders import autocast, make_policy
 from torchrl_llm.recipes.builders.devices import ActivationsOnCpu
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
 from torchrl_llm.trainers import make_optimizer
@@ -74,6 +80,16 @@ ALL_LINEAR = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
 def test_what_does_not_go_together_is_refused(values, schema, message):
     with pytest.raises(ConfigError, match=message):
         load_config(values) if schema is None else load_config(values, schema)
+
+
+def test_an_adapter_is_chatted_with_and_not_trained(tmp_path):
+    pytest.importorskip("peft")
+    load_model(lora=ALL_LINEAR).save_pretrained(tmp_path)
+    load_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.name=.* is an adapter: a run goes on with one"):
+        make_policy(load_config({"model": {"name": str(tmp_path)}}))
+    with pytest.raises(ConfigError, match=r"is an adapter of .*, and lora would add another"):
+        make_policy(load_config({"model": {"name": str(tmp_path)}, **LORA}))
 
 
 def test_an_engine_rounds_as_the_trainer_does():
