@@ -30,6 +30,7 @@ LIMIT_S = 240
 # Part of a command to the extras that it may ask for: all that it needs, one at a time.
 ASKS = {
     "lora.enabled=true": {"peft", "data"},
+    "model.quantization=": {"quantization", "peft", "data"},
     "env=gsm8k": {"data"},
     "env=math": {"data", "math"},
     "env=ifeval": {"data", "ifeval"},

@@ -98,7 +98,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         rows_per_trajectory=max_turns(config),
         ranks=ranks,
     )
-    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner, **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )

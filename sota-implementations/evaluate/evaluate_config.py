@@ -187,6 +187,10 @@ class EvaluateConfig(Group):
         for task, options in self.options.items():
             own = {name: value for name, value in options.items() if name != "system_prompt"}
             check_options(task, own, path=f"options.{task}")
+        kind = self.inference_model.backend
+        kind = f"backend={kind}" if self.inference_model.url is None else "url"
+        where = f"with inference_model.{kind}; backend=transformers can have it"
+        self.model.only("quantization", kind == "backend=transformers", where)
         if self.inference_model.protocol == "chat":
             check_chat(self, "inference_model.protocol=chat")
         without = [name for name in self.tasks if name == ROWS or self.data_files.get(name)]

@@ -67,9 +67,9 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         engine = wanted.engine_options
         backend = VLLMBackend(config.model.name, tokenizer=tokenizer, dtype=dtype, **engine)
         return vLLMWrapper(backend, **options)
-    return TransformersWrapper(
-        load_model(config.model.name, dtype=dtype, device=device).eval(), **options
-    )
+    bits = config.model.quantization
+    model = load_model(config.model.name, dtype=dtype, quantization=bits, device=device)
+    return TransformersWrapper(model, **options)
 
 
 def make_env(

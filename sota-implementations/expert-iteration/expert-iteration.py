@@ -82,7 +82,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         ranks=ranks,
     )
     loss = config.loss.build(learner, config.train.kl_to_ref_coeff)
-    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner, **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )

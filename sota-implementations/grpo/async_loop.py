@@ -61,7 +61,7 @@ def train_async(
     sync = weights_of(learner, policy)
     algorithm = make_algorithm(config, policy, learner)
     buffer = make_buffer(config, algorithm)
-    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner, **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )

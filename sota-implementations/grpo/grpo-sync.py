@@ -96,7 +96,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         ranks=ranks,
     )
     curriculum = make_curriculum(config, algorithm, env.primer, ranks)
-    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner, **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.num_updates
     )

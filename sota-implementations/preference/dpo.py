@@ -61,7 +61,7 @@ def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]
         data.train, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )
     loader.part = (ranks.rank, ranks.world)
-    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner, **config.optimizer.arguments)
     scheduler = make_scheduler(optimizer, **config.optimizer.schedule, total_steps=num_steps)
     parts = {"optimizer": optimizer, "scheduler": scheduler, "rows": loader}
     if prepare.references is not None:

@@ -114,6 +114,11 @@ class SelfPlayConfig(GRPOConfig):
         ensure(not self.needs_reference, "self-play.py has no reference policy")
         ensure(self.train.parallel == "none", "self-play.py trains in one process")
         ensure(not self.curriculum.follows_results, "self-play.py plays all games alike")
+        ensure(
+            self.model.quantization is None or self.agents.opponent == "self",
+            "agents.opponent=checkpoint does not go with model.quantization: the earlier policy "
+            "would be a second model, and gets whole weights",
+        )
 
     @property
     def rows_per_policy(self) -> int:
@@ -227,7 +232,7 @@ def make_learners(
         algorithm = make_algorithm(config, policy)
         algorithm.credit.whole_groups = True  # not every player acts, and no further rows come
         buffer = algorithm.append_to(make_step_buffer(config, num_rows))
-        optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+        optimizer = make_optimizer(policy, **config.optimizer.arguments)
         source = BatchSource(
             shares[name],
             buffer,

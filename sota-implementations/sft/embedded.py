@@ -46,7 +46,7 @@ def main(cfg: DictConfig) -> None:
     model = make_model(config.model, tokenizer)
     policy = TransformersWrapper(model, tokenizer=tokenizer)
     loss = SFTLoss(policy)
-    optimizer = make_optimizer(policy.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(policy, **config.optimizer.arguments)
     scheduler = make_scheduler(
         optimizer, **config.optimizer.schedule, total_steps=config.train.max_steps
     )

@@ -79,7 +79,7 @@ def fine_tune(
         demonstrations, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )
     loader.part = (ranks.rank, ranks.world)
-    optimizer = make_optimizer(learner.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(learner, **config.optimizer.arguments)
     scheduler = make_scheduler(optimizer, **config.optimizer.schedule, total_steps=num_steps)
 
     run = TrainingRun(

@@ -4,8 +4,9 @@
     python test/benchmarks/bench_memory.py 2000
 
 A Qwen2 of 45 million parameters in float32 on the CPU, 4 rows of 512 tokens: forward, backward and
-a step of AdamW. Measured are the bytes that torch's allocator has given out at once, above those
-of the model; and what the process holds, which is more: the C library keeps freed memory for later.
+a step of AdamW; adapters also over weights of four and eight bits. Measured are the bytes that
+torch's allocator has given out at once, above those of the model; and what the process holds,
+which is more: the C library keeps freed memory for later.
 
 With a number: what the process of grpo-sync.py holds over so many steps of the model of the
 package, with rollouts written; the slope of a line through the steps after the first 200.
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config
 from torchrl_llm.functional.chunked_head import chunked_log_probs
 from torchrl_llm.functional.head_tiles import logits_bytes
 from torchrl_llm.modules import empty_model, load_model
+from torchrl_llm.modules.quantization import quantized_weights
 from torchrl_llm.recipes import memory
 from torchrl_llm.trainers import make_optimizer
 
@@ -43,11 +45,15 @@ CONFIG = Qwen2Config(
 OPTIMIZER = {"name": "AdamW", "lr": 1e-5}
 
 
-def setup(folder: str, checkpointing: bool, lora: bool) -> Callable[[], None]:
+def setup(
+    folder: str, checkpointing: bool, lora: bool, bits: str | None = None
+) -> Callable[[], None]:
     """The model, and the step that is measured."""
     torch.set_num_threads(1)
     adapters = {"r": 8, "target_modules": "all-linear"} if lora else None
-    model = load_model(folder, gradient_checkpointing=checkpointing, lora=adapters).train()
+    model = load_model(
+        folder, gradient_checkpointing=checkpointing, lora=adapters, quantization=bits
+    ).train()
     if lora and checkpointing:
         model.enable_input_require_grads()
     optimizer = make_optimizer(model.parameters(), **OPTIMIZER)
@@ -77,7 +83,7 @@ def most_allocated(work: Callable[[], None]) -> float:
     return most / 2**20
 
 
-def by_formula(folder: str, checkpointing: bool, lora: bool) -> float:
+def by_formula(folder: str, checkpointing: bool, lora: bool, bits: str | None = None) -> float:
     """MiB that the step adds."""
     adapters = {"r": 8, "target_modules": "all-linear"} if lora else None
     model = empty_model(folder, lora=adapters)
@@ -89,6 +95,8 @@ def by_formula(folder: str, checkpointing: bool, lora: bool) -> float:
     )
     if not lora:
         backward += memory.tensor_bytes([model.get_output_embeddings().weight])
+    if bits is not None:
+        backward += memory.tensor_bytes([max(quantized_weights(model), key=torch.numel)])
     states = memory.optimizer_bytes(trained, OPTIMIZER)
     return (memory.tensor_bytes(trained) + max(backward, states)) / 2**20
 
@@ -123,13 +131,15 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForCausalLM.from_config(CONFIG).save_pretrained(folder)
-        for lora in (False, True):
+        for lora, bits in ((False, None), (True, None), (True, "4bit"), (True, "8bit")):
             for checkpointing in (False, True):
-                measured = most_allocated(setup(folder, checkpointing, lora))
-                held, _ = peak_memory(partial(setup, folder, checkpointing, lora))
-                told = by_formula(folder, checkpointing, lora)
+                how = (folder, checkpointing, lora, bits)
+                measured = most_allocated(setup(*how))
+                held, _ = peak_memory(partial(setup, *how))
+                told = by_formula(*how)
+                name = f"LoRA {bits or ''}" if lora else "all weights"
                 sys.stdout.write(
-                    f"{'LoRA' if lora else 'all weights':<12} checkpointing {checkpointing!s:<6} "
+                    f"{name:<12} checkpointing {checkpointing!s:<6} "
                     f"measured {measured:6.0f} MiB   formula {told:6.0f}   "
                     f"measured/formula {measured / told:5.2f}"
                     f"   process {held:6.0f} MiB\n"

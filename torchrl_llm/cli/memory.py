@@ -81,6 +81,8 @@ def main(arguments: Sequence[str]) -> int:
         "train": "the trainer" if is_async else "while it trains",
     }.items():
         shown.append((what, memory.show_bytes(memory.peak_bytes(parts, where)), "in all"))
+    if on_host := memory.peak_bytes(parts, "host"):
+        shown.append(("next to the GPU", memory.show_bytes(on_host), "in the memory of the CPU"))
     of = f"prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length)"
     if config.train.parallel != "none":
         of += f", for each of {number} processes (--processes, WORLD_SIZE, or the GPUs here)"

@@ -14,6 +14,7 @@ from torch import nn
 from torchrl_llm._imports import require
 from torchrl_llm._settings import ensure
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules.quantization import is_quantized
 
 _CONFIG = "adapter_config.json"
 _FEATURE = "a model that is an adapter"
@@ -71,7 +72,7 @@ class Adapter:
 
         Args:
             model: the base.
-            lora: as of :meth:`form`; ``None`` to merge.
+            lora: as of :meth:`form`; ``None`` to merge, which a base of quantized weights is not.
 
         Raises:
             ConfigError: as there, or weights that do not fit the base.
@@ -90,7 +91,9 @@ class Adapter:
         lacking, unknown = found.missing_keys, found.unexpected_keys
         ensure(not lacking, f"{self._misfit}: it lacks {', '.join(lacking[:3])}")
         ensure(not unknown, f"{self._misfit}: no layer takes {', '.join(unknown[:3])}")
-        return joined if lora is not None else _merged(joined)
+        if lora is not None:
+            return joined
+        return joined.requires_grad_(False) if is_quantized(model) else _merged(joined)
 
     @property
     def _misfit(self) -> str:

@@ -23,6 +23,7 @@ from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.errors import ConfigError, DamagedCheckpointError
 from torchrl_llm.modules.continued_adapter import base_of, find_adapter, has_tokenizer
+from torchrl_llm.modules.quantization import Bits, loading_options, prepare
 from torchrl_llm.modules.weight_files import PICKLED_NAME, WeightFolder
 
 _TOKENIZER_FILES = ("*token*", "vocab*", "merges*", "*.model")
@@ -34,6 +35,7 @@ def load_model(
     dtype: str | torch.dtype = torch.float32,
     attn_implementation: str | None = None,
     lora: Mapping[str, Any] | Any | None = None,
+    quantization: Bits | None = None,
     gradient_checkpointing: bool = False,
     device: torch.device | str | None = None,
 ) -> nn.Module:
@@ -50,6 +52,9 @@ def load_model(
         lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
             ``target_modules``, ...), to train adapters instead of the weights. With an adapter to
             go on with they are the adapter's own: ``{}``, or any of them again.
+        quantization: ``"4bit"`` or ``"8bit"``: round the weights of linear layers to so many bits
+            as they are read, see :mod:`torchrl_llm.modules.quantization`. They are never trained,
+            and no adapter is merged into them.
         gradient_checkpointing: keep no activations of the layers in training, compute them again.
         device: where to put it; the CPU by default.
 
@@ -57,7 +62,8 @@ def load_model(
         ConfigError: when there is no such model, for an unknown dtype or LoRA argument, for an
             attention whose package is not installed, or for an adapter without its base, of other
             layers, or with other arguments than ``lora``.
-        MissingExtraError: for ``lora`` or an adapter without peft.
+        MissingExtraError: for ``lora`` or an adapter without peft, or ``quantization`` without its
+            package.
 
     Example:
         >>> load_model().dtype
@@ -67,6 +73,11 @@ def load_model(
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     adapter, base, weights = find_adapter(name_or_path), base_of(name_or_path), None
+    if quantization is not None:
+        options |= loading_options(quantization, options["dtype"], device or "cpu")
+        if adapter is None and base is not None and Path(base).is_dir():
+            # Checkpoints of adapters name their base; they may be opened from another folder.
+            name_or_path = base = Path(base).resolve()
     if base is not None and (Path(base) / "config.json").is_file():
         try:
             weights = WeightFolder(base)  # transformers passes over much, and says less
@@ -75,10 +86,15 @@ def load_model(
                 f"{str(base)!r} holds no model that can be loaded: {error}"
             ) from error
     if weights is not None and weights.form == PICKLED_NAME:
+        if quantization is not None:
+            raise ConfigError(f"quantization reads safetensors, and not {PICKLED_NAME}")
         model = _load_state(Path(base), weights, options)
     else:
         model = _load(AutoModelForCausalLM, "model", name_or_path, options)
-    return _ready(model, lora, gradient_checkpointing, device)
+    if quantization is not None:
+        model, device = prepare(model), None  # it is where it was read to
+    model = _ready(model, lora if adapter is None else None, gradient_checkpointing, device)
+    return model if adapter is None else adapter.attach(model, lora).eval()
 
 
 def load_reward_model(
@@ -160,9 +176,7 @@ def _ready(
     if gradient_checkpointing:
         # The reentrant form loses gradients where the input needs none, as under LoRA.
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    if adapter is not None:
-        model = adapter.attach(model, lora)
-    elif lora is not None:
+    if lora is not None:
         model = _with_lora(model, lora)
     return model.eval()
 

@@ -37,6 +37,7 @@ from transformers.utils import (
 )
 
 from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError
+from torchrl_llm.modules.quantization import is_quantized
 
 PICKLED_NAME = "pytorch_model.pt"
 """Ludic's name of weights in one file, which ``from_pretrained`` does not know."""
@@ -190,8 +191,14 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
         model: a ``PreTrainedModel`` or a ``PeftModel`` over one.
 
     Raises:
-        CheckpointError: an adapter that no weight can hold, such as a learned prompt.
+        CheckpointError: an adapter that no weight can hold, such as a learned prompt; quantized
+            weights, which would be rounded again.
     """
+    if is_quantized(model):
+        raise CheckpointError(
+            "an adapter is not merged into quantized weights, which would round it away: save the "
+            "adapter alone, and merge it into the base model in full (peft's merge_and_unload)"
+        )
     for name, config in getattr(model, "peft_config", {}).items():
         if config.is_prompt_learning or config.is_adaption_prompt:
             kind = config.peft_type.value

@@ -21,9 +21,11 @@ from torchrl_llm.data.overlong import LengthRule, OnOverlong
 from torchrl_llm.data.row_files import Row, load_rows
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.continued_adapter import find_adapter
+from torchrl_llm.modules.quantization import Bits
 from torchrl_llm.recipes.data_config import ReadsOnce
 from torchrl_llm.recipes.tasks import check_options, check_task, check_tools
-from torchrl_llm.trainers.optim import check_optimizer, check_schedule
+from torchrl_llm.trainers.optim import check_schedule
+from torchrl_llm.trainers.optimizers import check_optimizer
 
 
 class EnvConfig(ReadsOnce, key="env"):
@@ -113,11 +115,15 @@ class ModelNameConfig(Group, key="model"):
 
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
+        quantization: round the weights of linear layers to ``4bit`` or ``8bit`` as they are read
+            (needs the extra ``quantization``); to train, LoRA adapters over them. Checkpoints hold
+            the adapter alone. ``None`` for weights as they are.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
         template_kwargs: variables of the template by name, ``enable_thinking: false`` for example.
     """
 
     name: str | None = None
+    quantization: Bits | None = None
     chat_template_name: str | None = None
     template_kwargs: dict[str, Any] = own()
 
@@ -303,6 +309,8 @@ class TrainModelConfig(Group, key="train_model"):
     Attributes:
         dtype: of the weights.
         gradient_checkpointing: trade compute for memory in the backward.
+        offload_activations: keep what the backward needs of a forward in the memory of the CPU,
+            and copy it back when its turn comes; gradients are the same.
         attn_implementation: as in ``transformers``; ``None`` for its choice.
         logprob_chunk_size: logits that are held at once, tokens times vocabulary entries; ``None``
             to choose by device.
@@ -311,9 +319,15 @@ class TrainModelConfig(Group, key="train_model"):
 
     dtype: Literal["float32", "bfloat16"] = "float32"
     gradient_checkpointing: bool = False
+    offload_activations: bool = False
     attn_implementation: str | None = None
     logprob_chunk_size: int | None = None
     lora: LoraConfig
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        where = "with train_model.gradient_checkpointing=true, which keeps hardly any: choose one"
+        self.only("offload_activations", not self.gradient_checkpointing, where)
 
 
 class InferenceModelConfig(Group, key="inference_model"):
@@ -403,17 +417,24 @@ SUPERVISED_RATES = LearningRates(1e-3, 1e-4, 1e-5)
 """Of supervised fine-tuning, whose gradients are less noisy."""
 
 
+_ARGUMENTS = ("weight_decay", "eps", "betas", "momentum")
+
+
 class OptimizerConfig(Group, key="optimizer"):
     """Optimizer and schedule.
 
     Attributes:
-        name: a class of ``torch.optim``.
+        name: a class of ``torch.optim``, or ``"module:Class"`` of another package or your own, as
+            ``bitsandbytes.optim:AdamW8bit``. ``Muon`` has the matrices of the layers, and AdamW all
+            other parameters.
         lr: learning rate; 0 runs everything and changes nothing, ``None`` chooses by model, see
             ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
         betas: ``None`` for the optimizer's default.
         momentum: ``None`` for the optimizer's default.
+        options: further arguments of the class, by name.
+        on_cpu: keep the optimizer's states in the memory of the CPU, and step there.
         clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
         scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
             ``SCHEDULES``.
@@ -426,6 +447,8 @@ class OptimizerConfig(Group, key="optimizer"):
     eps: float | None = None
     betas: tuple[float, float] | None = None
     momentum: float | None = None
+    options: dict[str, Any] = own()
+    on_cpu: bool = False
     clip_grad_norm: Annotated[float, Gt(0)] | None = 1.0
     scheduler: str = "constant"
     warmup_steps: Annotated[int | float, Ge(0)] = 0
@@ -433,13 +456,17 @@ class OptimizerConfig(Group, key="optimizer"):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_schedule(self.scheduler)
-        check_optimizer(self.name)
+        names = {"params", *(entry.name for entry in fields(OptimizerConfig))}
+        taken = sorted(names & self.options.keys())
+        ensure(not taken, f"optimizer.options cannot hold {', '.join(taken)}: keys of their own")
+        given = (name for name in _ARGUMENTS if getattr(self, name) is not None)
+        check_optimizer(self.name, [*given, *self.options])
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of :func:`~torchrl_llm.trainers.optim.make_optimizer`."""
-        names = ("name", "lr", "weight_decay", "eps", "betas", "momentum")
-        return {name: getattr(self, name) for name in names}
+        """Arguments of :func:`~torchrl_llm.trainers.optimizers.make_optimizer`."""
+        names = ("name", "lr", "on_cpu", *_ARGUMENTS)
+        return {name: getattr(self, name) for name in names} | self.options
 
     def settle(
         self,

@@ -37,6 +37,11 @@ class GRPOGroups(SampledConfig):
     logging: LoggingConfig = own(experiment_name="grpo")
 
     @property
+    def merges(self) -> str | None:
+        """What brings whole weights to a sampler, adapters merged; ``None`` where nothing does."""
+        return "this recipe, which sends whole weights to its collectors"
+
+    @property
     def num_players(self) -> int:
         """Rows of an episode; more than one where players share it."""
         return task_class(self.env.dataset).num_players(self.env.options)
@@ -123,6 +128,12 @@ class GRPOGroups(SampledConfig):
             or not self.train_model.lora.enabled,
             "ref_model.num_devices has no effect with LoRA: the reference is the policy itself, "
             "with its adapters off",
+        )
+        ensure(
+            self.model.quantization is None or self.merges is None,
+            f"model.quantization={self.model.quantization} does not go with {self.merges}: an "
+            "adapter is not merged into quantized weights; choose grpo-sync.py with "
+            "weight_sync.type=adapter",
         )
         players = self.num_players
         ensure(
@@ -259,8 +270,22 @@ class GRPOConfig(GRPOGroups):
     inference_model: groups.SleepingEngineConfig
     weight_sync: groups.WeightSyncConfig
 
+    @property
+    def merges(self) -> str | None:
+        """See :attr:`GRPOGroups.merges`."""
+        if self.inference_model.sleep:
+            return "inference_model.sleep=true, after which an engine gets whole weights"
+        type_ = self.weight_sync.type
+        is_whole = type_ in ("shared", "load", "delta", "files")
+        return f"weight_sync.type={type_}, which sends whole weights" if is_whole else None
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        ensure(
+            self.model.quantization != "8bit" or self.inference_model.backend != "vllm",
+            "model.quantization=8bit does not go with inference_model.backend=vllm, which rounds "
+            "to four bits only while it reads weights; choose 4bit",
+        )
         if self.train.parallel != "none":
             self._check_parallel()
         sync, lora = self.weight_sync, self.train_model.lora.enabled

@@ -12,6 +12,7 @@ Next: ``torchrl-llm memory`` prints it; :doc:`/howto/hardware_and_memory`.
 
 from __future__ import annotations
 
+import copy
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -24,10 +25,12 @@ from torchrl_llm import modules
 from torchrl_llm._settings import naming
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import logits_bytes
+from torchrl_llm.modules.quantization import quantized_weights, weight_bytes
 from torchrl_llm.recipes import builders, grpo_config
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers import make_optimizer
+from torchrl_llm.trainers.optimizers import in_training
 from torchrl_llm.trainers.ranks import blocks_of
 
 Precision = Literal["float32", "mixed", "bfloat16"]
@@ -113,11 +116,13 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
-def optimizer_bytes(parameters: Iterable[nn.Parameter], arguments: Mapping[str, Any]) -> int:
-    """Bytes of the states of an optimizer after its first step.
+def optimizer_bytes(
+    parameters: nn.Module | Iterable[nn.Parameter], arguments: Mapping[str, Any]
+) -> int:
+    """Bytes of the states of an optimizer after its first step, wherever they are.
 
     Args:
-        parameters: those that are trained.
+        parameters: those that are trained, or their module.
         arguments: of :func:`~torchrl_llm.trainers.make_optimizer`.
 
     Raises:
@@ -128,12 +133,18 @@ def optimizer_bytes(parameters: Iterable[nn.Parameter], arguments: Mapping[str, 
         >>> optimizer_bytes([weight], {"name": "AdamW", "lr": 1e-4})  # two moments, and its step
         804
     """
-    empty = [nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters]
-    optimizer = make_optimizer(empty, **arguments)
+    if isinstance(parameters, nn.Module):
+        module = copy.deepcopy(parameters).to("meta")
+        empty = trained(module)
+    else:
+        module = [nn.Parameter(torch.empty_like(each, device="meta")) for each in parameters]
+        empty = module
+    optimizer = make_optimizer(module, **{**arguments, "on_cpu": False})
     for each in empty:
         each.grad = torch.empty_like(each)
     try:
-        optimizer.step()
+        with in_training(optimizer):
+            optimizer.step()
     except RuntimeError as error:
         raise ConfigError(
             f"the memory of optimizer.name={arguments['name']} is not known without running it"
@@ -207,6 +218,26 @@ def activation_bytes(
     return num_tokens * (shape.layers * stream + layer + adapters // shape.layers + norm)
 
 
+def working_bytes(shape: DecoderShape, num_tokens: int, precision: Precision) -> int:
+    """Bytes that a layer has at once where none waits for its backward on the device.
+
+    The most are in the backward of the gated product: its two factors, their gradients and its own,
+    ``5 f``, next to the gradient of the hidden states.
+
+    Args:
+        shape: of the model.
+        num_tokens: tokens of the forward, with its padding.
+        precision: of training.
+
+    Example:
+        >>> working_bytes(DecoderShape.of(modules.empty_model()), 1, "float32")
+        5632
+    """
+    size = _FLOAT32 if precision == "float32" else _BFLOAT16
+    stream = shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
+    return num_tokens * (5 * shape.intermediate * size + stream)
+
+
 @dataclass(frozen=True)
 class MemoryPart:
     """A line of the table.
@@ -214,13 +245,14 @@ class MemoryPart:
     Attributes:
         name: what takes the memory.
         num_bytes: how much; ``None`` where it cannot be known.
-        where: ``train``, ``sample`` or ``both``: when it is held; ``disk``.
+        where: ``train``, ``sample`` or ``both``: when it is held; ``host``, in the CPU's memory
+            next to a GPU; ``disk``.
         note: what it was counted from.
     """
 
     name: str
     num_bytes: int | None
-    where: Literal["train", "sample", "both", "disk"]
+    where: Literal["train", "sample", "both", "host", "disk"]
     note: str
 
 
@@ -235,9 +267,11 @@ class _Counts:
             name, lora = config.model.name, wanted.lora.arguments
             self.model = modules.empty_model(name, dtype=wanted.dtype, lora=lora)
             self.shape = DecoderShape.of(self.model)
-        self.trained = trained(self.model)
-        if config.loss.type == "ppo":
-            self.trained += modules.ValueHead.for_model(self.model).parameters()
+        heads = [modules.ValueHead.for_model(self.model)] if config.loss.type == "ppo" else []
+        self.learner = nn.ModuleList([self.model, *heads])
+        self.trained = trained(self.learner)
+        self.bits = config.model.quantization
+        self.on_gpu = builders.device_kind(config) != "cpu"
         self.low = builders.samples_in_bfloat16(config)
         self.precision: Precision = "mixed" if self.low else "float32"
         if wanted.dtype == "bfloat16":
@@ -323,13 +357,15 @@ def memory_parts(
     return [*_weights(counts), *_forward(counts), *_sampling(counts), _checkpoint(counts)]
 
 
-def peak_bytes(parts: Iterable[MemoryPart], where: Literal["train", "sample"]) -> int:
+def peak_bytes(parts: Iterable[MemoryPart], where: Literal["train", "sample", "host"]) -> int:
     """Sum of what is held at once.
 
     Args:
         parts: from :func:`memory_parts`.
-        where: in training, or in sampling.
+        where: in training, in sampling, or in the memory of the CPU next to a GPU.
     """
+    if where == "host":
+        return sum(part.num_bytes or 0 for part in parts if part.where == "host")
     return sum(part.num_bytes or 0 for part in parts if part.where in (where, "both"))
 
 
@@ -343,14 +379,21 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
     config, here = counts.config, _held(counts)
     total = sum(each.numel() for each in counts.model.parameters())
     of_training = sum(each.numel() for each in counts.trained)
-    size, states = tensor_bytes(counts.model.parameters()), _states(counts)
+    size, states = weight_bytes(counts.model, counts.bits), _states(counts)
     number = counts.processes if counts.is_spread else 1
     part = f"; a part of {number}, train.parallel=fsdp2" if counts.is_spread else ""
-    how = f"{total:,} parameters, {config.train_model.dtype}{part}"
+    kind = config.train_model.dtype
+    kind = kind if counts.bits is None else f"{counts.bits}, the rest {kind}"
+    how = f"{total:,} parameters, {kind}{part}"
     yield MemoryPart("weights", ceil_div(size, number), here, how)
     how = f"{of_training:,} parameters are trained{part}"
     yield MemoryPart("gradients", ceil_div(tensor_bytes(counts.trained), number), "train", how)
     states = None if states is None else ceil_div(states, number)
+    if config.optimizer.on_cpu:
+        here = "host" if counts.on_gpu else here
+        size = tensor_bytes(counts.trained) * (2 if counts.on_gpu else 1)
+        how = "what is trained" + (", and its gradients" if counts.on_gpu else "")
+        yield MemoryPart("copies for the optimizer", size, here, how)
     yield MemoryPart("optimizer states", states, here, f"{config.optimizer.name}{part}")
     if counts.is_spread:
         how = "what is in no layer, and two layers"
@@ -369,7 +412,7 @@ def _gathered(model: nn.Module) -> int:
 
 def _states(counts: _Counts) -> int | None:
     try:
-        return optimizer_bytes(counts.trained, counts.config.optimizer.arguments)
+        return optimizer_bytes(counts.learner, counts.config.optimizer.arguments)
     except ConfigError as error:
         if isinstance(error.__cause__, RuntimeError):
             return None
@@ -394,10 +437,23 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
     config, shape, tokens = counts.config, counts.shape, counts.micro_tokens
     wanted = config.train_model
     linear = {n: m for n, m in counts.model.named_modules() if isinstance(m, nn.Linear)}
+    packed = [] if counts.bits is None else quantized_weights(counts.model)
+    if packed:
+        largest = max(packed, key=torch.numel)
+        size = tensor_bytes([largest])
+        if counts.precision == "mixed":
+            size += largest.numel() * _BFLOAT16
+        yield MemoryPart("a layer's weight in full", size, _held(counts), "while it multiplies")
+    offloads, cast = wanted.offload_activations and counts.on_gpu, 0
     if counts.precision == "mixed":
-        cast = sum(m.weight.numel() for n, m in linear.items() if not n.endswith("lm_head"))
-        how = "of weights, by autocast"
-        yield MemoryPart("bfloat16 copies", cast * _BFLOAT16, _held(counts), how)
+        left_out = set(map(id, packed))
+        cast = _BFLOAT16 * sum(
+            m.weight.numel()
+            for n, m in linear.items()
+            if not n.endswith("lm_head") and id(m.weight) not in left_out
+        )
+    if cast and not (offloads and wanted.lora.enabled):  # of frozen weights nothing else has them
+        yield MemoryPart("bfloat16 copies", cast, _held(counts), "of weights, by autocast")
     width = sum(m.out_features for n, m in linear.items() if ".lora_A." in n)
     sizes = {
         is_on: activation_bytes(
@@ -408,13 +464,19 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
     is_on = wanted.gradient_checkpointing
     how = f"a forward of {tokens:,} tokens; {show_bytes(sizes[not is_on])} "
     how += "without" if is_on else "with"
-    yield MemoryPart("activations", sizes[is_on], "train", f"{how} gradient_checkpointing")
+    how += " gradient_checkpointing"
     size = logits_bytes(
         tokens,
         shape.vocabulary,
         chunk_size=wanted.logprob_chunk_size,
         kind=builders.device_kind(config),
     )
+    if offloads:
+        yield MemoryPart("activations on the CPU", sizes[False] + cast, "host", how)
+        # No layer is at work while there are logits.
+        sizes[is_on] = max(working_bytes(shape, tokens, counts.precision) - size, 0)
+        how = "of an operation, beyond the logits; train_model.offload_activations"
+    yield MemoryPart("activations", sizes[is_on], "train", how)
     how = f"{show_bytes(tokens * shape.vocabulary * _FLOAT32)} would be all of the forward"
     yield MemoryPart("logits, a chunk", size, "train", how)
     head = counts.model.get_output_embeddings().weight
@@ -466,15 +528,16 @@ def _engine_dtype(counts: _Counts) -> str:
 def _model_bytes(counts: _Counts, backend: str) -> int:
     """A model with its adapters merged, in the type that it is sampled in."""
     dtype = _engine_dtype(counts) if backend == "vllm" else counts.config.train_model.dtype
-    model = modules.empty_model(counts.config.model.name, dtype=dtype)
-    return tensor_bytes(model.parameters())
+    return weight_bytes(modules.empty_model(counts.config.model.name, dtype=dtype), counts.bits)
 
 
 def _checkpoint(counts: _Counts) -> MemoryPart:
     """The model as others open it, which is resumed from too, adapters twice, the optimizer."""
     config, states = counts.config, _states(counts)
-    plain = modules.empty_model(config.model.name, dtype=config.train_model.dtype)
-    size = tensor_bytes(plain.parameters())
+    size = 0
+    if counts.bits is None:
+        plain = modules.empty_model(config.model.name, dtype=config.train_model.dtype)
+        size = tensor_bytes(plain.parameters())
     if config.train_model.lora.enabled:  # alone for PEFT, and exactly
         size += 2 * tensor_bytes(trained(counts.model))
     kept = config.checkpoint.keep_last

@@ -75,6 +75,8 @@ def engine_arguments(config: GRPOConfig, sync: str) -> dict[str, Any]:
                 "with; choose weight_sync.type=load, which merges the adapter"
             )
         options |= {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank)}
+    if config.model.quantization is not None:
+        options["quantization"] = "bitsandbytes"
     return options
 
 

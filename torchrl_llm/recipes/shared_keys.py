@@ -6,7 +6,7 @@ larger one, it names that group again.
 
 from __future__ import annotations
 
-from torchrl_llm._settings import Group
+from torchrl_llm._settings import Group, ensure
 from torchrl_llm.recipes import groups
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.data_config import DataConfig, check_data
@@ -41,6 +41,23 @@ class TrainedConfig(Group):
         super().__post_init__()
         self.train_model.lora.settle(self.model)
         self.optimizer.settle(self.model, self.train_model, self.rates)
+        bits = f"model.quantization={self.model.quantization}"
+        ensure(
+            self.model.quantization is None or self.train_model.lora.enabled,
+            f"{bits} needs train_model.lora.enabled=true: rounded weights are not trained",
+        )
+        spread = self.train.parallel == "fsdp2"
+        for is_set, what in {
+            (self.model.quantization is not None, bits),
+            (self.train_model.offload_activations, "train_model.offload_activations=true"),
+            (self.optimizer.on_cpu, "optimizer.on_cpu=true"),
+            (self.optimizer.name == "Muon", "optimizer.name=Muon"),
+        }:
+            ensure(
+                not (spread and is_set),
+                f"{what} does not go with train.parallel=fsdp2, which spreads weights over "
+                "processes; choose ddp or none",
+            )
 
 
 class SampledConfig(TrainedConfig):

@@ -22,11 +22,11 @@ from torchrl_llm.trainers.loggers import make_loggers as make_loggers
 from torchrl_llm.trainers.metrics import LossMeter as LossMeter, MetricsTable as MetricsTable
 from torchrl_llm.trainers.optim import (
     clipped_step as clipped_step,
-    make_optimizer as make_optimizer,
     make_scheduler as make_scheduler,
     micro_batches as micro_batches,
     optimize as optimize,
 )
+from torchrl_llm.trainers.optimizers import make_optimizer as make_optimizer
 from torchrl_llm.trainers.progress import StopRequest as StopRequest
 from torchrl_llm.trainers.ranks import (
     Ranks as Ranks,

@@ -35,6 +35,7 @@ from torchrl_llm._files import plain_file
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.data.safe_state import PlainState, state_from_plain, state_to_plain
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
+from torchrl_llm.modules.quantization import is_quantized
 from torchrl_llm.modules.weight_files import (
     LazyTensor,
     published_weights,
@@ -319,7 +320,8 @@ def save_pretrained(
 
     A PEFT model is written as the plain model with its LoRA weights added, so that it opens without
     PEFT and without the base model; the adapter alone goes to ``adapter/``. Where adapters give
-    tied weights different values, ``config.json`` says that they are tied no more.
+    tied weights different values, ``config.json`` says that they are tied no more. Of a quantized
+    model the folder holds the adapter alone, with the name of its base.
 
     Args:
         path: an existing folder.
@@ -335,12 +337,14 @@ def save_pretrained(
         CRC-32 of each file of weights, by its name.
 
     Raises:
-        CheckpointError: an adapter that no weight can hold, such as a learned prompt.
+        CheckpointError: an adapter that no weight can hold, such as a learned prompt; a quantized
+            model without adapter.
     """
     checksums: dict[str, int] = {}
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     with no_weight_bars():
-        if isinstance(base, PreTrainedModel):
+        is_merged = base is model or not is_quantized(base)
+        if isinstance(base, PreTrainedModel) and is_merged:
             weights = published_weights(model)
             if is_main:
                 base.save_pretrained(path, state_dict={})  # all but the weights
@@ -355,9 +359,9 @@ def save_pretrained(
         if base is not model:
             adapter = {n: whole(p) for n, p in model.named_parameters() if p.requires_grad}
             if is_main:
-                model.save_pretrained(
-                    path / "adapter", state_dict=adapter, selected_adapters=[model.active_adapter]
-                )
+                folder = path / "adapter" if is_merged else path
+                chosen = [model.active_adapter]
+                model.save_pretrained(folder, state_dict=adapter, selected_adapters=chosen)
         elif is_main and not isinstance(base, PreTrainedModel):
             model.save_pretrained(path)
     if is_main:

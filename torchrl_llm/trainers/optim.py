@@ -15,13 +15,11 @@ shards in each backward, so the loss is multiplied by the number of ranks there;
 forward is a collective call, a rank with fewer micro-batches than another, or without any row, goes
 on with rows whose loss is multiplied by 0.
 
-The named optimizer is the one that is built, and an argument that it does not take is an error.
+Next: :mod:`torchrl_llm.trainers.optimizers` makes the optimizer that has a name.
 """
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -43,75 +41,8 @@ from torchrl_llm.data.wire import pack_rows
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 from torchrl_llm.trainers.metrics import LossMeter
+from torchrl_llm.trainers.optimizers import in_training
 from torchrl_llm.trainers.ranks import ALONE, Counts, Ranks, add_gradients, sum_counts
-
-_UNUSABLE = {
-    "LBFGS": "it calls the loss several times a step",
-    "SparseAdam": "gradients are not sparse",
-    "Muon": "it takes matrices only, and a model has other parameters; AdamW takes all of them",
-}
-
-
-def check_optimizer(name: str) -> None:
-    """Refuse a name that is no optimizer of :mod:`torch.optim`, or of one that cannot be used.
-
-    Raises:
-        ConfigError: names the nearest one, or why it cannot be used.
-    """
-    kinds = inspect.getmembers(torch.optim, inspect.isclass)
-    names = [key for key, kind in kinds if issubclass(kind, torch.optim.Optimizer)]
-    names = [key for key in names if key not in _UNUSABLE and key != "Optimizer"]
-    if name not in names:
-        alike = [key for key in names if key.lower() == name.lower()]
-        nearest = (alike or difflib.get_close_matches(name, names, 1, 0.0))[0]
-        raise ConfigError(
-            f"optimizer.name: torch.optim has no usable {name!r}; "
-            + _UNUSABLE.get(name, f"nearest: {nearest!r}")
-        )
-
-
-def make_optimizer(
-    parameters: Iterable[nn.Parameter], *, name: str, lr: float, **arguments: Any
-) -> torch.optim.Optimizer:
-    """The optimizer of :mod:`torch.optim` with that name, over the parameters that train.
-
-    Args:
-        parameters: parameters; those without ``requires_grad`` are left out.
-        name: class name in ``torch.optim``, as ``"AdamW"``.
-        lr: learning rate.
-        **arguments: further arguments of that class; ``None`` means its own default. One that the
-            class does not take is refused.
-
-    Raises:
-        ConfigError: no such optimizer, an argument that it does not take, or nothing to train.
-
-    Example:
-        >>> make_optimizer(nn.Linear(2, 2).parameters(), name="SGD", lr=0.1, momentum=0.9).defaults[
-        ...     "momentum"
-        ... ]
-        0.9
-    """
-    check_optimizer(name)
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
-    if not trained:
-        raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
-    optimizer = getattr(torch.optim, name)
-    accepted = inspect.signature(optimizer).parameters
-    given = {key: value for key, value in arguments.items() if value is not None}
-    for key in given:
-        if key not in accepted:
-            raise ConfigError(f"optimizer.{key} has no effect: {name} does not take it")
-    fits = (p.is_floating_point() and p.numel() and not p.is_meta for p in trained)
-    # Of the fused kernels only Adam's know shards.
-    knows_shards = name in ("Adam", "AdamW") or not any(isinstance(p, DTensor) for p in trained)
-    if "fused" in accepted and knows_shards and all(fits):
-        # One kernel for all parameters: on small models a plain loop outweighs the backward.
-        given.setdefault("fused", True)
-    try:
-        return optimizer(trained, lr=lr, **given)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"optimizer.name={name} with {given | {'lr': lr}}: {error}") from error
-
 
 SCHEDULES: dict[str, Callable[[float], float]] = {
     "constant": lambda done: 1.0,
@@ -365,7 +296,7 @@ def optimize(
         >>> rows = lazy_rows([TensorDict(
         ...     tokens={"full": torch.arange(n)}, masks={"all_assistant_mask": torch.arange(n) > 0})
         ...     for n in (3, 5)])
-        >>> optimizer = make_optimizer(model.parameters(), name="AdamW", lr=1e-3)
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
         >>> sorted(optimize(SFTLoss(CausalScorer(model)), [rows], optimizer, budget=5))
         ['train/grad_norm', 'train/loss_sft']
     """
@@ -376,34 +307,35 @@ def optimize(
     if sharded and layout == "bucketed":
         cut = partial(_bucketed, budget=budget)
     meter = LossMeter()
-    for pieces, normalizer, most in _in_step(loss, batches, cut, ranks):
-        fillers = []
-        if sharded and ranks.world > 1:
-            fillers = _fillers(pieces, most - len(pieces), ranks)
-        own: LLMLossOutput | None = None
-        for piece in pieces:
-            with context():
-                output = loss(piece, normalizer=normalizer)
-            (output.total_loss() * scale).backward()
-            own = output.detach() if own is None else own + output.detach()
-        for filler in fillers:
-            with context():
-                output = loss(filler, normalizer=normalizer)
-            (output.total_loss() * 0.0).backward()
-        if not sharded and ranks.world > 1:
-            add_gradients(parameters, ranks)
-        for part in ranks.gather(own if ranks.world == 1 or own is None else own.cpu()):
-            if part is not None:
-                meter.add(part)
-        norm = clipped_step(optimizer, scheduler, max_norm=max_norm)
-        if own is not None and not norm.isfinite() and not own.total_loss().isfinite().all():
-            raise DataError(
-                "loss and gradients are NaN or infinite: the weights of the policy, or of its "
-                "value head, have diverged, or a sampled token has probability zero. No weight was "
-                "changed"
-            )
-        rate = {} if scheduler is None else {"lr": scheduler.get_last_lr()[0]}
-        meter.close(grad_norm=norm, **rate)
+    with in_training(optimizer):
+        for pieces, normalizer, most in _in_step(loss, batches, cut, ranks):
+            fillers = []
+            if sharded and ranks.world > 1:
+                fillers = _fillers(pieces, most - len(pieces), ranks)
+            own: LLMLossOutput | None = None
+            for piece in pieces:
+                with context():
+                    output = loss(piece, normalizer=normalizer)
+                (output.total_loss() * scale).backward()
+                own = output.detach() if own is None else own + output.detach()
+            for filler in fillers:
+                with context():
+                    output = loss(filler, normalizer=normalizer)
+                (output.total_loss() * 0.0).backward()
+            if not sharded and ranks.world > 1:
+                add_gradients(parameters, ranks)
+            for part in ranks.gather(own if ranks.world == 1 or own is None else own.cpu()):
+                if part is not None:
+                    meter.add(part)
+            norm = clipped_step(optimizer, scheduler, max_norm=max_norm)
+            if own is not None and not norm.isfinite() and not own.total_loss().isfinite().all():
+                raise DataError(
+                    "loss and gradients are NaN or infinite: the weights of the policy, or of "
+                    "its value head, have diverged, or a sampled token has probability zero. No "
+                    "weight was changed"
+                )
+            rate = {} if scheduler is None else {"lr": scheduler.get_last_lr()[0]}
+            meter.close(grad_norm=norm, **rate)
     return meter.metrics()
 
 

@@ -67,20 +67,21 @@ def model_folder(path: Path) -> Path:
         >>> model_folder(embedded_model_path()).name
         'embedded'
     """
-    if any((path / name).is_file() for name in ("config.json", "adapter_config.json")):
+    if _holds_model(path):
         return path
     for folder in (path / CHECKPOINTS, path):
         if steps := checkpoint_steps(folder):
             path = checkpoint_path(folder, steps[-1])
-    if (path / "config.json").is_file():
+    if _holds_model(path):
         return path
-    several = sorted(file.parent.name for file in path.glob("*/config.json"))
+    several = sorted(each.name for each in path.glob("*") if _holds_model(each))
+    several = [name for name in several if name != "adapter"]
     if several and _CHECKPOINT.fullmatch(path.name):
         raise ConfigError(
             f"{path} holds several models, {', '.join(several)}: name the folder of one, as "
             f"{path / several[0]}"
         )
-    if (path / "model" / "config.json").is_file():
+    if _holds_model(path / "model"):
         return path / "model"
     if not path.is_dir():
         raise ConfigError(f"there is no folder {path}")
@@ -88,6 +89,11 @@ def model_folder(path: Path) -> Path:
         f"{path} holds no model (config.json), no checkpoint ({CHECKPOINTS}/step_N) and no "
         f"finished model (model); it has {_listing(path)}"
     )
+
+
+def _holds_model(folder: Path) -> bool:
+    """Whether it is one of a model, or of an adapter that names its model."""
+    return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def run_of(model: Path) -> Path | None:

@@ -1,8 +1,8 @@
 """Models and parts of a run in its checkpoints: what is saved of each, and read again.
 
 The weights of a model are in a checkpoint once, in its Hugging Face folder, where that holds them
-as they are; trained parameters that it does not (adapters, which it has merged; those of a model
-that is not one of Hugging Face) are in the state.
+as they are; trained parameters that it does not (adapters, which it has merged or in a type of
+their own; those of a model that is not one of Hugging Face) are in the state.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torchrl.envs import Transform
 from transformers import PreTrainedModel
 
 from torchrl_llm.errors import CheckpointError, ConfigError
+from torchrl_llm.modules.quantization import is_quantized
 from torchrl_llm.modules.weight_files import WeightFolder, published_weights, whole
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.optimizer_state import (
@@ -201,7 +202,7 @@ def _is_optimizer(part: Any) -> bool:
 
 def _is_published(model: nn.Module) -> bool:
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    return isinstance(base, PreTrainedModel)
+    return isinstance(base, PreTrainedModel) and not is_quantized(base)
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

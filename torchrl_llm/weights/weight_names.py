@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.policies.llm_wrapper import LLMWrapperBase
+from torchrl_llm.modules.quantization import is_quantized
 from torchrl_llm.weights.weight_updater import named_weights
 
 # What wrappers insert between a parent and its child, wherever the wrapper sits.
@@ -68,8 +69,8 @@ def engine_weights(source: Weights, *, dtype: torch.dtype | None = None) -> dict
         gathered or cast.
 
     Raises:
-        ConfigError: for anything else, or a state dict with adapters, which only the module can
-            merge.
+        ConfigError: for anything else, a state dict with adapters, which only the module can
+            merge, or quantized weights.
         WeightUpdateError: two weights have the same name once their wrappings are gone, or an
             adapter sits on one of two tied layers.
 
@@ -79,6 +80,11 @@ def engine_weights(source: Weights, *, dtype: torch.dtype | None = None) -> dict
     """
     if isinstance(source, LLMWrapperBase):
         source = source.backend.module
+    if isinstance(source, nn.Module) and is_quantized(source):
+        raise ConfigError(
+            "quantized weights are not sent, nor adapters merged into them: send the adapter alone "
+            "(weight_sync.type=adapter)"
+        )
     adapted = isinstance(source, nn.Module) and _has_adapters(source)
     pairs = _merged(source) if adapted else named_weights(source).items()
     kept = set() if dtype is None else _kept_precise(source)

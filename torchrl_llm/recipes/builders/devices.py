@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import random
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import numpy
 import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from torchrl_llm._settings import ensure
 from torchrl_llm.assets import embedded_model_path
@@ -127,14 +130,62 @@ def reference_device(config: TrainedConfig) -> torch.device:
     return torch.device("cuda", index)
 
 
-def autocast(config: TrainedConfig) -> AbstractContextManager[Any]:
+@contextmanager
+def autocast(config: TrainedConfig) -> Iterator[None]:
     """A context for sampling and scoring in the configured precision.
 
+    With ``train_model.offload_activations`` what the backward needs goes to the CPU meanwhile.
+
     Args:
-        config: its ``train.mixed_precision``.
+        config: its ``train.mixed_precision`` and ``train_model``.
     """
-    device = device_of(config).type
-    return torch.autocast(device, dtype=torch.bfloat16, enabled=samples_in_bfloat16(config))
+    device, low = device_of(config).type, samples_in_bfloat16(config)
+    offloads = config.train_model.offload_activations
+    kept = ActivationsOnCpu() if offloads else nullcontext()
+    with kept, torch.autocast(device, dtype=torch.bfloat16, enabled=low):
+        yield
+
+
+class ActivationsOnCpu(saved_tensors_hooks):
+    """A context: what autograd keeps of a forward waits in the memory of the CPU for the backward.
+
+    Weights stay where they are, and a tensor that several operations keep is copied once. Gradients
+    are the same, bit for bit.
+
+    Example:
+        >>> weight = nn.Parameter(torch.ones(2))
+        >>> with ActivationsOnCpu():
+        ...     loss = (weight * torch.tensor([2.0, 3.0])).sum()
+        >>> loss.backward()
+        >>> weight.grad.tolist()
+        [2.0, 3.0]
+    """
+
+    def __init__(self) -> None:
+        self.copies: dict[tuple[StorageWeakRef, torch.dtype, int], Tensor] = {}
+        super().__init__(self._to_cpu, lambda fetch: fetch())
+
+    def _to_cpu(self, tensor: Tensor) -> Callable[[], Tensor]:
+        owner = tensor._base if tensor._is_view() else tensor
+        if isinstance(owner, nn.Parameter):
+            return lambda: tensor
+        storage = tensor.untyped_storage()
+        # A weak reference frees the memory, and keeps its address from being used again.
+        key = (StorageWeakRef(storage), tensor.dtype, tensor._version)
+        if key not in self.copies:
+            flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
+            self.copies[key] = self.room(flat).copy_(flat, non_blocking=True)
+        kept, device = self.copies[key], tensor.device
+        place = tensor.shape, tensor.stride(), tensor.storage_offset()
+        return lambda: kept.to(device, non_blocking=True, copy=True).as_strided(*place)
+
+    def room(self, like: Tensor) -> Tensor:
+        """Memory of the CPU for a copy, pinned next to a GPU so that copies need not be waited for.
+
+        Args:
+            like: of its size and type.
+        """
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def samples_in_bfloat16(config: TrainedConfig) -> bool:

@@ -143,6 +143,7 @@ def load_policy(
         attn_implementation=wanted.attn_implementation,
         gradient_checkpointing=wanted.gradient_checkpointing,
         lora=wanted.lora.arguments,
+        quantization=config.model.quantization,
         device=device_of(config),
     )
     return modules.TransformersWrapper(

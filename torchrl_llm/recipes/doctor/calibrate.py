@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from torchrl_llm.recipes import builders
 from torchrl_llm.trainers import Ranks, make_optimizer
+from torchrl_llm.trainers.optimizers import in_training
 
 
 def largest(
@@ -78,7 +79,7 @@ class Trial:
     def __init__(self, config: Any, policy: Any, row_tokens: int) -> None:
         self._config, self._policy, self._row_tokens = config, policy, row_tokens
         arguments = config.optimizer.arguments | {"lr": 0.0}
-        self._optimizer = make_optimizer(policy.parameters(), **arguments)
+        self._optimizer = make_optimizer(policy, **arguments)
 
     def __call__(self, budget: int) -> bool:
         """Whether a micro-batch of ``budget`` tokens fits; it has at least one row."""
@@ -102,4 +103,5 @@ class Trial:
         with builders.autocast(self._config):
             loss = self._policy.token_scores(sequences, trained).log_probs.mean()
         loss.backward()
-        self._optimizer.step()
+        with in_training(self._optimizer):
+            self._optimizer.step()

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import torch
 
-from torchrl_llm.errors import ConfigError, ResourceError
+from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError
+from torchrl_llm.modules.quantization import package_of, weight_bytes
 from torchrl_llm.recipes import AsyncGRPOConfig, builders, memory
 from torchrl_llm.recipes.doctor.calibrate import Trial, all_ranks, largest
 from torchrl_llm.recipes.doctor.finding import Finding, error, note, ok, warning
@@ -54,6 +55,11 @@ def versions(subject: Subject) -> Iterator[Finding]:
         asked = key in subject.keys and value in (None, subject.flat[key])
         if asked and importlib.util.find_spec(package) is None:
             yield error(key, f"{package} is missing: pip install 'torchrl_llm[{package}]'")
+    try:
+        if (bits := subject.flat.get("model.quantization")) is not None:
+            package_of(bits)
+    except MissingExtraError as why:
+        yield error("model.quantization", str(why))
     gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))
     shown = ", ".join(f"{name} {metadata.version(name)}" for name in _SHOWN)
     yield ok("train.device", f"{shown}; GPUs: {', '.join(gpus) or 'none'}")
@@ -116,21 +122,24 @@ def _parts(
             config = replace(config, train=replace(config.train, micro_token_budget=budget))
         tokens = subject.prompt_tokens
         return memory.memory_parts(config, prompt_tokens=tokens, processes=number)
-    trained = memory.trained(subject.model)
+    trained, bits = memory.trained(subject.model), config.model.quantization
     sizes = {
-        "weights": memory.tensor_bytes(subject.model.parameters()),
+        "weights": weight_bytes(subject.model, bits),
         "gradients": memory.tensor_bytes(trained),
-        "optimizer states": memory.optimizer_bytes(trained, config.optimizer.arguments),
+        "optimizer states": memory.optimizer_bytes(subject.model, config.optimizer.arguments),
     }
     held = dict(sizes)
     if is_spread := config.train.parallel == "fsdp2":
         held = {name: memory.ceil_div(size, number) for name, size in sizes.items()}
     if is_spread and "inference_model.max_tokens" in subject.keys:
         held["a whole copy"] = sizes["weights"]  # it samples
-    saved = sizes["weights"] + sizes["optimizer states"]
+    on_host = config.optimizer.on_cpu and builders.device_kind(config) != "cpu"
+    saved = sizes["optimizer states"]
+    saved += sizes["weights"] if bits is None else memory.tensor_bytes(trained)
     if config.train_model.lora.enabled:  # adapters are saved for PEFT too
         saved += memory.tensor_bytes(trained)
-    parts = [MemoryPart(name, size, "train", "") for name, size in held.items()]
+    where = {"optimizer states": "host"} if on_host else {}
+    parts = [MemoryPart(name, n, where.get(name, "train"), "") for name, n in held.items()]
     return [*parts, MemoryPart("checkpoint", saved, "disk", "")]
 
 
@@ -171,6 +180,12 @@ def needed_memory(subject: Subject) -> Iterator[Finding]:
     except ConfigError as why:
         yield note("model.name", f"memory was not counted: {why}")
         return
+    host, there = memory.peak_bytes(_parts(subject), "host"), free_memory(torch.device("cpu"))
+    if there is not None and host > there:
+        on_cpu = config.optimizer.on_cpu
+        key = "optimizer.on_cpu" if on_cpu else "train_model.offload_activations"
+        what = f"{show_bytes(host)} of the CPU's memory are needed next to the GPU's"
+        yield error(key, f"{what}, and {show_bytes(there)} are free")
     least = "" if whole else "at least "
     what = f"by formula a run needs {least}{show_bytes(peak)}"
     if config.train.parallel != "none":

@@ -1,0 +1,258 @@
+"""A model on one small GPU: what goes together, and forecasts of what is measured."""
+
+from itertools import accumulate
+
+import numpy
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoModelForCausalLM, Qwen2Config
+
+from torchrl_llm.errors import ConfigError
+from torchrl_llm.modules import (
+    TransformersBackend,
+    ValueHead,
+    empty_model,
+    load_model,
+)
+from torchrl_llm.recipes import AsyncGRPOConfig, load_config, memory
+from torchrl_llm.recipes.builders import autocast, make_policy
+from torchrl_llm.recipes.builders.devices import ActivationsOnCpu
+from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
+from torchrl_llm.trainers import make_optimizer
+
+LORA = {"train_model": {"lora": {"enabled": True}}}
+FOUR = {"model": {"quantization": "4bit"}, **LORA}
+SHAPE = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 768,
+    "vocab_size": 1000,
+}
+ALL_LINEAR = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("values", "schema", "message"),
+    [
+        ({"model": {"quantization": "4bit"}}, None, r"needs train_model\.lora\.enabled=true"),
+        (FOUR | {"train": {"parallel": "fsdp2"}}, None, "4bit does not go with train.parallel"),
+        (FOUR | {"inference_model": {"backend": "vllm", "sleep": True}}, None, "sleep=true"),
+        (FOUR, AsyncGRPOConfig, "sends whole weights to its collectors"),
+        *[
+            (
+                FOUR | {"inference_model": {"backend": "vllm"}, "weight_sync": sync},
+                None,
+                rf"weight_sync\.type={sync['type']}, which sends whole weights",
+            )
+            for sync in ({"type": "load"}, {"type": "files", "folder": "/tmp/weights"})
+        ],
+        (
+            {**FOUR, "model": {"quantization": "8bit"}, "inference_model": {"backend": "vllm"}},
+            None,
+            "8bit does not go with inference_model.backend=vllm",
+        ),
+        (
+            {"optimizer": {"on_cpu": True}, "train": {"parallel": "fsdp2"}},
+            None,
+            r"optimizer\.on_cpu=true does not go with train\.parallel=fsdp2",
+        ),
+        (
+            {"optimizer": {"name": "Muon"}, "train": {"parallel": "fsdp2"}},
+            None,
+            r"optimizer\.name=Muon does not go with train\.parallel=fsdp2",
+        ),
+        (
+            {"train_model": {"offload_activations": True, "gradient_checkpointing": True}},
+            None,
+            "offload_activations has no effect with .*: choose one",
+        ),
+        ({"optimizer": {"options": {"lr": 1}}}, None, r"optimizer\.options cannot hold lr"),
+        ({"optimizer": {"options": {"warmth": 1}}}, None, "warmth has no effect: AdamW"),
+        ({"optimizer": {"name": "Muon", "options": {"fused": True}}}, None, "fused has no effect"),
+        ({"optimizer": {"name": "no_such:Thing"}}, None, "'no_such:Thing' cannot be imported"),
+    ],
+    ids=str,
+)
+def test_what_does_not_go_together_is_refused(values, schema, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(values) if schema is None else load_config(values, schema)
+
+
+def test_an_adapter_of_a_rounded_model_goes_on_and_is_not_merged(tmp_path):
+    for package in ("peft", "bitsandbytes"):
+        pytest.importorskip(package)
+    trained = load_model(lora=ALL_LINEAR, quantization="4bit")
+    with torch.no_grad():
+        for name, parameter in trained.named_parameters():
+            if "lora_B" in name:
+                parameter.fill_(0.01)
+    trained.save_pretrained(tmp_path)
+    ids, expected = torch.tensor([[1, 2, 3]]), None
+    for lora in (None, {}):
+        found = load_model(tmp_path, lora=lora, quantization="4bit")
+        assert any(each.requires_grad for each in found.parameters()) == (lora is not None)
+        logits = found(input_ids=ids).logits
+        expected = trained.eval()(input_ids=ids).logits if expected is None else expected
+        assert torch.equal(logits, expected)
+    policy = make_policy(
+        load_config({"model": {"name": str(tmp_path), "quantization": "4bit"}, **LORA})
+    )
+    assert torch.equal(policy.model.eval()(input_ids=ids).logits, expected)
+
+
+def test_an_engine_rounds_as_the_trainer_does():
+    config = load_config(FOUR | {"inference_model": {"backend": "vllm"}})
+    assert (sync := sync_type(config)) == "adapter"
+    assert engine_arguments(config, sync)["quantization"] == "bitsandbytes"
+    assert "quantization" not in engine_arguments(load_config(LORA), "adapter")
+
+
+def test_options_reach_the_optimizer():
+    config = load_config({"optimizer": {"name": "Muon", "options": {"ns_steps": 3}}})
+    groups = make_optimizer(load_model(), **config.optimizer.arguments).param_groups
+    assert [group.get("ns_steps") for group in groups] == [3, None]
+
+
+@pytest.mark.parametrize("quantization", [None, "4bit", "8bit"])
+def test_activations_that_wait_on_the_cpu_change_no_bit(quantization):
+    if quantization is not None:
+        pytest.importorskip("bitsandbytes" if quantization == "4bit" else "torchao")
+    lora = None if quantization is None else ALL_LINEAR
+    found = []
+    for offloads in (False, True):
+        torch.manual_seed(0)
+        model = load_model(lora=lora, quantization=quantization).train()
+        backend = TransformersBackend(model, value_head=ValueHead.for_model(model))
+        config = load_config({"train_model": {"offload_activations": offloads}})
+        ids = [torch.arange(5, 40), torch.arange(9, 30)]
+        with autocast(config):
+            scores = backend.token_scores(ids, [each > 9 for each in ids], entropy=True)
+            loss = scores.log_probs.sum() + scores.entropy.sum()
+        loss.backward()
+        found.append([p.grad for p in model.parameters() if p.requires_grad])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def waiting_bytes(model, precision):
+    """Bytes that are copied to the CPU in a forward, those of weights that autocast casts apart."""
+    shapes = {p.numel() for p in model.parameters()}
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    low = torch.autocast("cpu", torch.bfloat16, enabled=precision == "mixed")
+    inside = ActivationsOnCpu()
+    with inside, low:
+        base.model(torch.randint(3, 200, (4, 96)), use_cache=False)
+    return sum(copy.nbytes for copy in inside.copies.values() if copy.numel() not in shapes)
+
+
+@pytest.mark.parametrize("lora", [None, ALL_LINEAR], ids=["all", "lora"])
+@pytest.mark.parametrize("precision", ["float32", "mixed"])
+def test_what_waits_on_the_cpu_is_forecast(precision, lora):
+    model = load_model(lora=lora).train()
+    width = sum(m.out_features for n, m in model.named_modules() if n.endswith("lora_A.default"))
+    forecast = memory.activation_bytes(
+        memory.DecoderShape.of(model), 4 * 96, precision, adapter_width=width
+    )
+    assert forecast == pytest.approx(waiting_bytes(model, precision), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "package"),
+    [
+        ({"name": "Muon"}, "torch"),
+        ({"name": "bitsandbytes.optim:AdamW8bit"}, "bitsandbytes"),
+        ({"name": "schedulefree:AdamWScheduleFree"}, "schedulefree"),
+    ],
+    ids=str,
+)
+def test_states_of_an_optimizer_are_forecast(arguments, package):
+    from torchrl_llm.trainers.optimizers import in_training
+
+    pytest.importorskip(package)
+    model = load_model()
+    optimizer = make_optimizer(model, lr=1e-3, **arguments)
+    for each in model.parameters():
+        each.grad = torch.ones_like(each)
+    with in_training(optimizer):
+        optimizer.step()
+    states = {id(v): v for s in optimizer.state.values() for v in s.values()}.values()
+    real = sum(v.untyped_storage().nbytes() for v in states if isinstance(v, torch.Tensor))
+    assert memory.optimizer_bytes(empty_model(), {"lr": 1e-3, **arguments}) == pytest.approx(
+        real, rel=0.01
+    )
+
+
+def parts(device="cuda", **values):
+    config = load_config({"train": {"device": device}, **values})
+    return {p.name: p for p in memory.memory_parts(config, prompt_tokens=64)}
+
+
+def test_a_forecast_puts_each_part_where_it_is():
+    plain, four = parts(**LORA), parts(**FOUR)
+    adapter = plain["gradients"].num_bytes
+    assert plain["weights"].num_bytes == 4 * 337_792 + adapter
+    assert four["weights"].num_bytes == pytest.approx(plain["weights"].num_bytes / 3, rel=0.2)
+    assert four["checkpoint"].num_bytes == pytest.approx(4 * adapter, rel=0.01)
+    assert four["a layer's weight in full"].num_bytes == 128 * 256 * 6
+    small = parts(optimizer={"on_cpu": True}, train_model={"offload_activations": True})
+    on_cpu = ("optimizer states", "copies for the optimizer", "activations on the CPU")
+    assert {small[name].where for name in on_cpu} == {"host"}
+    assert memory.peak_bytes(small.values(), "host") == sum(small[n].num_bytes for n in on_cpu)
+    assert small["activations"].num_bytes < parts()["activations"].num_bytes
+    here = parts("cpu", optimizer={"on_cpu": True}, train_model={"offload_activations": True})
+    assert memory.peak_bytes(here.values(), "host") == 0
+    assert here["activations"].num_bytes == parts("cpu")["activations"].num_bytes
+
+
+def peak_of(work):
+    """The most bytes that torch's allocator has given out at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    return max(accumulate(num_bytes for _, num_bytes in changes))
+
+
+class OutOfSight(ActivationsOnCpu):
+    """Keeps copies where torch's allocator does not count them, as those next to a GPU."""
+
+    def room(self, like):
+        return torch.from_numpy(numpy.empty(like.nbytes, numpy.uint8)).view(like.dtype)
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["", "offload"])
+@pytest.mark.parametrize("bits", [None, "4bit", "8bit"])
+def test_the_peak_of_a_step_is_forecast(bits, offloads, tmp_path):
+    if bits is not None:
+        pytest.importorskip("bitsandbytes" if bits == "4bit" else "torchao")
+    Qwen2Config(**SHAPE, architectures=["Qwen2ForCausalLM"]).save_pretrained(tmp_path)
+    AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE)).save_pretrained(tmp_path)
+    values = {
+        "model": {"name": str(tmp_path), "quantization": bits},
+        "train_model": {"lora": {"enabled": True}, "offload_activations": offloads},
+        "train": {"device": "cuda" if offloads else "cpu", "prompts_per_batch": 1},
+        "env": {"repeats": 4},
+        "inference_model": {"max_tokens": 96},
+    }
+    values["train"]["mixed_precision"] = "float32"
+    config = load_config(values)
+    told = {p.name: p.num_bytes for p in memory.memory_parts(config, prompt_tokens=32)}
+    model = load_model(tmp_path, lora=config.train_model.lora.arguments, quantization=bits).train()
+    scorer = TransformersBackend(model, layout="padded", eos_token_ids=(2,))
+    optimizer = make_optimizer(model, **config.optimizer.arguments)
+    ids = [torch.randint(3, 900, (128,)) for _ in range(4)]
+
+    def step():
+        with OutOfSight() if offloads else autocast(config):
+            loss = scorer.token_scores(ids, [torch.arange(128) >= 32] * 4).log_probs.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    names = ("gradients", "optimizer states", "activations", "a layer's weight in full")
+    forecast = sum(told.get(name, 0) for name in ("weights", "logits, a chunk", *names))
+    step()  # states are there from the second on
+    held = told["weights"] + told["optimizer states"]
+    assert forecast == pytest.approx(held + peak_of(step), rel=0.1)

@@ -1,0 +1,152 @@
+"""Weights of four or eight bits, over which LoRA adapters are trained.
+
+bitsandbytes makes four bits (NF4, with scales that are quantized too, arXiv:2305.14314); torchao
+makes eight bits of the weights alone. Embeddings, head and norms keep their type. Where torchao is
+missing, bitsandbytes makes the eight bits (LLM.int8(), arXiv:2208.07339, which on a GPU rounds
+activations too; without outliers, by which a token would depend on the other rows of its batch).
+
+Such weights are never merged with an adapter: the sum would be rounded again, to another model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from torchrl_llm._imports import require
+
+Bits = Literal["4bit", "8bit"]
+
+_PACKAGES = {"4bit": ("bitsandbytes",), "8bit": ("torchao", "bitsandbytes")}
+_BLOCK, _SCALE_BLOCK = 64, 256
+# The 16 values of NF4, the 256 of its scales, and their mean, all in float32.
+_TABLES = 4 * (16 + 256 + 1)
+
+
+def package_of(bits: Bits) -> str:
+    """The package that quantizes.
+
+    Args:
+        bits: ``"4bit"`` or ``"8bit"``.
+
+    Raises:
+        MissingExtraError: none is installed.
+    """
+    names = _PACKAGES[bits]
+    found = next((name for name in names if importlib.util.find_spec(name)), names[0])
+    require(found, extra="quantization", feature=f"quantization={bits}")
+    return found
+
+
+def loading_options(bits: Bits, dtype: torch.dtype, device: torch.device | str) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` that quantize weights as they are read.
+
+    Args:
+        bits: ``"4bit"`` or ``"8bit"``.
+        dtype: of products, and of what is not quantized.
+        device: where the model goes.
+
+    Raises:
+        MissingExtraError: no package for it is installed.
+    """
+    from transformers import BitsAndBytesConfig, TorchAoConfig
+
+    if package_of(bits) == "torchao":
+        from torchao.quantization import Int8WeightOnlyConfig
+
+        how = TorchAoConfig(Int8WeightOnlyConfig())
+    elif bits == "8bit":
+        how = BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)
+    else:
+        how = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype=dtype,
+        )
+    return {"quantization_config": how, "device_map": {"": str(device)}}
+
+
+def prepare(model: nn.Module) -> nn.Module:
+    """Let a model that was just quantized compute the same in sampling and in training.
+
+    Args:
+        model: changed in place.
+    """
+    for part in model.modules():
+        if hasattr(part, "support_avx512bf16_for_cpu"):
+            # bitsandbytes would repack weights at the first forward without gradient.
+            part.support_avx512bf16_for_cpu = False
+        elif type(part) is nn.Linear and hasattr(part.weight, "qdata"):
+            part.__class__ = _FrozenLinear
+    return model
+
+
+class _FrozenLinear(nn.Linear):
+    """A layer of quantized weights that keeps no copy of them in full for the backward."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        out = _FrozenProduct.apply(input, self.weight)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class _FrozenProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor) -> Tensor:
+        ctx.weight, ctx.dtype = weight, input.dtype
+        return F.linear(input, weight.dequantize(input.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient @ ctx.weight.dequantize(gradient.dtype)).to(ctx.dtype), None
+
+
+def is_quantized(model: nn.Module) -> bool:
+    """Whether a model, or one within its wrappers, has quantized weights.
+
+    Args:
+        model: of any kind.
+    """
+    return any(getattr(part, "is_quantized", False) for part in model.modules())
+
+
+def weight_bytes(model: nn.Module, bits: Bits | None) -> int:
+    """Bytes of the weights of a model once it is quantized, adapters as they are.
+
+    Args:
+        model: not quantized, without its numbers for instance.
+        bits: ``None`` for weights as they are.
+
+    Example:
+        >>> layer = nn.ModuleList([nn.Linear(256, 256, bias=False)])
+        >>> weight_bytes(layer, None), weight_bytes(layer, "8bit"), weight_bytes(layer, "4bit")
+        (262144, 66560, 34900)
+    """
+    sizes = {id(p): p.numel() * p.element_size() for p in model.parameters()}
+    if bits is not None:
+        sizes |= {id(weight): _packed(weight, bits) for weight in quantized_weights(model)}
+    return sum(sizes.values())
+
+
+def quantized_weights(model: nn.Module) -> list[nn.Parameter]:
+    """The weights that would be quantized: of all linear layers but the head and the adapters.
+
+    Args:
+        model: not quantized.
+    """
+    find_head = getattr(model, "get_output_embeddings", lambda: None)
+    head = getattr(find_head(), "weight", None)
+    linear = ((n, part) for n, part in model.named_modules() if type(part) is nn.Linear)
+    return [part.weight for n, part in linear if part.weight is not head and ".lora_" not in n]
+
+
+def _packed(weight: Tensor, bits: Bits) -> int:
+    number = weight.numel()
+    if bits == "8bit":
+        return number + 4 * weight.shape[0]
+    scales = -(-number // _BLOCK)
+    return number // 2 + scales + 4 * -(-scales // _SCALE_BLOCK) + _TABLES
