@@ -33,6 +33,7 @@ NEEDS = {
 }
 MAKE = """
 import json
+from pathlib import Path
 from torchrl_llm._registry import KINDS, find, names
 from torchrl_llm.langmarl.environment import env_class, list_envs
 
@@ -40,12 +41,16 @@ from torchrl_llm.langmarl.environment import env_class, list_envs
 ARGUMENTS = {
     "loggers": {"run_dir": "runs", "experiment_name": "one"},
     "judge": {"url": "http://localhost:1/v1", "model": "judge"},
+    "model": {"name": "scores"},
     "length": {"longest": 9},
     "program": {"command": "true"},
     "verifiers": {"dataset": [{"query": "1+1?", "task": "{}"}]},
     "rows": {"dataset": [{"query": "1+1?", "answer": "2"}], "reward": str.__eq__},
 }
 made = {}
+kind = {"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "score"}}
+Path("scores").mkdir(exist_ok=True)
+Path("scores/config.json").write_text(json.dumps({"model_type": "llama", **kind}))
 
 
 def make(entry, target, **arguments):
