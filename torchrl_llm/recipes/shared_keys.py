@@ -45,7 +45,7 @@ class TrainedConfig(Group):
             (self.model.quantization is not None, bits),
             (self.train_model.offload_activations, "train_model.offload_activations=true"),
             (self.optimizer.on_cpu, "optimizer.on_cpu=true"),
-            (self.optimizer.name == "Muon", "optimizer.name=Muon"),
+            (self.optimizer.name in ("Muon", "torch.optim:Muon"), "optimizer.name=Muon"),
         }:
             ensure(
                 not (spread and is_set),
