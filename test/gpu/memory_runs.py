@@ -31,6 +31,8 @@ KINDS = {
     "full": [],
     "checkpointing": ["train_model.gradient_checkpointing=true"],
     "lora": ["train_model.lora.enabled=true"],
+    "offload": ["train_model.offload_activations=true"],
+    "on_cpu": ["optimizer.on_cpu=true"],
 }
 # Qwen2.5-0.5B; prompts of equal length, and a model that ends no answer.
 SHAPE = {

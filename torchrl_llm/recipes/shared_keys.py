@@ -47,12 +47,12 @@ class TrainedConfig(Group):
             f"{bits} needs train_model.lora.enabled=true: rounded weights are not trained",
         )
         spread = self.train.parallel == "fsdp2"
-        for is_set, what in {
+        for is_set, what in (
             (self.model.quantization is not None, bits),
             (self.train_model.offload_activations, "train_model.offload_activations=true"),
             (self.optimizer.on_cpu, "optimizer.on_cpu=true"),
-            (self.optimizer.name == "Muon", "optimizer.name=Muon"),
-        }:
+            (self.optimizer.name in ("Muon", "torch.optim:Muon"), "optimizer.name=Muon"),
+        ):
             ensure(
                 not (spread and is_set),
                 f"{what} does not go with train.parallel=fsdp2, which spreads weights over "

@@ -63,7 +63,9 @@ def check_optimizer(name: str, arguments: Iterable[str] = ()) -> type[torch.opti
     takes_any = any(p is not None and p.kind is p.VAR_KEYWORD for p in accepted.values())
     for key in arguments:
         if key not in accepted and not takes_any:
-            raise ConfigError(f"optimizer.{key} has no effect: {name} does not take it")
+            raise ConfigError(
+                f"optimizer.{key} has no effect: {name} does not take it (null leaves it out)"
+            )
     return kind
 
 
