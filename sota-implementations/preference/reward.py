@@ -58,7 +58,7 @@ def train(config: RewardTrainingConfig, folder: str | Path) -> Iterator[Training
         data.train, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )
     loader.part = (ranks.rank, ranks.world)
-    optimizer = make_optimizer(scorer.model.parameters(), **config.optimizer.arguments)
+    optimizer = make_optimizer(scorer.model, **config.optimizer.arguments)
     scheduler = make_scheduler(optimizer, **config.optimizer.schedule, total_steps=num_steps)
 
     run = TrainingRun(

@@ -86,6 +86,10 @@ class RewardTrainingConfig(PairConfig):
             self.train.parallel != "fsdp2",
             "train.parallel=fsdp2 does not train reward models; use ddp or none",
         )
+        ensure(
+            self.model.quantization is None,
+            "model.quantization has no effect: a reward model is trained in full precision",
+        )
 
 
 def load_config(values: Mapping[str, Any]) -> RewardTrainingConfig:

@@ -121,13 +121,18 @@ def load_reward_model(
         device: as there.
 
     Raises:
-        ConfigError: as of :func:`load_model`, or of a model that has no classifier.
+        ConfigError: as of :func:`load_model`, of an adapter, or of a model that has no classifier.
         MissingExtraError: for ``lora`` without peft.
 
     Example:
         >>> load_reward_model().score.weight.shape
         torch.Size([1, 128])
     """
+    if (adapter := find_adapter(name_or_path)) is not None:
+        raise ConfigError(
+            f"{adapter.name!r} is an adapter of {adapter.base!r}: merge it into that (load_model, "
+            "then save_pretrained), and name the merged model"
+        )
     options: dict[str, Any] = {"dtype": _dtype(dtype), "num_labels": 1}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
