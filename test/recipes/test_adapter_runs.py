@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 
 from torchrl_llm.assets import embedded_model_path
 from torchrl_llm.modules import load_model
+from torchrl_llm.recipes import load_config, memory
 
 LORA = ("train_model.lora.enabled=true", "train.kl_to_ref_coeff=0.1", "eval.num_prompts=0")
 
@@ -65,3 +66,11 @@ def test_without_lora_the_adapter_is_merged_and_all_weights_train(tmp_path, run,
     begun, ended = load_model(folder), load_model(tmp_path / "run" / "checkpoints" / "step_000001")
     before, after = begun.model.embed_tokens.weight, ended.model.embed_tokens.weight
     assert not torch.equal(before, after)
+
+
+def test_the_forecast_counts_a_copy_of_the_adapter(folder):
+    values = {"model": {"name": str(folder)}, "train": {"kl_to_ref_coeff": 0.1}}
+    config = load_config({**values, "train_model": {"lora": {"enabled": True}}})
+    parts = {part.name: part for part in memory.memory_parts(config, prompt_tokens=64)}
+    tensors = load_file(folder / "adapter_model.safetensors").values()
+    assert parts["reference model"].num_bytes == sum(each.nbytes for each in tensors)

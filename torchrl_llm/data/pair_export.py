@@ -66,7 +66,7 @@ class PairFilter:
         ...     for t in "abc"]
         >>> chats = [SampledChat(m, r, 0) for m, r in zip(said, (0.0, 1.0, 0.5), strict=True)]
         >>> [pair.row()["margin"] for pair in PairFilter(which="all")(chats)]
-        [1.0, 0.5, 0.5]
+        [0.5, 1.0, 0.5]
     """
 
     which: WhichPairs = "best-worst"

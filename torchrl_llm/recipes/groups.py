@@ -295,12 +295,14 @@ class LoraConfig(Group, key="train_model.lora"):
             return
         for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("target_modules",) * 2):
             wanted, there = getattr(self, name), adapter.config.get(key)
+            there = sorted(there) if isinstance(there, list) else there
             ensure(
                 wanted == getattr(LoraConfig, name) or not adapter.changed({key: wanted}),
                 f"train_model.lora.{name}={wanted} contradicts model.name={model.name}, an adapter "
-                f"with {there}: leave the key out, or begin another on model.name={adapter.base}",
+                f"with {there!s:.120}: leave the key out, or begin another on "
+                f"model.name={adapter.base}",
             )
-            setattr(self, name, sorted(there) if isinstance(there, list) else there)
+            setattr(self, name, there)
 
 
 class TrainModelConfig(Group, key="train_model"):
