@@ -123,7 +123,7 @@ RECIPES = {
     ),
     "dpo": Recipe("preference/dpo.py", "preference_utils", "PreferenceConfig", hidden=_PAIRS),
     "reward": Recipe(
-        "preference/reward.py", "reward_utils", "RewardTrainingConfig", hidden=_SCORES
+        "preference/reward-model.py", "reward_utils", "RewardTrainingConfig", hidden=_SCORES
     ),
     "embedded": Recipe("sft/embedded.py", "embedded_utils", "EmbeddedConfig"),
     "distillation": Recipe(

@@ -61,6 +61,7 @@ from torchrl_llm.rewards.code import FilesRewardParser, extract_code
 from torchrl_llm.rewards.function_reward import FunctionReward
 from torchrl_llm.rewards.ifeval import INSTRUCTIONS, check
 from torchrl_llm.rewards.ifeval.ifeval_scorer import IFEvalExample
+from torchrl_llm.rewards.model_reward import ModelReward
 from torchrl_llm.rewards.number_rewards import CountdownRewardParser, GSM8KRewardParser
 from torchrl_llm.rewards.reward_scorer import Sample, Scorer
 from torchrl_llm.tools import call_parsers
@@ -173,6 +174,7 @@ MADE = {
     _ResponseReward: lambda: {"": _ResponseReward()},
     FunctionReward: lambda: {"": FunctionReward(lambda said, answer: answer in said)},
     FilesRewardParser: lambda: {},  # reads files, and nothing that a policy wrote
+    ModelReward: lambda: {},  # a model reads the text, as it reads every prompt
     CompositeReward: lambda: {},  # scores a batch, by the scorers that stand here themselves
 }
 

@@ -1,4 +1,4 @@
-"""Parts of reward.py: configuration, data, evaluation."""
+"""Parts of reward-model.py: configuration, data, evaluation."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class RewardLossConfig(Group, key="loss"):
 
 
 class RewardTrainingConfig(PairConfig):
-    """Everything that ``reward.py`` can be told; ``seed`` seeds the order of rows too."""
+    """Everything that ``reward-model.py`` can be told; ``seed`` seeds the order of rows too."""
 
     rates = SUPERVISED_RATES
 

@@ -64,6 +64,8 @@ RUNS = {
         "optimizer.warmup_steps=0",
     ],
     "sft/sft.py": ["data=sums.csv", "reward=exact"],
+    "preference/dpo.py": ["train.batch_size=4", "loss=kto"],
+    "preference/reward-model.py": ["train.batch_size=4"],
 }
 
 

@@ -19,7 +19,7 @@ from torchrl_llm.trainers import run_results
 def load_recipe(path, overrides):
     """A recipe's page, and its configuration with overrides as a user would type them."""
     page, file = launch.load_page(path), launch.PAGES / path
-    folder, name = file.parent / "config", file.stem.removesuffix("-sync")
+    folder, name = file.parent / "config", file.stem.removesuffix("-sync").removesuffix("-model")
     checked = launch.check_arguments([*overrides], folder, name)
     return page, page.load_config(compose(folder, name, checked))
 

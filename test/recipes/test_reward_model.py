@@ -18,7 +18,7 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import load_tokenizer
 from torchrl_llm.rewards import ModelReward
 
-SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "preference" / "reward.py"
+SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "preference" / "reward-model.py"
 QUIET = "logging.progress=false"
 
 
@@ -146,7 +146,7 @@ def test_two_ranks_train_what_one_process_does(pairs, tmp_path, monkeypatch):
     settings = [f"data={pairs}", "train.batch_size=5", "train.max_steps=2", "eval.num_prompts=4"]
     run_main(monkeypatch, SCRIPT, tmp_path / "one", *settings, QUIET)
     options = [*settings, QUIET, "train.parallel=ddp"]
-    run_ranks(tmp_path / "two", options, 2, path="preference/reward.py")
+    run_ranks(tmp_path / "two", options, 2, path="preference/reward-model.py")
     one, two = (weights(tmp_path / name, 2) for name in ("one", "two"))
     for name, weight in one.items():
         torch.testing.assert_close(two[name], weight, atol=1e-4, rtol=1e-3)

@@ -14,8 +14,8 @@ from torchrl_llm.cli.train import recipe_summaries
 RECIPES = "recipes"
 HOW = {
     "losses": "loss=NAME",
-    "preference_losses": "loss=NAME of torchrl-llm train dpo",
     "estimators": "advantage=NAME",
+    "preference_losses": "loss=NAME of torchrl-llm train dpo",
     "tasks": "env=NAME, or env.dataset=MODULE:CLASS of your own",
     "rewards": "reward=NAME, or reward=FILE.py:FUNCTION of your own; several, with weights, by "
     "reward.components.<any name>.type=NAME",

@@ -20,7 +20,7 @@ RECIPES = {
     "self-play": "self-play/self-play.py",
     "sft": "sft/sft.py",
     "dpo": "preference/dpo.py",
-    "reward": "preference/reward.py",
+    "reward": "preference/reward-model.py",
     "imitate": "sft/imitate.py",
     "embedded": "sft/embedded.py",
     "distillation": "distillation/distillation.py",

@@ -74,6 +74,7 @@ class RewardLoss(AnswerLoss):
         margin: NestedKey = "margin"
 
     default_keys = _AcceptedKeys
+    output_type = RewardLossOutput
 
     @checked
     def __init__(
