@@ -56,7 +56,7 @@ def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]
     learner = make_learner(config, policy, ranks)
     weights = weights_of(learner, policy)
     loss = config.loss.build(learner)
-    prepare = Preparation.of(config, learner, policy, data.train, ranks)
+    prepare = Preparation.of(config, policy, data.train, ranks)
     loader = RowLoader(
         data.train, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )

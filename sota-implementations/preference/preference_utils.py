@@ -275,7 +275,6 @@ class Preparation:
     def of(
         cls,
         config: PreferenceConfig,
-        learner: TransformersWrapper,
         policy: TransformersWrapper,
         rows: Preferences,
         ranks: Ranks = ALONE,
@@ -284,15 +283,14 @@ class Preparation:
 
         Args:
             config: the recipe's.
-            learner: the policy that is trained.
-            policy: the same as it was loaded, for the reference.
+            policy: what is trained, or a whole copy of it: ranks score at a pace of their own.
             rows: the rows.
             ranks: the processes.
         """
         references = None
         if config.loss.needs_reference:
             references = References(config, make_reference(config, policy), rows, ranks)
-        return cls(config, learner, references, ranks)
+        return cls(config, policy, references, ranks)
 
     def __call__(self, batch: Sequence[Preference]) -> LazyStackedTensorDict | None:
         """The rows of an update; ``None`` where all of them were dropped."""
@@ -349,7 +347,7 @@ def make_evaluation(
     if held_out is None:
         return None
     loss = config.loss.build(policy)
-    rows, prepare = list(held_out), Preparation.of(config, policy, policy, held_out)
+    rows, prepare = list(held_out), Preparation.of(config, policy, held_out)
 
     @torch.no_grad()
     def run() -> HeldOutPreferences:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from recipes.grpo_helper import column, rows, weights
+from recipes.kill_helper import run_ranks
 from recipes.script import run_main, run_typed
 
 from torchrl_llm import DPO
@@ -121,3 +122,22 @@ def test_a_label_is_for_kto(tmp_path, run):
     data.write_text("prompt,completion,label\n2+2?,4,true\n2+2?,5,false\n")
     with pytest.raises(ConfigError, match="loss=kto"):
         run(tmp_path / "a", f"data={data}")
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("loss", ["dpo", "kto"])
+def test_ranks_train_what_one_process_does(tmp_path, monkeypatch, loss):
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(PAIRS_OF_SUMS.read_text().splitlines()[:26]))
+    settings = [f"data={data}", f"loss={loss}", "train.batch_size=6", "train.max_steps=4"]
+    settings += ["eval.num_prompts=4", "train.micro_token_budget=60", *QUIET]
+    run_main(monkeypatch, SCRIPT, tmp_path / "one", *settings)
+    for how in ("ddp", "fsdp2"):
+        run_ranks(tmp_path / how, [*settings, f"train.parallel={how}"], 2, path="preference/dpo.py")
+        one, two = (weights(tmp_path / name, 4) for name in ("one", how))
+        for name, weight in one.items():
+            torch.testing.assert_close(two[name], weight, atol=1e-4, rtol=1e-3)
+        both = [rows(tmp_path / name) for name in ("one", how)]
+        for name in ("train/loss_preference", "train/accuracy", "eval/loss"):
+            found = [column(each, name) for each in both]
+            assert found[0] == pytest.approx(found[1], rel=1e-3, abs=1e-5), name
