@@ -3,7 +3,7 @@
 What tells them apart is the reward; the answers to one prompt are compared with one another.
 ``torchrl-llm export --pairs`` is the command, :mod:`torchrl_llm.data.chat_export` reads and writes.
 
-Next: :mod:`torchrl_llm.data.preferences` reads the pairs.
+Next: ``torchrl_llm.data.preferences`` reads the pairs.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def load_model(
             ``target_modules``, ...), to train adapters instead of the weights. With an adapter to
             go on with they are the adapter's own: ``{}``, or any of them again.
         quantization: ``"4bit"`` or ``"8bit"``: round the weights of linear layers to so many bits
-            as they are read, see :mod:`torchrl_llm.modules.quantization`. They are never trained,
+            as they are read, see ``torchrl_llm.modules.quantization``. They are never trained,
             and no adapter is merged into them.
         gradient_checkpointing: keep no activations of the layers in training, compute them again.
         device: where to put it; the CPU by default.

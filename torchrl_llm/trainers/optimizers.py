@@ -88,7 +88,7 @@ def make_optimizer(
             parameters without their module Muon takes all matrices.
         name: class name in ``torch.optim``, as ``"AdamW"``, or ``"module:Class"``.
         lr: learning rate.
-        on_cpu: keep the states on the CPU and step there, see :class:`OptimizerOnCpu`.
+        on_cpu: keep the states on the CPU and step there, see ``OptimizerOnCpu``.
         **arguments: further arguments of that class; ``None`` means its own default. One that the
             class does not take is refused.
 

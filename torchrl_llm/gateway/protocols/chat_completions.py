@@ -145,11 +145,11 @@ class ChatCompletions(Choices):
     id_prefix, kinds = "chatcmpl-", ("chat.completion", "chat.completion.chunk")
 
     def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:
-        """Write one answer, see :meth:`Choices.choice`."""
+        """Write one answer, see ``Choices.choice``."""
         return {"message": _written(answer.message), **_end(reply, answer)}
 
     def pieces(self, reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
-        """Write one answer as a stream, see :meth:`Choices.pieces`."""
+        """Write one answer as a stream, see ``Choices.pieces``."""
         for delta in _deltas(answer.message):
             yield {"delta": delta, "finish_reason": None}
         yield {"delta": {}, **_end(reply, answer)}

@@ -37,15 +37,15 @@ class Completions(Choices):
     id_prefix, kinds = "cmpl-", ("text_completion", "text_completion")
 
     def prompt_ids(self, reply: Reply) -> dict[str, Any]:
-        """None, for each choice has them, see :meth:`Choices.prompt_ids`."""
+        """None, for each choice has them, see ``Choices.prompt_ids``."""
         return {}
 
     def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:
-        """Write one answer, see :meth:`Choices.choice`."""
+        """Write one answer, see ``Choices.choice``."""
         return {"text": answer.message["content"], **_end(reply, answer)}
 
     def pieces(self, reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
-        """Write one answer as a stream, see :meth:`Choices.pieces`."""
+        """Write one answer as a stream, see ``Choices.pieces``."""
         for piece in pieces(answer.message["content"]):
             yield {"text": piece, "finish_reason": None, "logprobs": None}
         yield {"text": "", **_end(reply, answer)}

@@ -137,7 +137,7 @@ class Protocol(ABC):
 
         Args:
             error: why there is no answer.
-            status: of HTTP, see :data:`STATUS`.
+            status: of HTTP, see ``STATUS``.
         """
         return {
             "error": {
