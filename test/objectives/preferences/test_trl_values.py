@@ -26,5 +26,5 @@ def test_values_and_gradients_are_those_of_trl():
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(found) == 10
     for case in found:
-        assert case["ours"] == pytest.approx(case["theirs"], rel=1e-6), case
+        assert case["ours"] == pytest.approx(case["theirs"], rel=2e-6), case
         assert case["gradient"] < 2e-6, case
