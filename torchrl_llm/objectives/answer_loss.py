@@ -312,16 +312,16 @@ class PairLoss(AnswerLoss):
         normalizer = normalizer or self.count(tensordict, rows)
         log_probs = check_scores(scores.log_probs, rows)
         log_probs = log_probs.to(self.device or log_probs.device)
-        chosen, rejected = (sent(side, log_probs.device) for side in self.places(tensordict))
-        fields = {}
+        device, places, fields = log_probs.device, self.places(tensordict), {}
+        chosen, rejected = (sent(side, device) for side in places)
         if self.sft_coeff:
-            of_chosen = torch.isin(sent(rows.row, log_probs.device), chosen)
-            total = -log_probs[of_chosen].double().sum() / normalizer.num_tokens
+            of_chosen = torch.isin(rows.row, places[0]).nonzero()[:, 0]
+            total = -log_probs[sent(of_chosen, device)].double().sum() / normalizer.num_tokens
             fields["loss_sft"] = (self.sft_coeff * total).to(log_probs.dtype)
         if self.sft_tokens == "conversation":
             counted, rows = rows, super().select(tensordict)
-            inside = torch.cat(rows.select)[torch.cat(counted.select)]
-            log_probs = log_probs[sent(inside, log_probs.device)]
+            inside = torch.cat(rows.select)[torch.cat(counted.select)].nonzero()[:, 0]
+            log_probs = log_probs[sent(inside, device)]
         compared = self.compared(self.answers(tensordict, rows, log_probs))
         difference = compared[chosen] - compared[rejected]
         loss = pair_loss(

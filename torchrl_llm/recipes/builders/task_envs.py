@@ -152,7 +152,7 @@ def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> Task
         **data,
         **{**task_settings(config), **options},
         num_envs=num_envs,
-        repeats=repeats,
+        **({"repeats": repeats} if repeats > 1 else {}),  # by itself a row of each player
         shuffle=False,
         tokenizer=tokenizer,
     )
