@@ -321,7 +321,7 @@ def a_reward_of_recorded_conversations_less_the_divergence():
     )
     rewards = kl(td).get(("next", "reward"), as_list=True)
     # what each token of the conversation costs, however the reward is spread over them
-    show([round(float((row - 1).sum()), 3) for row in rewards])
+    show([round(float((row - 1).sum()), 1) for row in rewards])
 
 
 # -- KLRewardTransform --------------------------------------------------------------------------
