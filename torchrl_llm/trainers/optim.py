@@ -239,7 +239,7 @@ def micro_batches(
     lengths = [ids.shape[0] for ids in read_rows(rows, key)]
     units = unparted_rows(rows, pair_key)
     if layout in (None, "padded"):
-        most = max(map(len, units))
+        most = max(map(len, units), default=1)
         longest = [max(lengths[row] for row in unit) for unit in units]
         pieces = plan_micro_batches(longest, max(1, budget // most))
     else:
