@@ -189,7 +189,7 @@ def test_code_that_broke_others_runs(persistent, ask):
 
 
 FAILS = [
-    ("while True: pass", "TimeoutError", "did not end within 2 s"),
+    ("while True: pass", "TimeoutError", "did not end within 5 s"),
     ("import os; os._exit(3)", "CodeError", ""),
     ("x = bytearray(10**10)", "CodeError MemoryLimit", "Memory"),
     ("def f(): f()\nf()", "CodeError", "RecursionError"),
@@ -206,7 +206,7 @@ FAILS = [
 def test_code_that_fails_is_a_result_and_its_neighbours_run(
     three, persistent, make_env, queries, answer
 ):
-    env = make_env(4, persistent=persistent, timeout=2.0)
+    env = make_env(4, persistent=persistent, timeout=5.0)
     codes = [*(block(code) for code, _, _ in three), block("print(1)")]
     td = env.step(answer(env.reset(queries(*"abcd")), *codes))["next"]
     *bad, good = (chat[-1]["content"] for chat in td["history"].prompt.chats)
@@ -267,8 +267,8 @@ def test_an_interpreter_that_was_stopped_starts_anew_and_says_so(ask):
     code = (
         f"{block('x = 1')}\n{block('while True: pass')}\n{block('print(2)')}\n{block('print(3)')}"
     )
-    _, stopped, anew, then = ask(code, persistent=True, timeout=1.0)[0]
-    assert "did not end within 1 s" in stopped
+    _, stopped, anew, then = ask(code, persistent=True, timeout=4.0)[0]
+    assert "did not end within 4 s" in stopped
     assert anew == (
         "Code block 3 executed successfully:\n2\n"
         "The interpreter was started anew: names of earlier code are gone.\n"

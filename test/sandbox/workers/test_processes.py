@@ -182,13 +182,13 @@ def test_what_prepares_a_file_is_called_once_and_in_nobody_s_time(tmp_path):
         "import os, time\n"
         "prepared = []\n"
         "def prepare():\n"
-        "    time.sleep(2.0)\n"
+        "    time.sleep(4.0)\n"
         "    prepared.append(os.getpid())\n"
         "def score():\n"
         "    return [*prepared, os.getpid()]\n"
     )
     pool = WorkerPool((path, "score"), num_workers=1, prepare="prepare")
-    prepared, own = pool.call(timeout=1.5)
+    prepared, own = pool.call(timeout=3.9)
     assert prepared != own  # it is inherited
     with pytest.raises(ConfigError, match="file and a name"):
         WorkerPool(behave, prepare="prepare")
