@@ -51,7 +51,6 @@ from torchrl_llm.recipes.parallel import (
     make_learner,
     of_rank,
     share_prompts,
-    weights_of,
 )
 from torchrl_llm.trainers import (
     BatchSource,
@@ -85,7 +84,6 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         policy=policy,
         yield_completed_trajectories=True,
         reset_at_each_iter=True,
-        weight_updater=weights_of(learner, policy),
     )
     algorithm = make_algorithm(config, learner, teachers)
     buffer = make_buffer(own, algorithm)
@@ -125,8 +123,6 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         ranks=ranks,
     )
     yield run
-    if policy is not learner:
-        collector.publish()  # those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()

@@ -42,7 +42,6 @@ from torchrl_llm.recipes.parallel import (
     make_learner,
     of_rank,
     share_prompts,
-    weights_of,
 )
 from torchrl_llm.trainers import (
     BatchSource,
@@ -68,7 +67,6 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         policy=policy,
         yield_completed_trajectories=True,
         reset_at_each_iter=True,
-        weight_updater=weights_of(learner, policy),
     )
     buffer, selector = make_buffer(own, policy)
     source = BatchSource(
@@ -109,8 +107,6 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         ranks=ranks,
     )
     yield run
-    if policy is not learner:
-        collector.publish()  # those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()

@@ -29,7 +29,7 @@ from torchrl_llm.recipes.builders import (
     max_turns,
     minibatches,
 )
-from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner
 from torchrl_llm.recipes.sampling_engine import make_canary
 from torchrl_llm.trainers import (
     BatchSource,
@@ -39,6 +39,7 @@ from torchrl_llm.trainers import (
     optimize,
     rollout_metrics,
 )
+from torchrl_llm.trainers.gathered_model import whole_weights
 from torchrl_llm.trainers.ranks import scattered
 
 
@@ -58,7 +59,6 @@ def train_async(
     ranks = begin(config)  # the processes that torchrun has started, or this one alone
     policy = make_policy(config, with_values=config.loss.type == "ppo")
     learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
-    sync = weights_of(learner, policy)
     algorithm = make_algorithm(config, policy, learner)
     buffer = make_buffer(config, algorithm)
     optimizer = make_optimizer(learner, **config.optimizer.arguments)
@@ -101,11 +101,11 @@ def train_async(
             ranks=ranks,
             ended=curriculum.ended if ranks.is_main else None,
         )
-        sync.push_weights()  # those of the checkpoint
         if ranks.is_main:
             if config.weight_sync.verify and config.inference_model.backend == "vllm":
                 collector.canary = make_canary(config, policy, "load")
-            start(collector, policy.model)
+            with whole_weights(policy):  # those of the checkpoint
+                start(collector, policy.model)
         for step in run.steps():
             metrics, rows = {}, None
             with run.timed("sample"), autocast(config):
@@ -124,9 +124,9 @@ def train_async(
                     ranks=ranks,
                 )
             with run.timed("sync"):
-                sync.push_weights()
                 if ranks.is_main and step % config.train.weight_update_frequency == 0:
-                    collector.update_policy_weights_(policy.model)
+                    with whole_weights(policy):
+                        collector.update_policy_weights_(policy.model)
             outcomes = None
             if ranks.is_main:
                 metrics = rollout_metrics(rows) | updates | source.ledger.metrics()

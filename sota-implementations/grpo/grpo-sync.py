@@ -70,8 +70,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
     env, eval_env = make_envs(own, policy, **config.curriculum.arguments)
-    # What is trained: with fsdp2 a copy in shards, else the policy itself.
-    learner = make_learner(config, policy, ranks, keeps_whole=config.scores_whole)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
     sampler, weight_updater = make_sampler(config, policy, learner)
     collector = LLMCollector(
         share_prompts(env, ranks),
@@ -126,7 +125,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         ended=curriculum.ended,
     )
     yield run
-    if sampler is not learner:
+    if sampler is not policy:
         collector.publish()  # it has none yet, or not those of the checkpoint
     for _ in run.steps():
         with run.timed("sample"), autocast(config):

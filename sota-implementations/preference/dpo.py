@@ -38,7 +38,7 @@ from preference_utils import (
 
 from torchrl_llm.data.row_files import RowLoader
 from torchrl_llm.recipes.builders import autocast, load_policy, make_tokenizer
-from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner
 from torchrl_llm.recipes.supervised import batch_metrics, batches
 from torchrl_llm.trainers import TrainingRun, make_optimizer, make_scheduler, optimize
 
@@ -52,9 +52,7 @@ def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]
     policy = load_policy(config, tokenizer, **config.model.template)
     num_steps = config.train.num_steps(len(data.train))
     config.optimizer.check_warmup(num_steps)
-    # Its shards with fsdp2, else the policy itself.
-    learner = make_learner(config, policy, ranks)
-    weights = weights_of(learner, policy)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
     loss = config.loss.build(learner)
     prepare = Preparation.of(config, policy, data.train, ranks)
     loader = RowLoader(
@@ -99,7 +97,6 @@ def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]
                 context=partial(autocast, config),
                 ranks=ranks,
             )
-            weights.push_weights()  # to the policy that is evaluated, where it is not the learner
         answers = [answer for row in batch for answer in row.answers]
         run.record(updates | batch_metrics(answers, loader, ranks))
         yield run

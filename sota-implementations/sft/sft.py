@@ -41,7 +41,7 @@ from torchrl_llm.data.demonstrations import Demonstrations
 from torchrl_llm.data.row_files import RowLoader
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.recipes.builders import autocast, make_tokenizer
-from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, weights_of
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner
 from torchrl_llm.recipes.supervised import batch_metrics, batches
 from torchrl_llm.trainers import Ranks, TrainingRun, make_optimizer, make_scheduler, optimize
 from torchrl_llm.trainers.run_results import EvalResult
@@ -69,10 +69,7 @@ def fine_tune(
     ranks.share_at_least_one(config.train.batch_size, "train.batch_size", what="rows")
     num_steps = config.train.num_steps(len(demonstrations))
     config.optimizer.check_warmup(num_steps)
-    reads_policy = evaluate is not None or config.loss.needs_reference(config.train.kl_to_ref_coeff)
-    # Its shards with fsdp2, else the policy itself.
-    learner = make_learner(config, policy, ranks, keeps_whole=reads_policy)
-    weights = weights_of(learner, policy)
+    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
     loss = config.loss.build(learner, config.train.kl_to_ref_coeff)
     prepare = Preparation(config, policy)
     loader = RowLoader(
@@ -113,7 +110,6 @@ def fine_tune(
                 context=partial(autocast, config),
                 ranks=ranks,
             )
-            weights.push_weights()  # to the policy that is evaluated, where it is not the learner
         run.record(updates | batch_metrics(batch, loader, ranks))
         yield run
     run.finish()

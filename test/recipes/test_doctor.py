@@ -218,10 +218,11 @@ def test_of_other_recipes_fsdp2_divides_what_is_trained(house, monkeypatch):
     monkeypatch.setattr(machine, "free_memory", lambda device: 2**40)
     weights = 4 * 337_792
     keys = ("train.device=cpu", "train.parallel=fsdp2", "optimizer.name=SGD")
-    # a fourth of weights and gradients, and a whole copy where the policy samples
+    # a fourth of weights and gradients, and the whole where all that samples is gathered
     for recipe, size, *words in (
         ("sft", weights // 2, f"data={house}/sums.jsonl"),
-        ("expert-iteration", weights // 2 + weights),
+        ("expert-iteration", weights // 2),
+        ("expert-iteration", weights // 2 + weights, "train.gathers=model"),
     ):
         (finding,) = look(*keys, *words, recipe=recipe, only=["needed_memory"])
         assert f"at least {show(size)} as 4 processes" in finding.text

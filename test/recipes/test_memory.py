@@ -228,19 +228,21 @@ def of_ranks(number, **train):
     return {each.name: each.num_bytes for each in parts}
 
 
-def test_fsdp2_divides_what_is_trained_and_leaves_a_whole_copy_where_one_is_kept(name):
+def test_fsdp2_divides_what_is_trained_and_gathers_what_samples(name):
     name = name and str(name)
     alone, spread = (of_ranks(4, name=name, parallel=kind) for kind in ("ddp", "fsdp2"))
     for part in ("weights", "gradients", "optimizer states"):
         assert spread[part] == -(-alone[part] // 4)
-    assert spread["a whole copy"] == alone["weights"]
-    assert "a whole copy" not in alone
+    assert "gathered weights" not in alone
+    whole = of_ranks(4, name=name, gathers="model")
+    assert whole["weights that sample"] == alone["weights"]
+    assert "weights that sample" not in spread
+    assert of_ranks(4, name=name, backend="vllm")["weights to send"] == alone["weights"]
     same = alone.keys() - {"weights", "gradients", "optimizer states"}
     assert {part: spread[part] for part in same} == {part: alone[part] for part in same}
-    # nothing scores with it: the engine samples, and no canary compares it with the trainer
-    vllm = of_ranks(4, name=name, backend="vllm", weight_sync={"verify": False})
-    assert "a whole copy" not in vllm
-    assert "a whole copy" in of_ranks(4, name=name, backend="vllm")
+    values = {"train": {"device": "cpu", "kl_to_ref_coeff": 0.1}, "model": {"name": name}}
+    reference = parts_of(load_config(values))["reference model"].num_bytes
+    assert of_ranks(4, name=name, kl_to_ref_coeff=0.1)["reference model"] == -(-reference // 4)
 
 
 def test_fsdp2_gathers_two_layers_and_what_is_in_none(qwen):

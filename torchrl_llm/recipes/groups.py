@@ -187,6 +187,9 @@ class ForwardConfig(Group, key="train"):
         parallel: how the processes that ``torchrun`` starts train together: ``ddp``, the whole
             model in each; ``fsdp2``, a part of its weights, gradients and optimizer in each;
             ``none`` for one process. All numbers of rows and prompts are those of all together.
+        gathers: with ``fsdp2``, how much of the weights is whole in a process that samples or
+            scores: ``layer``, one layer at a time, for which all wait at each layer of each token;
+            ``model``, all of them, from their first use to the next update.
         timeout_s: most seconds that one of them waits for another.
     """
 
@@ -199,12 +202,15 @@ class ForwardConfig(Group, key="train"):
     device: str = "auto"
     num_threads: Count | None = None
     parallel: Literal["none", "ddp", "fsdp2"] = "none"
+    gathers: Literal["layer", "model"] = "layer"
     timeout_s: Annotated[float, Ge(1)] = 1800.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         where = "with train.parallel=none: no process waits for another"
         self.only("timeout_s", self.parallel != "none", where)
+        whole = f"with train.parallel={self.parallel}: each process has all weights"
+        self.only("gathers", self.parallel == "fsdp2", whole)
         check_device(self.device, "train.device")
 
 

@@ -351,17 +351,6 @@ class GRPOConfig(GRPOGroups):
             "part of the weights; choose load or delta",
         )
 
-    @property
-    def scores_whole(self) -> bool:
-        """Whether a rank samples or scores with weights of its own besides the loss."""
-        return (
-            self.inference_model.backend == "transformers"
-            or self.weight_sync.verify
-            or self.stores_proximal
-            or self.advantage.type == "gae"
-            or (self.needs_reference and self.train_model.lora.enabled)
-        )
-
 
 class AsyncGRPOConfig(GRPOGroups):
     """Everything that ``grpo-async.py`` can be told."""

@@ -281,6 +281,15 @@ class _Counts:
         self.row_tokens = length if context is None else min(length, context)
 
     @property
+    def part(self) -> str:
+        """What a note says of what is spread over the processes."""
+        return f"; a part of {self.processes}, train.parallel=fsdp2" if self.is_spread else ""
+
+    def spread(self, size: int) -> int:
+        """Bytes that each process has, of so many in one."""
+        return ceil_div(size, self.processes) if self.is_spread else size
+
+    @property
     def trained_rows(self) -> int:
         """Conversations of a step that one process learns from: whole groups."""
         prompts = self.config.train.prompts_per_batch
@@ -378,17 +387,15 @@ def _held(counts: _Counts) -> Literal["train", "both"]:
 def _weights(counts: _Counts) -> Iterable[MemoryPart]:
     config, here = counts.config, _held(counts)
     total = sum(each.numel() for each in counts.model.parameters())
-    of_training = sum(each.numel() for each in counts.trained)
-    size, states = weight_bytes(counts.model, counts.bits), _states(counts)
-    number = counts.processes if counts.is_spread else 1
-    part = f"; a part of {number}, train.parallel=fsdp2" if counts.is_spread else ""
+    of_training, part = sum(each.numel() for each in counts.trained), counts.part
+    weights, states = weight_bytes(counts.model, counts.bits), _states(counts)
     kind = config.train_model.dtype
     kind = kind if counts.bits is None else f"{counts.bits}, the rest {kind}"
     how = f"{total:,} parameters, {kind}{part}"
-    yield MemoryPart("weights", ceil_div(size, number), here, how)
+    yield MemoryPart("weights", counts.spread(weights), here, how)
     how = f"{of_training:,} parameters are trained{part}"
-    yield MemoryPart("gradients", ceil_div(tensor_bytes(counts.trained), number), "train", how)
-    states = None if states is None else ceil_div(states, number)
+    yield MemoryPart("gradients", counts.spread(tensor_bytes(counts.trained)), "train", how)
+    states = None if states is None else counts.spread(states)
     if config.optimizer.on_cpu:
         here = "host" if counts.on_gpu else here
         size = tensor_bytes(counts.trained) * (2 if counts.on_gpu else 1)
@@ -396,12 +403,24 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
         yield MemoryPart("copies for the optimizer", size, here, how)
     yield MemoryPart("optimizer states", states, here, f"{config.optimizer.name}{part}")
     if counts.is_spread:
-        how = "what is in no layer, and two layers"
-        yield MemoryPart("gathered weights", _gathered(counts.model), "train", how)
-        if not isinstance(config, grpo_config.GRPOConfig) or config.scores_whole:
-            yield MemoryPart("a whole copy", size, here, "it samples or scores besides the loss")
+        yield from _whole(counts, weights)
     if config.needs_reference:
         yield _reference(counts)
+
+
+def _whole(counts: _Counts, weights: int) -> Iterable[MemoryPart]:
+    """What is whole of spread weights, and when."""
+    by_layer, how = counts.config.train.gathers == "layer", "what is in no layer, and two layers"
+    here = _held(counts)
+    yield MemoryPart(
+        "gathered weights", _gathered(counts.model), here if by_layer else "train", how
+    )
+    if isinstance(counts.config, grpo_config.AsyncGRPOConfig):
+        yield MemoryPart("weights to send", weights, "train", "whole, in the first process")
+    elif counts.config.inference_model.backend != "transformers":
+        yield MemoryPart("weights to send", weights, "sample", "whole, while the engine gets them")
+    elif not by_layer:
+        yield MemoryPart("weights that sample", weights, "sample", "whole, up to the update")
 
 
 def _gathered(model: nn.Module) -> int:
@@ -430,7 +449,8 @@ def _reference(counts: _Counts) -> MemoryPart:
     with naming("ref_model.name"):
         model = modules.empty_model(name, dtype=config.train_model.dtype)
     alone = "on a GPU of its own" if config.ref_model.num_devices else "next to the policy"
-    return MemoryPart("reference model", tensor_bytes(model.parameters()), _held(counts), alone)
+    size = counts.spread(tensor_bytes(model.parameters()))
+    return MemoryPart("reference model", size, _held(counts), f"{alone}{counts.part}")
 
 
 def _forward(counts: _Counts) -> Iterable[MemoryPart]:
@@ -453,7 +473,13 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
             if not n.endswith("lm_head") and id(m.weight) not in left_out
         )
     if cast and not (offloads and wanted.lora.enabled):  # of frozen weights nothing else has them
-        yield MemoryPart("bfloat16 copies", cast, _held(counts), "of weights, by autocast")
+        where = _held(counts)
+        if counts.is_spread and config.train.gathers == "layer":
+            # While it trains, the backward has those of all layers, unless it makes them again.
+            where = "train"
+            if wanted.gradient_checkpointing:
+                cast, where = ceil_div(cast, shape.layers), _held(counts)
+        yield MemoryPart("bfloat16 copies", cast, where, "of weights, by autocast")
     width = sum(m.out_features for n, m in linear.items() if ".lora_A." in n)
     sizes = {
         is_on: activation_bytes(

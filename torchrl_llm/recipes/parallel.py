@@ -19,10 +19,14 @@ from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper
-from torchrl_llm.recipes.builders import device_of, seed_everything, set_threads
+from torchrl_llm.recipes.builders import (
+    device_of,
+    gather_weights,
+    seed_everything,
+    set_threads,
+)
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, shard
-from torchrl_llm.weights import GatheredWeights, InProcessWeights, WeightUpdater
 
 Config = TypeVar("Config", bound=TrainedConfig)
 
@@ -77,52 +81,37 @@ def of_rank(config: Config, ranks: Ranks) -> Config:
 
 
 def make_learner(
-    config: TrainedConfig, policy: TransformersWrapper, ranks: Ranks, *, keeps_whole: bool = True
+    config: TrainedConfig, policy: TransformersWrapper, ranks: Ranks
 ) -> TransformersWrapper:
     """The policy whose weights are trained.
 
-    It is ``policy`` itself, except with ``train.parallel=fsdp2``: then it is a copy whose weights
-    are spread over the ranks, and ``policy`` stays whole, so that each rank samples and scores
-    with it at a pace of its own. :func:`weights_of` brings the weights over.
+    It is ``policy`` itself, except with ``train.parallel=fsdp2``: then it is a twin whose weights
+    are spread over the ranks, and ``policy`` gathers them while it runs, so that each rank samples
+    and scores with it at a pace of its own.
 
     Args:
         config: the recipe's ``train`` and ``seed``.
         policy: the same in all ranks.
         ranks: the processes.
-        keeps_whole: ``False`` where nothing samples or scores with ``policy`` besides the loss:
-            its own weights are spread then.
     """
     learner = policy
     if config.train.parallel == "fsdp2":
-        if keeps_whole:
-            model, head = copy.deepcopy((policy.model, policy.value_head))
-            backend = TransformersBackend(
-                model,
-                tokenizer=policy.tokenizer,
-                chunk_size=policy.backend.scorer.chunk_size,
-                layout=policy.layout,
-                value_head=head,
-            )
-            learner = policy.get_new_version(model=backend)
+        # A copy of the modules over the same weights, which its shards replace.
+        same = {id(parameter): parameter for parameter in policy.parameters()}
+        model, head = copy.deepcopy((policy.model, policy.value_head), same)
+        backend = TransformersBackend(
+            model,
+            tokenizer=policy.tokenizer,
+            chunk_size=policy.backend.scorer.chunk_size,
+            layout=policy.layout,
+            value_head=head,
+        )
+        learner = policy.get_new_version(model=backend)
         shard(learner.backend.scorer, learner.model, device=device_of(config))
+        gather_weights(config.train, policy, policy.model, list(learner.parameters()))
     if ranks.rank:
         seed_everything(config.seed + ranks.rank * _SEED_STEP)
     return learner
-
-
-def weights_of(
-    learner: TransformersWrapper, policy: TransformersWrapper, then: WeightUpdater | None = None
-) -> WeightUpdater:
-    """What brings the weights of ``learner`` to the policy that samples and scores.
-
-    Args:
-        learner: what is trained.
-        policy: has the same weights in this process, or a copy of them.
-        then: brings those of ``policy`` to the engine that samples in its place.
-    """
-    if learner is policy:
-        return InProcessWeights() if then is None else then
-    return GatheredWeights(learner, policy, then)
 
 
 def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:

@@ -13,9 +13,10 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, base_of, vLLMWrapper
 from torchrl_llm.recipes import builders
 from torchrl_llm.recipes.grpo_config import GRPOConfig
-from torchrl_llm.recipes.parallel import weights_of
+from torchrl_llm.trainers.gathered_model import GatheredWeights
 from torchrl_llm.weights import (
     CanaryCheck,
+    InProcessWeights,
     SharedEngineWeights,
     SleepingEngineWeights,
     WeightUpdater,
@@ -142,7 +143,7 @@ def make_sampler(
         ResourceError: the engine does not fit.
     """
     if config.inference_model.backend == "transformers":
-        return policy, weights_of(learner, policy)
+        return policy, InProcessWeights()
     sync = sync_type(config)
     is_vllm = config.inference_model.backend == "vllm"
     options = engine_arguments(config, sync) if is_vllm else {}
@@ -166,4 +167,4 @@ def make_sampler(
         given["folder"] = Path(config.weight_sync.folder, f"{name}-{rank}")
     make_updater = SleepingEngineWeights if config.inference_model.sleep else find("weights", sync)
     updater = make_updater(backend, model=model, canary=canary, **given)
-    return sampler, weights_of(learner, policy, updater)
+    return sampler, updater if learner is policy else GatheredWeights(policy, updater)

@@ -53,7 +53,8 @@ _SPREAD = "spread"
 _OLD_STATE_FILE = "trainer_state.pt"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 24
-_SPREAD_BYTES = 1 << 30
+# A file of a rank's shards is in memory, twice, while it is written.
+_SPREAD_BYTES, _MOST_FILES = 1 << 26, 64
 
 
 class CheckpointStore:
@@ -179,11 +180,11 @@ class CheckpointStore:
         """Write tensors that are spread over ranks, each rank its shards; CRC-32 of its files."""
         if not state.spread:
             return {}
-        files, size = {}, 0
-        for name, tensor in state.spread.items():
-            # A file is held in memory while it is written.
-            files[name] = 1 + size // _SPREAD_BYTES
-            size += tensor.to_local().nbytes
+        sizes = {name: tensor.to_local().nbytes for name, tensor in state.spread.items()}
+        of_file, size, files = max(_SPREAD_BYTES, sum(sizes.values()) // _MOST_FILES), 0, {}
+        for name, own_size in sizes.items():
+            files[name] = 1 + size // of_file
+            size += own_size
         folder = partial / _STATE / _SPREAD
         writer = HuggingFaceStorageWriter(
             str(folder), fqn_to_index_mapping=files, save_distributed=True

@@ -18,7 +18,7 @@ import os
 import re
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -54,6 +54,9 @@ _stores: list[dist.Store] = []
 _ended: list[dist.ProcessGroup] = []
 # For a store that there may not be any more.
 _SHORT_WAIT_S = 10.0
+# Called before each collective call, on every rank, with the number of ranks that are in it: what
+# ranks do for each other until then.
+between_calls: list[Callable[[int], None]] = []
 # How torch says that another process is gone, or does not answer.
 _GONE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
@@ -95,6 +98,7 @@ class Ranks:
         Args:
             value: any object that can be pickled, a small one; tensors are to be on the CPU.
         """
+        _meet(self.world)
         if self.world == 1:
             return [value]
         values: list[Any] = [None] * self.world
@@ -107,6 +111,7 @@ class Ranks:
         Args:
             value: any object that can be pickled; that of other ranks is not looked at.
         """
+        _meet(self.world)
         if self.world == 1:
             return value
         values = [value]
@@ -143,6 +148,7 @@ class Ranks:
         Args:
             value: any object that can be pickled; that of rank 0 stays as it is.
         """
+        _meet(self.world)
         if self.world == 1:
             return [value]
         values: list[Any] | None = [None] * self.world if self.is_main else None
@@ -201,6 +207,11 @@ class Ranks:
             )
 
 
+def _meet(world: int) -> None:
+    for together in between_calls:
+        together(world)
+
+
 ALONE = Ranks()
 """The only process of its run."""
 
@@ -237,6 +248,7 @@ def scattered(
             ended = [_NO_MORE] * ranks.world
             parts = ended if batch is None else _spread(row_list(batch), ranks.world)
         received: list[Any] = [None]
+        _meet(ranks.world)
         dist.scatter_object_list(received, parts, src=0)
         if received[0] == _NO_MORE:
             return
@@ -465,6 +477,8 @@ def leave_group() -> None:
     A model of DDP that were the last to hold it would wait for the group's threads without letting
     Python run, which they may be waiting for.
     """
+    _meet(dist.get_world_size())
+    between_calls.clear()
     _ended.append(dist.group.WORLD)
     dist.barrier()
     dist.destroy_process_group()

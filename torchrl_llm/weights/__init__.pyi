@@ -19,9 +19,6 @@ from torchrl_llm.weights.engine_updaters import (
     EngineWeights as EngineWeights,
 )
 from torchrl_llm.weights.fingerprint import WeightLedger as WeightLedger
-from torchrl_llm.weights.gathered import (
-    GatheredWeights as GatheredWeights,
-)
 from torchrl_llm.weights.redis_weights import (
     RedisWeightReader as RedisWeightReader,
     RedisWeightSource as RedisWeightSource,

@@ -59,7 +59,16 @@ def can_be_tried(model: nn.Module) -> bool:
     Args:
         model: the model.
     """
-    return all(p.device.type != "meta" and not isinstance(p, DTensor) for p in model.parameters())
+    return all(p.device.type != "meta" and is_whole(p) for p in model.parameters())
+
+
+def is_whole(weight: Tensor) -> bool:
+    """Whether all of a weight is there, and not a part of it, or nothing but its shape.
+
+    Args:
+        weight: of a model.
+    """
+    return not isinstance(weight, DTensor) and weight.untyped_storage().nbytes() >= weight.nbytes
 
 
 def tried_once(trial: Callable[..., _Result], model: nn.Module, *arguments: Any) -> _Result:

@@ -29,7 +29,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface
@@ -44,7 +43,13 @@ from torchrl_llm.modules.backends.attention import longest_plain_row
 from torchrl_llm.modules.backends.causal_decoder import BlockLayer, CausalDecoder
 from torchrl_llm.modules.backends.cuda_graph import GraphRecorder, Step
 from torchrl_llm.modules.backends.decoding import Decoder
-from torchrl_llm.modules.backends.head import GROUPED, attention_name, causal_model, evaluating
+from torchrl_llm.modules.backends.head import (
+    GROUPED,
+    attention_name,
+    causal_model,
+    evaluating,
+    is_whole,
+)
 
 DecodeMode = Literal["auto", "plain", "graph"]
 
@@ -293,7 +298,7 @@ class DecoderChoice:
 
     def _problem(self, plain: CausalDecoder) -> str | None:
         weights = list(plain.model.parameters())
-        if any(isinstance(p, DTensor) or p.device != weights[0].device for p in weights):
+        if any(not is_whole(p) or p.device != weights[0].device for p in weights):
             return "the weights are sharded or on several devices"
         implementation = attention_name(plain.model)
         if implementation not in self._problems:

@@ -142,7 +142,9 @@ def autocast(config: TrainedConfig) -> Iterator[None]:
     device, low = device_of(config).type, samples_in_bfloat16(config)
     offloads = config.train_model.offload_activations
     kept = ActivationsOnCpu() if offloads else nullcontext()
-    with kept, torch.autocast(device, dtype=torch.bfloat16, enabled=low):
+    # Autocast would keep a copy of each weight, though the weight itself is there for a moment.
+    caches = config.train.parallel != "fsdp2" or config.train.gathers == "model"
+    with kept, torch.autocast(device, torch.bfloat16, enabled=low, cache_enabled=caches):
         yield
 
 

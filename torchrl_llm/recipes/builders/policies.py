@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor, nn
 from torchrl._utils import logger
 
 from torchrl_llm import modules
@@ -17,9 +19,11 @@ from torchrl_llm.recipes.builders.problems import check_problems, task_rows, tas
 from torchrl_llm.recipes.builders.task_envs import with_agent
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask
 from torchrl_llm.recipes.data_config import ROWS
+from torchrl_llm.recipes.groups import ForwardConfig
 from torchrl_llm.recipes.shared_keys import SampledConfig, TrainedConfig
 from torchrl_llm.recipes.tasks import task_class, tool_transform
 from torchrl_llm.tools.call_parsers import MessageCallParser
+from torchrl_llm.trainers.gathered_model import GatheredModel, whole_weights
 
 
 def wrapper_options(config: SampledConfig) -> dict[str, Any]:
@@ -184,13 +188,37 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
     """
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if modules.find_adapter(config.model.name) is not None:
-            return modules.AdapterAsLoaded(policy)
+            with whole_weights(policy):
+                return modules.AdapterAsLoaded(policy)
         return modules.AdapterDisabled(policy)
     name = config.ref_model.name or config.model.name
     device = reference_device(config)
     with naming("ref_model.name"):
         model = modules.load_model(name, dtype=config.train_model.dtype, device=device)
-    return modules.TransformersBackend(model.requires_grad_(False), layout=config.train.packing)
+    reference = modules.TransformersBackend(
+        model.requires_grad_(False), layout=config.train.packing
+    )
+    if config.train.parallel == "fsdp2":
+        gather_weights(config.train, model, model)
+    return reference
+
+
+def gather_weights(
+    config: ForwardConfig,
+    module: nn.Module,
+    model: nn.Module,
+    sources: Sequence[Tensor] | None = None,
+) -> None:
+    """Leave a rank a part of the weights of a module, which are whole while it runs.
+
+    Args:
+        config: its ``gathers`` and ``timeout_s``.
+        module: see :class:`~torchrl_llm.trainers.gathered_model.GatheredModel`.
+        model: as there.
+        sources: as there.
+    """
+    given = {"gathers": config.gathers, "timeout_s": config.timeout_s}
+    GatheredModel(module, model, sources=sources, **given)
 
 
 def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:

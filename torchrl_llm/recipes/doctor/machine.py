@@ -129,10 +129,10 @@ def _parts(
         "optimizer states": memory.optimizer_bytes(subject.model, config.optimizer.arguments),
     }
     held = dict(sizes)
-    if is_spread := config.train.parallel == "fsdp2":
+    if config.train.parallel == "fsdp2":
         held = {name: memory.ceil_div(size, number) for name, size in sizes.items()}
-    if is_spread and "inference_model.max_tokens" in subject.keys:
-        held["a whole copy"] = sizes["weights"]  # it samples
+    if config.train.gathers == "model":
+        held["weights that sample"] = sizes["weights"]
     on_host = config.optimizer.on_cpu and builders.device_kind(config) != "cpu"
     saved = sizes["optimizer states"]
     saved += sizes["weights"] if bits is None else memory.tensor_bytes(trained)

@@ -1,0 +1,236 @@
+"""A model that every rank runs at a pace of its own, though each has only a part of its weights.
+
+FSDP2 gathers the weights of a layer when all ranks run it, equally often. In training they do
+(:mod:`torchrl_llm.trainers.optim`); but a rank samples until its own answers end, and scores the
+rows that it happens to have. So a model that samples or scores is a :class:`GatheredModel`: its
+weights are whole one layer at a time, while that layer runs. Ranks agree on which layer is gathered
+next by the lowest number that any of them asks for. A rank that asks for none takes part while it
+waits for the others in :class:`~torchrl_llm.trainers.Ranks`, until all wait.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from torchrl_llm.trainers.ranks import between_calls, blocks_of
+from torchrl_llm.weights.weight_names import whole_tensor
+from torchrl_llm.weights.weight_updater import WeightUpdater
+
+Gathers = Literal["layer", "model"]
+
+# What a rank asks for that wants no layer.
+_NOTHING = torch.iinfo(torch.int64).max
+_models: WeakKeyDictionary[nn.Module, GatheredModel] = WeakKeyDictionary()
+
+
+class GatheredModel:
+    """Makes the weights of a module whole while they are used, and lets go of them then.
+
+    Outside of that, and outside of :meth:`whole`, its weights are NaN and take no memory. What is
+    in no layer (embeddings, head) stays from its first use to the next collective call of the
+    ranks. All ranks have to make one of the same module, in the same order.
+
+    Args:
+        module: runs; it holds ``model``, and may hold a value head.
+        model: a Hugging Face model, in PEFT or not.
+        sources: the parameters of ``module`` in their order, sharded: what trains them. Those of
+            ``module`` itself by default, which are frozen then.
+        gathers: ``"layer"``, or ``"model"`` to keep all that was used up to the next collective
+            call: nothing waits at each layer then.
+        timeout_s: most seconds that a rank waits for another.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        model: nn.Module,
+        *,
+        sources: Sequence[Tensor] | None = None,
+        gathers: Gathers = "layer",
+        timeout_s: float = 1800.0,
+    ) -> None:
+        parameters = list(module.parameters())
+        if sources is None:
+            mesh = init_device_mesh(parameters[0].device.type, (dist.get_world_size(),))
+            sources = [
+                distribute_tensor(p.detach(), mesh, [Shard(0)], src_data_rank=None)
+                for p in parameters
+            ]
+        source_of = dict(zip(parameters, sources, strict=True))
+        self._pace, self._keeps = _pace(timeout_s), gathers == "model"
+        # What is in no layer comes first: it is asked for before any layer.
+        layers = [list(block.parameters()) for block in blocks_of(model)]
+        in_layers = {p for layer in layers for p in layer}
+        rest = self._layer([p for p in parameters if p not in in_layers], source_of)
+        for part in module.modules():
+            if any(p not in in_layers for p in part.parameters(recurse=False)):
+                part.register_forward_pre_hook(lambda *_: self._bring(rest), prepend=True)
+        self._numbers = [rest]
+        for block, layer in zip(blocks_of(model), layers, strict=True):
+            self._wrap(block, self._layer(layer, source_of))
+        _models[module] = self
+
+    def _layer(self, parameters: list[nn.Parameter], source_of: Mapping[Any, Tensor]) -> int:
+        self._pace.layers.append(_Layer({p: source_of[p] for p in parameters}))
+        return len(self._pace.layers) - 1
+
+    def _wrap(self, block: nn.Module, number: int) -> None:
+        self._numbers.append(number)
+        block.register_forward_pre_hook(lambda *_: self._bring(number), prepend=True)
+        if not self._keeps:
+            drop = self._pace.layers[number].drop
+            block.register_forward_hook(lambda *_: drop(), always_call=True)
+
+    def _bring(self, number: int) -> None:
+        numbers = self._numbers if self._keeps else (number,)
+        for each in numbers:
+            self._pace.bring(each)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """All weights at once, on this rank; others may do something else."""
+        try:
+            for number in self._numbers:
+                self._pace.bring(number)
+                self._pace.layers[number].is_needed = True
+            yield
+        finally:
+            for number in self._numbers:
+                self._pace.layers[number].is_needed = False
+                self._pace.layers[number].drop()
+
+
+@contextmanager
+def whole_weights(*modules: nn.Module) -> Iterator[None]:
+    """While weights are read otherwise than by running a module: they are whole, on this rank.
+
+    Args:
+        *modules: those that are no :class:`GatheredModel` are whole anyway.
+    """
+    found = next((_models[each] for each in modules if each in _models), None)
+    if found is None:
+        yield
+        return
+    with found.whole():
+        yield
+
+
+class GatheredWeights(WeightUpdater):
+    """Updater of an engine, whose source is whole while another updater reads it.
+
+    Args:
+        source: a :class:`GatheredModel` in any wrapping.
+        then: pushes its weights.
+    """
+
+    def __init__(self, source: nn.Module, then: WeightUpdater) -> None:
+        self._source, self._then = source, then
+
+    def register_collector(self, collector: Any) -> None:
+        """Bind to a collector, as what pushes the weights."""
+        super().register_collector(collector)
+        self._then.register_collector(collector)
+
+    @property
+    def canary(self) -> Any:
+        """Of what pushes the weights; ``None`` without one."""
+        return getattr(self._then, "canary", None)
+
+    def push_weights(self, policy_or_weights: Any = None) -> None:
+        """Push what has been trained.
+
+        Args:
+            policy_or_weights: not looked at: the weights are those of the source.
+        """
+        with whole_weights(self._source):
+            self._then.push_weights()
+
+
+class _Layer:
+    """Weights that are gathered together.
+
+    Args:
+        sources: shards of each parameter.
+    """
+
+    def __init__(self, sources: dict[nn.Parameter, Tensor]) -> None:
+        self._sources = sources
+        # Of the parameter's shape and device, in the memory of one number.
+        self._away = {p: p.new_full((), torch.nan).expand(p.shape) for p in sources}
+        self.is_whole, self.is_needed = True, False
+        self.drop()
+
+    @torch.no_grad()
+    def gather(self, wanted: bool) -> None:
+        """Take part in gathering, and keep the weights if they are wanted here."""
+        for parameter, source in self._sources.items():
+            whole = whole_tensor(source.detach())
+            if wanted:
+                parameter.data = whole
+        self.is_whole = self.is_whole or wanted
+
+    def drop(self) -> None:
+        """Let go of the whole weights, unless all of the model is needed."""
+        if self.is_whole and not self.is_needed:
+            for parameter, away in self._away.items():
+                parameter.data = away
+            self.is_whole = False
+
+
+class _Pace:
+    """The layers of all models of this process, and the group in which ranks ask for them.
+
+    Args:
+        timeout_s: most seconds that a rank waits for another.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self.layers: list[_Layer] = []
+        self._lock = threading.RLock()
+
+    def bring(self, number: int) -> None:
+        """Wait until the weights of a layer are whole here."""
+        with self._lock:
+            while not self.layers[number].is_whole:
+                self._gather_next(number)
+
+    def meet(self, world: int) -> None:
+        """Take part in what others gather, until no rank asks for anything.
+
+        Args:
+            world: how many ranks meet; one of several that talks to itself meets nobody.
+        """
+        if world != dist.get_world_size():
+            return
+        with self._lock:
+            for layer in self.layers:
+                layer.drop()
+            while self._gather_next(_NOTHING) != _NOTHING:
+                pass
+
+    def _gather_next(self, wanted: int) -> int:
+        asked = torch.tensor(wanted)
+        dist.all_reduce(asked, op=dist.ReduceOp.MIN, group=self._group)
+        number = int(asked)
+        if number != _NOTHING:
+            self.layers[number].gather(number == wanted)
+        return number
+
+
+def _pace(timeout_s: float) -> _Pace:
+    """That of the present group of ranks."""
+    if not between_calls:
+        between_calls.append(_Pace(timeout_s).meet)
+    return between_calls[0].__self__
