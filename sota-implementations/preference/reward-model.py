@@ -32,6 +32,7 @@ from reward_utils import (
     load_config,
     load_data,
     make_evaluation,
+    make_learner,
     make_scorer,
 )
 
@@ -51,20 +52,21 @@ def train(config: RewardTrainingConfig, folder: str | Path) -> Iterator[Training
     tokenizer = make_tokenizer(config.model.name, 1)
     data = load_data(config, tokenizer)
     scorer = make_scorer(config, tokenizer)
+    learner = make_learner(config, scorer)
     num_steps = config.train.num_steps(len(data.train))
     config.optimizer.check_warmup(num_steps)
-    loss = RewardLoss(scorer, centering=config.loss.centering)
+    loss = RewardLoss(learner, centering=config.loss.centering)
     loader = RowLoader(
         data.train, seed=config.seed, batch_size=config.train.batch_size, collate_fn=list
     )
     loader.part = (ranks.rank, ranks.world)
-    optimizer = make_optimizer(scorer.model, **config.optimizer.arguments)
+    optimizer = make_optimizer(learner.model, **config.optimizer.arguments)
     scheduler = make_scheduler(optimizer, **config.optimizer.schedule, total_steps=num_steps)
 
     run = TrainingRun(
         folder_of(folder, ranks),
         max_steps=num_steps,
-        model=scorer.model,
+        model=learner.model,
         tokenizer=tokenizer,
         parts={"optimizer": optimizer, "scheduler": scheduler, "rows": loader},
         evaluate=make_evaluation(config, data.held_out, scorer),

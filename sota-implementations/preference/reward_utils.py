@@ -21,6 +21,7 @@ from torchrl_llm.modules.backends import ClassifierScorer
 from torchrl_llm.recipes import OptimizerConfig
 from torchrl_llm.recipes.builders import autocast, device_of
 from torchrl_llm.recipes.groups import SUPERVISED_RATES
+from torchrl_llm.recipes.parallel import spread, twin_of
 from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.recipes.supervised import NumbersConfig, Parts
 from torchrl_llm.trainers import Shown
@@ -83,10 +84,6 @@ class RewardTrainingConfig(PairConfig):
             "train_model.logprob_chunk_size has no effect: a reward model makes no logits",
         )
         ensure(
-            self.train.parallel != "fsdp2",
-            "train.parallel=fsdp2 does not train reward models; use ddp or none",
-        )
-        ensure(
             self.model.quantization is None,
             "model.quantization has no effect: a reward model is trained in full precision",
         )
@@ -126,6 +123,16 @@ def make_scorer(config: RewardTrainingConfig, tokenizer: Any) -> ClassifierScore
             device=device_of(config),
         )
         return ClassifierScorer(model.train(), layout=config.train.packing)
+
+
+def make_learner(config: RewardTrainingConfig, scorer: ClassifierScorer) -> ClassifierScorer:
+    """What is trained: the shards of the scorer with fsdp2, else itself."""
+    if config.train.parallel != "fsdp2":
+        return scorer
+    (model,) = twin_of(scorer.model)
+    learner = ClassifierScorer(model, layout=scorer.layout)
+    spread(config, learner, scorer)
+    return learner
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -134,7 +134,6 @@ def test_what_has_no_effect_or_no_pairs_is_refused(tmp_path, pairs, monkeypatch)
             run_main(monkeypatch, SCRIPT, tmp_path / "a", f"data={pairs}", *settings)
 
     refused("unknown key 'train_model.logprob_chunk_size'", "train_model.logprob_chunk_size=8")
-    refused("fsdp2 does not train reward models", "train.parallel=fsdp2")
     refused("data.margin=stars: there is no such column", "data.margin=stars", error=DataError)
     single = tmp_path / "single.csv"
     single.write_text("prompt,completion,label\nHi,Hello,true\n")
@@ -145,10 +144,12 @@ def test_what_has_no_effect_or_no_pairs_is_refused(tmp_path, pairs, monkeypatch)
 def test_two_ranks_train_what_one_process_does(pairs, tmp_path, monkeypatch):
     settings = [f"data={pairs}", "train.batch_size=5", "train.max_steps=2", "eval.num_prompts=4"]
     run_main(monkeypatch, SCRIPT, tmp_path / "one", *settings, QUIET)
-    options = [*settings, QUIET, "train.parallel=ddp"]
-    run_ranks(tmp_path / "two", options, 2, path="preference/reward-model.py")
-    one, two = (weights(tmp_path / name, 2) for name in ("one", "two"))
-    for name, weight in one.items():
-        torch.testing.assert_close(two[name], weight, atol=1e-4, rtol=1e-3)
-    losses = [column(rows(tmp_path / name), "train/loss_reward") for name in ("one", "two")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for how in ("ddp", "fsdp2"):
+        options = [*settings, QUIET, f"train.parallel={how}"]
+        run_ranks(tmp_path / how, options, 2, path="preference/reward-model.py")
+        one, two = (weights(tmp_path / name, 2) for name in ("one", how))
+        for name, weight in one.items():
+            torch.testing.assert_close(two[name], weight, atol=1e-4, rtol=1e-3)
+        for name in ("train/loss_reward", "eval/loss"):
+            losses = [column(rows(tmp_path / each), name) for each in ("one", how)]
+            assert losses[0] == pytest.approx(losses[1], rel=1e-5)

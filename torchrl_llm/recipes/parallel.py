@@ -9,7 +9,7 @@ import copy
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torchrl._utils import logger
@@ -19,6 +19,7 @@ from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper
+from torchrl_llm.modules.backends.token_scorer import CausalScorer
 from torchrl_llm.recipes.builders import (
     device_of,
     gather_weights,
@@ -96,9 +97,7 @@ def make_learner(
     """
     learner = policy
     if config.train.parallel == "fsdp2":
-        # A copy of the modules over the same weights, which its shards replace.
-        same = {id(parameter): parameter for parameter in policy.parameters()}
-        model, head = copy.deepcopy((policy.model, policy.value_head), same)
+        model, head = twin_of(policy.model, policy.value_head)
         backend = TransformersBackend(
             model,
             tokenizer=policy.tokenizer,
@@ -107,11 +106,33 @@ def make_learner(
             value_head=head,
         )
         learner = policy.get_new_version(model=backend)
-        shard(learner.backend.scorer, learner.model, device=device_of(config))
-        gather_weights(config.train, policy, policy.model, list(learner.parameters()))
+        spread(config, learner.backend.scorer, policy.backend.scorer)
     if ranks.rank:
         seed_everything(config.seed + ranks.rank * _SEED_STEP)
     return learner
+
+
+def twin_of(*modules: Any) -> Any:
+    """Copies of modules over the same weights, for :func:`spread`.
+
+    Args:
+        *modules: of one model; ``None`` is left as it is.
+    """
+    every = (each.parameters() for each in modules if each is not None)
+    same = {id(parameter): parameter for part in every for parameter in part}
+    return copy.deepcopy(modules, same)
+
+
+def spread(config: TrainedConfig, learner: CausalScorer, scorer: CausalScorer) -> None:
+    """Spread the weights of what learns over the ranks; its twin gathers them while it runs.
+
+    Args:
+        config: the recipe's ``train``.
+        learner: over a :func:`twin_of` the other's model.
+        scorer: samples or scores.
+    """
+    shard(learner, learner.model, device=device_of(config))
+    gather_weights(config.train, scorer, scorer.model, list(learner.parameters()))
 
 
 def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:

@@ -79,7 +79,7 @@ class GatheredModel:
         self._numbers = [rest]
         for block, layer in zip(blocks_of(model), layers, strict=True):
             self._wrap(block, self._layer(layer, source_of))
-        _models[module] = self
+        _models[model] = self
 
     def _layer(self, parameters: list[nn.Parameter], source_of: Mapping[Any, Tensor]) -> int:
         self._pace.layers.append(_Layer({p: source_of[p] for p in parameters}))
@@ -112,13 +112,13 @@ class GatheredModel:
 
 
 @contextmanager
-def whole_weights(*modules: nn.Module) -> Iterator[None]:
+def whole_weights(module: nn.Module) -> Iterator[None]:
     """While weights are read otherwise than by running a module: they are whole, on this rank.
 
     Args:
-        *modules: those that are no :class:`GatheredModel` are whole anyway.
+        module: holds the model of a :class:`GatheredModel`, or is whole anyway.
     """
-    found = next((_models[each] for each in modules if each in _models), None)
+    found = next((_models[part] for part in module.modules() if part in _models), None)
     if found is None:
         yield
         return
