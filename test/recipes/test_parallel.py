@@ -409,6 +409,21 @@ def test_two_ranks_fine_tune_as_one(parallel, tmp_path, gsm8k_options):
     assert losses[2] == pytest.approx(losses[1], rel=1e-6)
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(600)
+def test_each_rank_samples_with_an_engine_of_its_own(tmp_path):
+    pytest.importorskip("vllm")
+    engine = ["inference_model.backend=vllm", "inference_model.max_model_len=128"]
+    settings = ["train.parallel=fsdp2", *engine, "train.max_steps=2"]
+    options = [o for o in SMALL if not o.startswith("train.max_steps")]
+    code, said = torchrun(tmp_path, *options, *settings, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
+    assert code == 0, said
+    assert "Traceback" not in said
+    for row in table(tmp_path):
+        assert abs(float(row["train/kl_to_inference"])) < 1e-6
+        assert float(row["train/canary_distinct"]) == 1.0
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["transformers", "vllm"])
 def test_ranks_on_gpus_learn_with_nccl(backend, tmp_path):

@@ -17,6 +17,7 @@ import functools
 import os
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -481,7 +482,12 @@ def leave_group() -> None:
     between_calls.clear()
     _ended.append(dist.group.WORLD)
     dist.barrier()
-    dist.destroy_process_group()
+    if (engine := sys.modules.get("vllm.distributed.parallel_state")) is not None:
+        # Groups of an engine among the ranks are in this one; at its end it would look for them.
+        engine.destroy_model_parallel()
+        engine.destroy_distributed_environment()
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def last_words(error: Exception) -> str | None:
