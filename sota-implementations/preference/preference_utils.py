@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
@@ -25,7 +26,7 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.row_files import Row
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.errors import CheckpointError
+from torchrl_llm.errors import CheckpointError, DataError
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import KTOLoss, answer_log_probs, mismatched
 from torchrl_llm.recipes import OptimizerConfig, PreferenceLossConfig, RefModelConfig
@@ -181,9 +182,11 @@ def parts_with(config: PairConfig, columns: PreferenceColumns, tokenizer: Any) -
     )
 
     def asked(row: Row) -> Any:
-        # A whole conversation ends with its answer.
-        whole = [message for name in columns.answers[:1] for message in row[name][:-1]]
-        return joined_prompt(row, columns.prompt, columns.before) if columns.prompt else whole
+        if columns.prompt:
+            return joined_prompt(row, columns.prompt, columns.before)
+        with suppress(DataError):  # a row that is refused says so when it is its turn
+            return columns.parts(row)[0]
+        return None
 
     return parts_of(config.data, config.eval.num_prompts, make, asked)
 
@@ -205,7 +208,7 @@ class References:
         rows: Preferences,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._config, self._reference, self._ranks = config, reference, ranks
+        self._config, self.reference, self._ranks = config, reference, ranks
         self._values = torch.full((len(rows), len(rows.columns.answers)), float("nan"))
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -227,7 +230,7 @@ class References:
 
     def scores(self, sequences: Sequence[Tensor], answers: Sequence[Tensor]) -> Tensor:
         """Log-probs that are not kept, ``[B]``, nats."""
-        return _log_probs(self._config, self._reference, sequences, answers)
+        return _log_probs(self._config, self.reference, sequences, answers)
 
     def of(self, batch: Sequence[Preference]) -> Tensor:
         """Log-probs of the answers of rows, one after the other, ``[B]``, nats."""
@@ -292,6 +295,16 @@ class Preparation:
             references = References(config, make_reference(config, policy), rows, ranks)
         return cls(config, policy, references, ranks)
 
+    def of_held_out(self, rows: Preferences) -> Preparation:
+        """The same of other rows, by the same reference; one process evaluates.
+
+        Args:
+            rows: the rows.
+        """
+        known = self.references
+        other = None if known is None else References(self._config, known.reference, rows)
+        return Preparation(self._config, self._policy, other)
+
     def __call__(self, batch: Sequence[Preference]) -> LazyStackedTensorDict | None:
         """The rows of an update; ``None`` where all of them were dropped."""
         batch = [row for row in batch if row.is_whole]
@@ -341,13 +354,16 @@ class HeldOutPreferences:
 
 
 def make_evaluation(
-    config: PreferenceConfig, held_out: Preferences | None, policy: TransformersWrapper
+    config: PreferenceConfig,
+    held_out: Preferences | None,
+    policy: TransformersWrapper,
+    training: Preparation,
 ) -> Callable[[], HeldOutPreferences] | None:
     """The loss of the held-out rows, and how well their answers are told apart."""
     if held_out is None:
         return None
     loss = config.loss.build(policy)
-    rows, prepare = list(held_out), Preparation.of(config, policy, held_out)
+    rows, prepare = list(held_out), training.of_held_out(held_out)
 
     @torch.no_grad()
     def run() -> HeldOutPreferences:

@@ -13,6 +13,7 @@ from recipes.script import run_main, run_typed
 from torchrl_llm import DPO
 from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.modules import load_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "preference" / "dpo.py"
 QUIET = ["logging.progress=false"]
@@ -84,6 +85,33 @@ def test_the_reference_scores_each_answer_once(tmp_path, utils, monkeypatch):
         logging={"progress": False},
     ).train()
     assert sum(asked) == 2 * 12
+
+
+def test_a_run_holds_one_reference(tmp_path, utils, monkeypatch):
+    made = []
+    real = utils.make_reference
+    monkeypatch.setattr(utils, "make_reference", lambda *a: made.append(real(*a)) or made[-1])
+    data = [json.loads(line) for line in PAIRS_OF_SUMS.read_text().splitlines()[:6]]
+    quiet = {"eval": {"num_prompts": 2}, "logging": {"progress": False}}
+    DPO(data=data, folder=tmp_path / "a", **quiet).train()
+    assert len(made) == 1
+
+
+def test_whole_conversations_that_are_trained_on_too_are_told_of(tmp_path, utils):
+    def pair(good):
+        talk = [{"role": "user", "content": "2+2?"}]
+        said = [[*talk, {"role": "assistant", "content": each}] for each in (good, "no")]
+        return json.dumps(dict(zip(("chosen", "rejected"), said, strict=True)))
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(map(pair, ("four", "4"))))
+    config = utils.load_config({"data": {"source": str(data)}})
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrl_llm.recipes.supervised.tell_overlap", lambda *a: told.append(a))
+        utils.load_data(config, load_tokenizer())
+    first, second = told[0][0], told[0][1]
+    assert list(first) == second == [[{"role": "user", "content": "2+2?"}]]
 
 
 def test_good_answers_of_a_table_become_likelier_and_bad_ones_do_not(tmp_path, run):
