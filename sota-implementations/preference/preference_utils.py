@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
+from zlib import crc32
 
 import torch
 from tensordict import LazyStackedTensorDict
@@ -16,6 +17,7 @@ from torchrl_llm._checked import Ge
 from torchrl_llm._settings import ensure, own
 from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.data.column_names import joined_prompt
+from torchrl_llm.data.demonstrations import Demonstration
 from torchrl_llm.data.preferences import (
     Preference,
     PreferenceColumns,
@@ -194,6 +196,9 @@ def parts_with(config: PairConfig, columns: PreferenceColumns, tokenizer: Any) -
 class References:
     """Log-probs of answers under the reference, each computed once; a part of the run.
 
+    A row that is another than before (its data was mended between two parts of a run) is computed
+    anew.
+
     Args:
         config: the recipe's.
         reference: scores tokens.
@@ -209,11 +214,13 @@ class References:
         ranks: Ranks = ALONE,
     ) -> None:
         self._config, self.reference, self._ranks = config, reference, ranks
-        self._values = torch.full((len(rows), len(rows.columns.answers)), float("nan"))
+        self._values = torch.zeros(len(rows), len(rows.columns.answers))
+        # Checksums of the answers whose values are known.
+        self._marks = torch.full_like(self._values, -1, dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What was computed so far."""
-        return {"values": self._values}
+        return {"values": self._values, "marks": self._marks}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what was computed before.
@@ -226,7 +233,7 @@ class References:
                 f"the checkpoint has reference log-probs of {len(state['values'])} rows, and the "
                 f"data has {len(self._values)}"
             )
-        self._values = state["values"].clone()
+        self._values, self._marks = state["values"].clone(), state["marks"].clone()
 
     def scores(self, sequences: Sequence[Tensor], answers: Sequence[Tensor]) -> Tensor:
         """Log-probs that are not kept, ``[B]``, nats."""
@@ -234,13 +241,19 @@ class References:
 
     def of(self, batch: Sequence[Preference]) -> Tensor:
         """Log-probs of the answers of rows, one after the other, ``[B]``, nats."""
-        missing = [row for row in batch if bool(self._values[row.index].isnan().any())]
+        marks = {row.index: list(map(_mark, row.answers)) for row in batch}
+        missing = [row for row in batch if self._marks[row.index].tolist() != marks[row.index]]
         answers = [answer for row in missing for answer in row.answers]
         found = self.scores([a.token_ids for a in answers], [a.learned for a in answers])
-        own = [row.index for row in missing], found.reshape(-1, self._values.shape[1])
-        for indices, values in self._ranks.gather(own):
-            self._values[indices] = values
+        indices = [row.index for row in missing]
+        new = torch.tensor([marks[index] for index in indices]).reshape(-1, self._values.shape[1])
+        for known, values, checksums in self._ranks.gather((indices, found.view_as(new), new)):
+            self._values[known], self._marks[known] = values, checksums.long()
         return self._values[[row.index for row in batch]].flatten()
+
+
+def _mark(answer: Demonstration) -> int:
+    return crc32(answer.learned.numpy(), crc32(answer.token_ids.numpy()))
 
 
 def _log_probs(

@@ -87,6 +87,22 @@ def test_the_reference_scores_each_answer_once(tmp_path, utils, monkeypatch):
     assert sum(asked) == 2 * 12
 
 
+def test_the_reference_of_data_that_was_mended_is_computed_anew(tmp_path, run):
+    data = tmp_path / "pairs.jsonl"
+    settings = [f"data={data}", "train.batch_size=4", "eval.num_prompts=0", "optimizer.lr=0"]
+
+    def write(good):
+        pairs = ({"prompt": f"{n}?", "chosen": good * n, "rejected": "no"} for n in range(1, 9))
+        data.write_text("\n".join(map(json.dumps, pairs)))
+
+    write("a")
+    run(tmp_path / "a", *settings, "train.max_steps=2")
+    write("other words")
+    result = run(tmp_path / "a", *settings, "train.max_steps=4", "checkpoint.resume=auto")
+    # The weights are those of the reference in all steps.
+    assert column(result, "train/margin") == pytest.approx([0.0] * 4, abs=1e-4)
+
+
 def test_a_run_holds_one_reference(tmp_path, utils, monkeypatch):
     made = []
     real = utils.make_reference
