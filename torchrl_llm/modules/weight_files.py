@@ -232,13 +232,16 @@ def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _names_of_adapters(base: nn.Module) -> Iterator[str]:
-    """Names of what PEFT has put beside the weights of the model."""
+    """Names of what PEFT has put beside the weights of the model, or holds in reserve."""
     for name, module in base.named_modules():
         if hasattr(module, "base_layer"):
             parts = module.state_dict(keep_vars=True)
             yield from (f"{name}.{part}" for part in parts if not part.startswith("base_layer."))
         if hasattr(module, "original_module"):
-            yield from (f"{name}.original_module.{p}" for p in module.original_module.state_dict())
+            # Copies of one layer, a further one for each adapter.
+            active = [f"modules_to_save.{adapter}." for adapter in module.active_adapters]
+            parts = module.state_dict(keep_vars=True)
+            yield from (f"{name}.{part}" for part in parts if not part.startswith(tuple(active)))
 
 
 def _plain_name(name: str) -> str:
