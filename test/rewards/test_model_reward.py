@@ -50,7 +50,10 @@ def test_scores_are_those_of_transformers_whatever_the_budget(folder, token_budg
 
 
 def test_tools_of_the_prompts_are_told_to_the_reward_model(folder):
-    groups = {"env": {"dataset": "calculator"}, "reward": {"components": {"model": {"name": folder}}}}
+    groups = {
+        "env": {"dataset": "calculator"},
+        "reward": {"components": {"model": {"name": folder}}},
+    }
     for shows in (True, False):
         config = load_config({**groups, "model": {"show_tools": shows}})
         env = make_train_env(config, load_tokenizer(), seed=0)

@@ -261,7 +261,10 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
             yield f"{name}.weight", LazyTensor(module.base_layer.weight, _merged(module, adapters))
             continue
         for part, value in module.base_layer.named_parameters():
-            yield _plain_name(f"{name}.{part}"), LazyTensor(value, _merged_copy(module, adapters, part))
+            yield (
+                _plain_name(f"{name}.{part}"),
+                LazyTensor(value, _merged_copy(module, adapters, part)),
+            )
 
 
 def _is_plain(module: nn.Module, adapter: str) -> bool:
