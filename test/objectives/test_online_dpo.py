@@ -88,8 +88,8 @@ def test_the_rows_of_a_trajectory_are_one_answer(settings):
     # The first chosen answer in one row of two turns, and in a row for each of them.
     def rows(*first):
         made = [make_row(*each, ref=torch.tensor(ref)) for *each, ref in first]
-        for row in made:
-            row["pair_id"], row["is_chosen"] = torch.tensor(0), torch.tensor(True)
+        for each in made:
+            each["pair_id"], each["is_chosen"] = torch.tensor(0), torch.tensor(True)
         return lazy_rows([*made, *pair_rows().unbind(0)[1:]])
 
     def found(batch):
