@@ -524,7 +524,7 @@ def _source(data: Any) -> Any:
         return given.path_of(data)
     if isinstance(data, Mapping) and "source" in data:  # else a dict of splits
         raise ConfigError(
-            "data is rows, or names them; its keys are dotted: **{'data.system_prompt': 'Be brief.'}"
+            "data is rows, or names them; its keys are dotted: **{'data.split': 'validation'}"
         )
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(
