@@ -161,6 +161,12 @@ def test_what_cannot_be_honoured_is_refused(tmp_path, run, overrides, expected):
     assert expected in str(error.value) or isinstance(error.value, SystemExit)
 
 
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path, run, make_tiny_model):
+    make_tiny_model(vocab_size=500).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"ref_model\.name: .* must have one vocabulary"):
+        run(tmp_path / "a", f"ref_model.name={tmp_path / 'other'}", "train.max_steps=1")
+
+
 def test_a_label_is_for_kto(tmp_path, run):
     data = tmp_path / "thumbs.csv"
     data.write_text("prompt,completion,label\n2+2?,4,true\n2+2?,5,false\n")
