@@ -71,7 +71,7 @@ def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]
         model=learner.model,
         tokenizer=policy.tokenizer,
         parts=parts,
-        evaluate=make_evaluation(config, data.held_out, policy),
+        evaluate=make_evaluation(config, data.held_out, policy, prepare),
         config=config.flat(),
         logging=config.logging,
         checkpoint=config.checkpoint,

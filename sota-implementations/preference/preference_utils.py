@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, ClassVar
+from zlib import crc32
 
 import torch
 from tensordict import LazyStackedTensorDict
@@ -15,6 +17,7 @@ from torchrl_llm._checked import Ge
 from torchrl_llm._settings import ensure, own
 from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.data.column_names import joined_prompt
+from torchrl_llm.data.demonstrations import Demonstration
 from torchrl_llm.data.preferences import (
     Preference,
     PreferenceColumns,
@@ -25,7 +28,7 @@ from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.row_files import Row
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.errors import CheckpointError
+from torchrl_llm.errors import CheckpointError, DataError
 from torchrl_llm.modules import TransformersWrapper
 from torchrl_llm.objectives import KTOLoss, answer_log_probs, mismatched
 from torchrl_llm.recipes import OptimizerConfig, PreferenceLossConfig, RefModelConfig
@@ -181,15 +184,20 @@ def parts_with(config: PairConfig, columns: PreferenceColumns, tokenizer: Any) -
     )
 
     def asked(row: Row) -> Any:
-        # A whole conversation ends with its answer.
-        whole = [message for name in columns.answers[:1] for message in row[name][:-1]]
-        return joined_prompt(row, columns.prompt, columns.before) if columns.prompt else whole
+        if columns.prompt:
+            return joined_prompt(row, columns.prompt, columns.before)
+        with suppress(DataError):  # a row that is refused says so when it is its turn
+            return columns.parts(row)[0]
+        return None
 
     return parts_of(config.data, config.eval.num_prompts, make, asked)
 
 
 class References:
     """Log-probs of answers under the reference, each computed once; a part of the run.
+
+    A row that is another than before (its data was mended between two parts of a run) is computed
+    anew.
 
     Args:
         config: the recipe's.
@@ -205,12 +213,14 @@ class References:
         rows: Preferences,
         ranks: Ranks = ALONE,
     ) -> None:
-        self._config, self._reference, self._ranks = config, reference, ranks
-        self._values = torch.full((len(rows), len(rows.columns.answers)), float("nan"))
+        self._config, self.reference, self._ranks = config, reference, ranks
+        self._values = torch.zeros(len(rows), len(rows.columns.answers))
+        # Checksums of the answers whose values are known.
+        self._marks = torch.full_like(self._values, -1, dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Tensor]:
         """What was computed so far."""
-        return {"values": self._values}
+        return {"values": self._values, "marks": self._marks}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on with what was computed before.
@@ -223,21 +233,27 @@ class References:
                 f"the checkpoint has reference log-probs of {len(state['values'])} rows, and the "
                 f"data has {len(self._values)}"
             )
-        self._values = state["values"].clone()
+        self._values, self._marks = state["values"].clone(), state["marks"].clone()
 
     def scores(self, sequences: Sequence[Tensor], answers: Sequence[Tensor]) -> Tensor:
         """Log-probs that are not kept, ``[B]``, nats."""
-        return _log_probs(self._config, self._reference, sequences, answers)
+        return _log_probs(self._config, self.reference, sequences, answers)
 
     def of(self, batch: Sequence[Preference]) -> Tensor:
         """Log-probs of the answers of rows, one after the other, ``[B]``, nats."""
-        missing = [row for row in batch if bool(self._values[row.index].isnan().any())]
+        marks = {row.index: list(map(_mark, row.answers)) for row in batch}
+        missing = [row for row in batch if self._marks[row.index].tolist() != marks[row.index]]
         answers = [answer for row in missing for answer in row.answers]
         found = self.scores([a.token_ids for a in answers], [a.learned for a in answers])
-        own = [row.index for row in missing], found.reshape(-1, self._values.shape[1])
-        for indices, values in self._ranks.gather(own):
-            self._values[indices] = values
+        indices = [row.index for row in missing]
+        new = torch.tensor([marks[index] for index in indices]).reshape(-1, self._values.shape[1])
+        for known, values, checksums in self._ranks.gather((indices, found.view_as(new), new)):
+            self._values[known], self._marks[known] = values, checksums.long()
         return self._values[[row.index for row in batch]].flatten()
+
+
+def _mark(answer: Demonstration) -> int:
+    return crc32(answer.learned.numpy(), crc32(answer.token_ids.numpy()))
 
 
 def _log_probs(
@@ -292,6 +308,16 @@ class Preparation:
             references = References(config, make_reference(config, policy), rows, ranks)
         return cls(config, policy, references, ranks)
 
+    def of_held_out(self, rows: Preferences) -> Preparation:
+        """The same of other rows, by the same reference; one process evaluates.
+
+        Args:
+            rows: the rows.
+        """
+        known = self.references
+        other = None if known is None else References(self._config, known.reference, rows)
+        return Preparation(self._config, self._policy, other)
+
     def __call__(self, batch: Sequence[Preference]) -> LazyStackedTensorDict | None:
         """The rows of an update; ``None`` where all of them were dropped."""
         batch = [row for row in batch if row.is_whole]
@@ -341,13 +367,16 @@ class HeldOutPreferences:
 
 
 def make_evaluation(
-    config: PreferenceConfig, held_out: Preferences | None, policy: TransformersWrapper
+    config: PreferenceConfig,
+    held_out: Preferences | None,
+    policy: TransformersWrapper,
+    training: Preparation,
 ) -> Callable[[], HeldOutPreferences] | None:
     """The loss of the held-out rows, and how well their answers are told apart."""
     if held_out is None:
         return None
     loss = config.loss.build(policy)
-    rows, prepare = list(held_out), Preparation.of(config, policy, held_out)
+    rows, prepare = list(held_out), training.of_held_out(held_out)
 
     @torch.no_grad()
     def run() -> HeldOutPreferences:

@@ -103,6 +103,11 @@ def test_earlier_turns_belong_to_the_prompt():
     assert texts(pair)[0][1] == "4<|im_end|>4<|im_end|>"
 
 
+@pytest.mark.parametrize("margin", [None, "", 0])
+def test_a_margin_that_is_not_said_is_0(margin):
+    assert preferences({**PLAIN, "margin": margin})[0].margin == 0.0
+
+
 def test_the_same_answer_twice_is_compared():
     pair = preferences({"chosen": [USER, GOOD], "rejected": [USER, GOOD]})[0]
     assert texts(pair) == [EXPECTED[0]] * 2
@@ -154,6 +159,19 @@ REFUSED = {
         {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "?"}, GOOD]},
         {},
         "nothing in front|go on with the assistant",
+    ),
+    "a dialogue without an answer": (
+        {
+            "chosen": "\n\nHuman: 2+2?\n\nAssistant: ",
+            "rejected": "\n\nHuman: 2+2?\n\nAssistant: 5",
+        },
+        {},
+        "row 1.*'chosen' ends without an answer",
+    ),
+    "a label of another kind": (
+        {"prompt": "2+2?", "completion": "4", "label": [True]},
+        {},
+        "'label' must be true or false",
     ),
     "a margin that is none": ({**PLAIN, "margin": "much"}, {}, "'margin' must be a number"),
     "a label that is none": (

@@ -103,6 +103,45 @@ def test_adapters_are_merged_as_they_are_written(tmp_path, make_tiny_model, toke
     assert torch.equal(logits(again), logits(model))
 
 
+@pytest.mark.parametrize("saved", ["lm_head", "norm"])
+def test_layers_of_another_adapter_are_not_written(tmp_path, make_tiny_model, tokenizer, saved):
+    peft = pytest.importorskip("peft", reason="pip install torchrl_llm[peft]")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], init_lora_weights=False, modules_to_save=[saved]
+    )
+    model = peft.get_peft_model(make_tiny_model(), config).eval()
+    model.add_adapter("reference", config)  # a copy of what training began with
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save.default" in name:
+                parameter.add_(1.0)
+    save_pretrained(tmp_path, model, tokenizer)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(base), logits(model), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"trainable_token_indices": [3, 5]},
+        {"modules_to_save": ["embed_tokens"], "ensure_weight_tying": True},
+    ],
+    ids=["tokens", "tied copies"],
+)
+def test_adapters_of_embeddings_are_merged(tmp_path, make_tiny_model, tokenizer, more, is_tied):
+    peft = pytest.importorskip("peft", reason="pip install torchrl_llm[peft]")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False, **more)
+    model = peft.get_peft_model(make_tiny_model(tie_word_embeddings=is_tied), config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    save_pretrained(tmp_path, model, tokenizer)
+    base = AutoModelForCausalLM.from_pretrained(tmp_path)
+    torch.testing.assert_close(logits(base), logits(model), rtol=1e-4, atol=1e-5)
+
+
 def forms(folder, model):
     """The same weights in each form that from_pretrained reads, and in that of Ludic."""
     state = {n: p.detach().clone() for n, p in model.named_parameters()}

@@ -81,6 +81,30 @@ def test_the_loss_by_hand():
     assert actor.table.grad[2].item() == pytest.approx(both, abs=1e-6)
 
 
+@pytest.mark.parametrize(
+    "settings", [{}, {"form": "ipo"}, {"sft_coeff": 0.3}, {"form": "hinge", "beta": 0.7}], ids=str
+)
+def test_the_rows_of_a_trajectory_are_one_answer(settings):
+    # The first chosen answer in one row of two turns, and in a row for each of them.
+    def rows(*first):
+        made = [make_row(*each, ref=torch.tensor(ref)) for *each, ref in first]
+        for each in made:
+            each["pair_id"], each["is_chosen"] = torch.tensor(0), torch.tensor(True)
+        return lazy_rows([*made, *pair_rows().unbind(0)[1:]])
+
+    def found(batch):
+        actor = TableActor(TABLE)
+        output = OnlineDPOLoss(actor, **settings)(batch)
+        output.total_loss().backward()
+        assert bool(actor.table.grad.isfinite().all())
+        return [output.total_loss().detach(), output.margin, actor.table.grad]
+
+    whole = found(rows(([1, 2, 3], 1, [0.0, -1.0, -2.0])))
+    parts = found(rows(([1, 2], 1, [0.0, -1.0]), ([1, 4, 3], 2, [0.0, 0.0, -2.0])))
+    for one, other in zip(whole, parts, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 def test_pairs_stay_together_and_pieces_add_up():
     rows, actor = pair_rows(), TableActor(TABLE)
     loss = OnlineDPOLoss(actor)

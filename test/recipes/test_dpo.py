@@ -13,6 +13,7 @@ from recipes.script import run_main, run_typed
 from torchrl_llm import DPO
 from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.errors import ConfigError, DataError
+from torchrl_llm.modules import load_tokenizer
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "preference" / "dpo.py"
 QUIET = ["logging.progress=false"]
@@ -86,6 +87,49 @@ def test_the_reference_scores_each_answer_once(tmp_path, utils, monkeypatch):
     assert sum(asked) == 2 * 12
 
 
+def test_the_reference_of_data_that_was_mended_is_computed_anew(tmp_path, run):
+    data = tmp_path / "pairs.jsonl"
+    settings = [f"data={data}", "train.batch_size=4", "eval.num_prompts=0", "optimizer.lr=0"]
+
+    def write(good):
+        pairs = ({"prompt": f"{n}?", "chosen": good * n, "rejected": "no"} for n in range(1, 9))
+        data.write_text("\n".join(map(json.dumps, pairs)))
+
+    write("a")
+    run(tmp_path / "a", *settings, "train.max_steps=2")
+    write("other words")
+    result = run(tmp_path / "a", *settings, "train.max_steps=4", "checkpoint.resume=auto")
+    # The weights are those of the reference in all steps.
+    assert column(result, "train/margin") == pytest.approx([0.0] * 4, abs=1e-4)
+
+
+def test_a_run_holds_one_reference(tmp_path, utils, monkeypatch):
+    made = []
+    real = utils.make_reference
+    monkeypatch.setattr(utils, "make_reference", lambda *a: made.append(real(*a)) or made[-1])
+    data = [json.loads(line) for line in PAIRS_OF_SUMS.read_text().splitlines()[:6]]
+    quiet = {"eval": {"num_prompts": 2}, "logging": {"progress": False}}
+    DPO(data=data, folder=tmp_path / "a", **quiet).train()
+    assert len(made) == 1
+
+
+def test_whole_conversations_that_are_trained_on_too_are_told_of(tmp_path, utils):
+    def pair(good):
+        talk = [{"role": "user", "content": "2+2?"}]
+        said = [[*talk, {"role": "assistant", "content": each}] for each in (good, "no")]
+        return json.dumps(dict(zip(("chosen", "rejected"), said, strict=True)))
+
+    data = tmp_path / "pairs.jsonl"
+    data.write_text("\n".join(map(pair, ("four", "4"))))
+    config = utils.load_config({"data": {"source": str(data)}})
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchrl_llm.recipes.supervised.tell_overlap", lambda *a: told.append(a))
+        utils.load_data(config, load_tokenizer())
+    first, second = told[0][0], told[0][1]
+    assert list(first) == second == [[{"role": "user", "content": "2+2?"}]]
+
+
 def test_good_answers_of_a_table_become_likelier_and_bad_ones_do_not(tmp_path, run):
     data = tmp_path / "thumbs.csv"
     lines = [f"Is it {n}?,{said},{said == 'yes'}" for n in range(40) for said in ("yes", "no")]
@@ -115,6 +159,12 @@ def test_what_cannot_be_honoured_is_refused(tmp_path, run, overrides, expected):
     with pytest.raises((ConfigError, SystemExit)) as error:
         run(tmp_path / "a", *overrides)
     assert expected in str(error.value) or isinstance(error.value, SystemExit)
+
+
+def test_a_reference_of_another_vocabulary_is_refused(tmp_path, run, make_tiny_model):
+    make_tiny_model(vocab_size=500).save_pretrained(tmp_path / "other")
+    with pytest.raises(ConfigError, match=r"ref_model\.name: .* must have one vocabulary"):
+        run(tmp_path / "a", f"ref_model.name={tmp_path / 'other'}", "train.max_steps=1")
 
 
 def test_a_label_is_for_kto(tmp_path, run):

@@ -241,6 +241,7 @@ def test_wrong_settings_are_refused_when_the_object_is_made(settings, message):
 
 
 WRONG_SFT = [
+    ({"data": {"source": "qa.csv", "split": "test"}}, "its keys are dotted"),
     ({}, "nothing to learn from"),
     ({"data": "qa.csv", "learning_rate": 1e-4}, r"'learning_rate'; here it is 'optimizer.lr'"),
     ({"data": "qa.csv", "env": "gsm8k"}, "unknown key 'env'"),

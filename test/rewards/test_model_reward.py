@@ -11,6 +11,8 @@ from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs import ArithmeticEnv
 from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.modules import FakeWrapper, load_model, load_reward_model, load_tokenizer
+from torchrl_llm.recipes import load_config
+from torchrl_llm.recipes.builders import make_train_env
 from torchrl_llm.recipes.reward_config import add_components, check_components
 from torchrl_llm.rewards import ModelReward
 
@@ -45,6 +47,27 @@ def test_scores_are_those_of_transformers_whatever_the_budget(folder, token_budg
     got = reward.score_chats([chat(text) for text in TEXTS])
     assert got == pytest.approx(expected(folder, TEXTS), abs=1e-5)
     assert len({round(value, 4) for value in got}) == len(TEXTS)
+
+
+def test_tools_of_the_prompts_are_told_to_the_reward_model(folder):
+    groups = {
+        "env": {"dataset": "calculator"},
+        "reward": {"components": {"model": {"name": folder}}},
+    }
+    for shows in (True, False):
+        config = load_config({**groups, "model": {"show_tools": shows}})
+        env = make_train_env(config, load_tokenizer(), seed=0)
+        parts = [p for each in env.transform for p in getattr(each, "components", {}).values()]
+        reward = next(part.scorer for part in parts if isinstance(part.scorer, ModelReward))
+        schemas = env.tool_schemas
+        env.close()
+        assert reward.tools == (schemas if shows else None)
+        formatter = ChatFormatter(load_tokenizer())
+        talk = formatter.encode_demonstration(chat("4"), tools=schemas if shows else None)
+        model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
+        with torch.no_grad():
+            score = float(model(input_ids=talk.token_ids[None]).logits)
+        assert reward.score_chats([chat("4")]) == pytest.approx([score], abs=1e-5)
 
 
 def test_a_row_that_is_too_long_is_an_error_and_the_others_have_their_score(folder):

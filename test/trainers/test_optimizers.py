@@ -197,3 +197,21 @@ def test_what_cannot_be_used_is_refused(name, arguments, message):
 def test_one_of_ones_own_is_built():
     optimizer = make_optimizer([nn.Parameter(torch.ones(1))], name=f"{__name__}:Plain", lr=0.1)
     assert (type(optimizer).__name__, optimizer.defaults["lr"]) == ("Plain", 0.1)
+
+
+class Rounded(torch.Tensor):
+    """A number that is held in another form, as torchao holds states."""
+
+
+class OddStates(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for each in group["params"]:
+                self.state[each]["mean"] = torch.zeros_like(each).as_subclass(Rounded)
+
+
+def test_states_that_no_checkpoint_can_hold_are_refused_before_the_first_step():
+    message = "keeps its states as Rounded, which no checkpoint can hold"
+    for on_cpu in (False, True):
+        with pytest.raises(ConfigError, match=message):
+            make_optimizer(nn.Linear(2, 2), name=f"{__name__}:OddStates", lr=0.1, on_cpu=on_cpu)

@@ -151,24 +151,43 @@ class PreferenceColumns(NamedTuple):
         Raises:
             DataError: a value that holds no messages, or no prompt.
         """
+        prompt, said = self.parts(row)
+        asked = [{**m, "train": False} if m["role"] == "assistant" else m for m in prompt]
+        return [[*asked, *messages] for messages in said]
+
+    def parts(
+        self, row: Mapping[str, Any]
+    ) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
+        """The messages in front of the answers, and those of each answer.
+
+        Args:
+            row: of the table.
+
+        Raises:
+            DataError: as of :meth:`read`.
+        """
         said = [_said(name, row.get(name)) for name in self.answers]
         whole = {messages[0]["role"] != "assistant" for messages in said}
         if len(whole) == 2:
             raise DataError("one of the two answers is a whole conversation, the other is not")
         prompt = self._prompt(row)
+        pairs = zip(self.answers, said, strict=True)
+        silent = [name for name, messages in pairs if messages[-1]["role"] != "assistant"]
         if whole == {True}:
             shared = shared_messages(said)
             _check_prompt(prompt, said[0][:shared])
             prompt, said = said[0][:shared], [messages[shared:] for messages in said]
+        are_answers = all(each and each[0]["role"] == "assistant" for each in said)
+        if silent and not (prompt and are_answers):
+            raise DataError(f"the conversation in the column {silent[0]!r} ends without an answer")
         if not prompt:
             raise DataError(
                 "there is nothing in front of the answers: name data.prompt, or give whole "
                 "conversations"
             )
-        if not all(messages and messages[0]["role"] == "assistant" for messages in said):
+        if not are_answers:
             raise DataError("the conversations must go on with the assistant where they part")
-        asked = [{**m, "train": False} if m["role"] == "assistant" else m for m in prompt]
-        return [[*asked, *messages] for messages in said]
+        return prompt, said
 
     def _prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
         value = joined_prompt(row, self.prompt, self.before) if self.prompt else None
@@ -188,7 +207,8 @@ class PreferenceColumns(NamedTuple):
             DataError: something else than true or false, 1 or 0.
         """
         value = row.get(self.label)
-        found = _GOOD.get(value.strip().lower() if isinstance(value, str) else value)
+        said = value.strip().lower() if isinstance(value, str) else value
+        found = _GOOD.get(said) if isinstance(said, (str, int, float)) else None
         if found is None:
             raise DataError(f"the column {self.label!r} must be true or false, got {value!r:.100}")
         return found
@@ -202,9 +222,9 @@ class PreferenceColumns(NamedTuple):
         Raises:
             DataError: no number.
         """
-        value = row.get(self.margin, 0.0) if self.margin else 0.0
+        value = row.get(self.margin) if self.margin else None
         try:
-            found = float(value)
+            found = 0.0 if value in (None, "") else float(value)
         except (TypeError, ValueError):
             found = float("nan")
         if not abs(found) < float("inf"):

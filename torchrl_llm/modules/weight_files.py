@@ -232,18 +232,22 @@ def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _names_of_adapters(base: nn.Module) -> Iterator[str]:
-    """Names of what PEFT has put beside the weights of the model."""
+    """Names of what PEFT has put beside the weights of the model, or holds in reserve."""
     for name, module in base.named_modules():
         if hasattr(module, "base_layer"):
             parts = module.state_dict(keep_vars=True)
             yield from (f"{name}.{part}" for part in parts if not part.startswith("base_layer."))
         if hasattr(module, "original_module"):
-            yield from (f"{name}.original_module.{p}" for p in module.original_module.state_dict())
+            # Copies of one layer, a further one for each adapter.
+            kept = [f"modules_to_save.{adapter}." for adapter in module.active_adapters]
+            kept += ["token_adapter."]
+            parts = module.state_dict(keep_vars=True)
+            yield from (f"{name}.{part}" for part in parts if not part.startswith(tuple(kept)))
 
 
 def _plain_name(name: str) -> str:
     """The name of a weight without what PEFT has put around it."""
-    return re.sub(r"\.modules_to_save\.[^.]+\.", ".", name.replace(".base_layer.", "."))
+    return re.sub(r"\.(modules_to_save\.[^.]+|token_adapter|base_layer)(?=\.)", "", name)
 
 
 def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
@@ -257,7 +261,10 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
             yield f"{name}.weight", LazyTensor(module.base_layer.weight, _merged(module, adapters))
             continue
         for part, value in module.base_layer.named_parameters():
-            yield f"{name}.{part}", LazyTensor(value, _merged_copy(module, adapters, part))
+            yield (
+                _plain_name(f"{name}.{part}"),
+                LazyTensor(value, _merged_copy(module, adapters, part)),
+            )
 
 
 def _is_plain(module: nn.Module, adapter: str) -> bool:

@@ -122,7 +122,7 @@ class AnswerLoss(TokenLoss):
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
         """See :meth:`TokenLoss.check`."""
-        self.numbers(tensordict, self.tensor_keys.is_chosen, "it says which answer is the good one")
+        self._is_chosen(tensordict)
         if self.needs_reference:
             self._reference(tensordict, rows)
 
@@ -159,7 +159,7 @@ class AnswerLoss(TokenLoss):
         """
         keys, advice = self.tensor_keys, "it says which rows belong together"
         ids = self.numbers(tensordict, keys.pair_id, advice).long()
-        chosen = self.numbers(tensordict, keys.is_chosen, "it says which answer was chosen").bool()
+        chosen = self._is_chosen(tensordict)
         sides = [place.nonzero()[:, 0] for place in (chosen, ~chosen)]
         sides = [side[ids[side].argsort(stable=True)] for side in sides]
         pairs = [ids[side].tolist() for side in sides]
@@ -171,6 +171,10 @@ class AnswerLoss(TokenLoss):
                 f"not have them ({key_name(keys.pair_id)}, {key_name(keys.is_chosen)})"
             )
         return sides[0], sides[1]
+
+    def _is_chosen(self, tensordict: Any) -> Tensor:
+        advice = "it says which answer was chosen"
+        return self.numbers(tensordict, self.tensor_keys.is_chosen, advice).bool()
 
     def _reference(self, tensordict: Any, rows: TokenRows) -> Tensor:
         advice = "answer_log_probs(reference, ...) computes it"
@@ -297,8 +301,9 @@ class PairLoss(AnswerLoss):
             tensordict: the rows.
             rows: their tokens.
         """
-        chosen, _ = self.places(tensordict)
-        return Normalizer(sum(rows.counts[row] for row in chosen.tolist()), len(chosen))
+        chosen = self._is_chosen(tensordict).tolist()
+        num_tokens = sum(n for n, good in zip(rows.counts, chosen, strict=True) if good)
+        return Normalizer(num_tokens, len(self.places(tensordict)[0]))
 
     def from_scores(
         self,
@@ -315,7 +320,7 @@ class PairLoss(AnswerLoss):
         device, places, fields = log_probs.device, self.places(tensordict), {}
         chosen, rejected = (sent(side, device) for side in places)
         if self.sft_coeff:
-            of_chosen = torch.isin(rows.row, places[0]).nonzero()[:, 0]
+            of_chosen = self._is_chosen(tensordict)[rows.row].nonzero()[:, 0]
             total = -log_probs[sent(of_chosen, device)].double().sum() / normalizer.num_tokens
             fields["loss_sft"] = (self.sft_coeff * total).to(log_probs.dtype)
         if self.sft_tokens == "conversation":

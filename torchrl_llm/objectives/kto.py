@@ -124,14 +124,15 @@ def mismatched(
     """Each prompt with the answer of the row before it, the first with that of the last.
 
     The policy did not learn these answers to these prompts, so that their log-ratios say how far it
-    is from its reference.
+    is from its reference. Rows before it of the same prompt (the other answer of a pair) are passed
+    over; a prompt that all rows have is left out.
 
     Args:
         sequences: ``B`` int64 tensors ``[T_b]``, prompts with answers.
         answers: ``B`` bool tensors ``[T_b]``, the tokens of the answers.
 
     Returns:
-        The same of the new rows.
+        The same of the new rows, at most ``B``.
 
     Example:
         >>> ids = [torch.tensor([1, 2, 3]), torch.tensor([7, 8])]
@@ -139,9 +140,14 @@ def mismatched(
         [tensor([1, 2, 8]), tensor([7, 3])]
     """
     cuts = [int(mask.long().argmax()) for mask in answers]
+    prompts = [ids[:cut].tolist() for ids, cut in zip(sequences, cuts, strict=True)]
     made, masks = [], []
     for row, cut in enumerate(cuts):
-        said, at = row - 1, cuts[row - 1]
+        before = (row - n for n in range(1, len(cuts)))
+        said = next((other for other in before if prompts[other] != prompts[row]), None)
+        if said is None:
+            continue
+        at = cuts[said]
         made.append(torch.cat([sequences[row][:cut], sequences[said][at:]]))
         masks.append(torch.cat([answers[row][:cut], answers[said][at:]]))
     return made, masks

@@ -5,13 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from tensordict.utils import NestedKey
 from torch import Tensor
 
 from torchrl_llm._registry import register
 from torchrl_llm.functional import sequence_log_ratio
-from torchrl_llm.objectives.answer_loss import AnswerLoss
+from torchrl_llm.objectives.answer_loss import AnswerLoss, Answers
 from torchrl_llm.objectives.dpo import DPOLoss
+from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 
 
@@ -20,8 +22,9 @@ class OnlineDPOLoss(DPOLoss):
     r"""The DPO loss of the best and the worst sample of each group (arXiv:2402.04792).
 
     The pairs are those that :class:`~torchrl_llm.objectives.credit.BestWorst` marks; the paper has
-    two samples of a prompt, which a judge compares. An answer is what was sampled in a row, at its
-    temperature, tool results excepted. The reference is that of each token, as
+    two samples of a prompt, which a judge compares. An answer is what was sampled in the rows of a
+    trajectory, several where its turns could not be joined, at its temperature, tool results
+    excepted. The reference is that of each token, as
     :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes it.
 
     Arguments are those of :class:`~torchrl_llm.objectives.DPOLoss`.
@@ -57,6 +60,30 @@ class OnlineDPOLoss(DPOLoss):
         ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
 
     default_keys = _AcceptedKeys
+
+    def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
+        """See :meth:`AnswerLoss.places`; of a trajectory with several rows it is the first."""
+        heads = self._heads(tensordict)
+        first = (heads == torch.arange(len(heads))).nonzero()[:, 0]
+        chosen, rejected = super().places(tensordict[first.tolist()])
+        return first[chosen], first[rejected]
+
+    def answers(self, tensordict: Any, rows: TokenRows, log_probs_N: Tensor) -> Answers:
+        """See :meth:`AnswerLoss.answers`; the rows of a trajectory are added up in its first."""
+        found = super().answers(tensordict, rows, log_probs_N)
+        heads = sent(self._heads(tensordict), log_probs_N.device)
+        sums = [torch.zeros_like(each).index_add(0, heads, each) for each in found]
+        return Answers(sums[0], sums[1].clamp(min=1), sums[2])
+
+    def _heads(self, tensordict: Any) -> Tensor:
+        """The first row of the trajectory of each row, int64 ``[B]``."""
+        keys = (self.tensor_keys.pair_id, self.tensor_keys.is_chosen)
+        sides = zip(
+            *(self.numbers(tensordict, key, "BestWorst writes it").tolist() for key in keys),
+            strict=True,
+        )
+        first: dict[Any, int] = {}
+        return torch.tensor([first.setdefault(side, row) for row, side in enumerate(sides)])
 
     def _reference(self, tensordict: Any, rows: TokenRows) -> Tensor:
         log_probs_N = self.column(tensordict, rows, "ref_log_prob")

@@ -522,6 +522,10 @@ def _source(data: Any) -> Any:
         return [str(path) for path in data]
     if callable(data):
         return given.path_of(data)
+    if isinstance(data, Mapping) and "source" in data:  # else a dict of splits
+        raise ConfigError(
+            "data is rows, or names them; its keys are dotted: **{'data.split': 'validation'}"
+        )
     if not hasattr(data, "__iter__") and not hasattr(data, "__getitem__"):
         raise ConfigError(
             "data is rows (a list of dicts, a datasets.Dataset) or names them (a file, a folder, a "

@@ -40,6 +40,8 @@ class ModelReward(BatchScorer):
         dtype: of the weights.
         device: where the model is; ``"auto"`` for CUDA where there is one.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
+        tools: schemas of the tools that the conversation was told of; a recipe gives those that its
+            prompts describe. A template without a form for them is not told.
 
     Raises:
         ConfigError: there is no such model, or it is no reward model.
@@ -69,12 +71,13 @@ class ModelReward(BatchScorer):
         dtype: Literal["float32", "bfloat16"] = "float32",
         device: str = "auto",
         chat_template_name: str | None = None,
+        tools: Sequence[Any] | None = None,
     ) -> None:
         check_reward_model(name)
         self.name, self.token_budget, self.dtype, self.device = name, token_budget, dtype, device
         context = context_length(name)
         self.max_seq_len = min((n for n in (max_seq_len, context) if n), default=None)
-        self.chat_template_name = chat_template_name
+        self.chat_template_name, self.tools = chat_template_name, tools
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -122,7 +125,8 @@ class ModelReward(BatchScorer):
 
     def _encoded(self, chat: Any) -> Tensor | Exception:
         try:
-            ids = self._formatter.encode_demonstration(chat).token_ids
+            tools = self.tools if self._formatter.probe.call is not None else None
+            ids = self._formatter.encode_demonstration(chat, tools=tools).token_ids
         except (DataError, TemplateError, TokenizerError) as error:
             return error
         if self.max_seq_len is not None and len(ids) > self.max_seq_len:

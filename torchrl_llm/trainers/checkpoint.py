@@ -358,7 +358,8 @@ def save_pretrained(
                 max_shard_size=size_in_bytes(max_shard_size),
             )
         if base is not model:
-            adapter = {n: whole(p) for n, p in model.named_parameters() if p.requires_grad}
+            every = model.named_parameters(remove_duplicate=False)  # PEFT asks for both of a tie
+            adapter = {n: whole(p) for n, p in every if p.requires_grad}
             if is_main:
                 folder = path / "adapter" if is_merged else path
                 chosen = [model.active_adapter]

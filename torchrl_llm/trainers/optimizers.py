@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -123,9 +123,32 @@ def make_optimizer(
         return MuonWithAdamW(split, others, lr=lr, **given)
 
     try:
-        return OptimizerOnCpu(trained, make) if on_cpu else make(trained)
+        made = OptimizerOnCpu(trained, make) if on_cpu else make(trained)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"optimizer.name={name} with {given | {'lr': lr}}: {error}") from error
+    if ":" in name and (odd := _unknown_states(make)):
+        raise ConfigError(
+            f"optimizer.name={name} keeps its states as {odd}, which no checkpoint can hold; "
+            "choose another, bitsandbytes.optim:AdamW8bit for states of eight bits"
+        )
+    return made
+
+
+def _unknown_states(
+    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
+) -> str | None:
+    """The kind of an optimizer's states, where they are no plain tensors."""
+    weight = nn.Parameter(torch.zeros(64, 64))  # smaller ones are kept in full
+    weight.grad = torch.zeros_like(weight)
+    try:
+        optimizer = make([weight])
+        with in_training(optimizer):
+            optimizer.step()
+    except Exception:  # one that runs on a GPU alone, or needs a closure: its first step will say
+        return None
+    states = (value for state in optimizer.state.values() for value in state.values())
+    kinds = (type(value) for value in states if isinstance(value, Tensor))
+    return next((kind.__name__ for kind in kinds if kind not in (Tensor, nn.Parameter)), None)
 
 
 def _matrices(parameters: Any, trained: Sequence[nn.Parameter]) -> set[int]:

@@ -146,6 +146,17 @@ def test_mismatched_answers():
     ]
 
 
+def test_the_other_answer_to_a_prompt_is_no_mismatched_one():
+    # Pairs: each prompt twice in a row, as the rows of a batch stand.
+    ids = [
+        torch.tensor([prompt, prompt, said]) for prompt, said in ((9, 1), (9, 2), (8, 3), (8, 4))
+    ]
+    masks = [torch.arange(3) > 1] * 4
+    made, _ = mismatched(ids, masks)
+    assert [each.tolist() for each in made] == [[9, 9, 4], [9, 9, 4], [8, 8, 2], [8, 8, 2]]
+    assert mismatched(ids[:2], masks[:2]) == ([], [])
+
+
 def test_maths_near_the_ends():
     x = torch.tensor([-1e-6, -0.5, -50.0], dtype=torch.float64, requires_grad=True)
     exact = [math.log(math.exp(v) / -math.expm1(v)) for v in x.tolist()]

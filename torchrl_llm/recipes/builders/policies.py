@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,9 +11,10 @@ from torchrl._utils import logger
 
 from torchrl_llm import modules
 from torchrl_llm._settings import ensure, naming
-from torchrl_llm.data.scoring import TokenScorer
+from torchrl_llm.data.scoring import TokenScorer, check_same_vocabulary
 from torchrl_llm.envs import GameEnv, TaskEnv
 from torchrl_llm.envs.datasets.task_env import tool_schemas
+from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.agent_group import AgentConfig
 from torchrl_llm.recipes.builders.devices import device_of, reference_device
 from torchrl_llm.recipes.builders.problems import check_problems, task_rows, task_settings
@@ -185,6 +187,9 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
         config: the recipe's; ``ref_model.name`` is another model.
         policy: with LoRA, and no other name, it is the reference itself, with its adapters off, or
             with the adapter that ``model.name`` is.
+
+    Raises:
+        ConfigError: no such model, or one with another vocabulary.
     """
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if modules.find_adapter(config.model.name) is not None:
@@ -195,9 +200,13 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
     device = reference_device(config)
     with naming("ref_model.name"):
         model = modules.load_model(name, dtype=config.train_model.dtype, device=device)
-    reference = modules.TransformersBackend(
-        model.requires_grad_(False), layout=config.train.packing
-    )
+        reference = modules.TransformersBackend(
+            model.requires_grad_(False), layout=config.train.packing
+        )
+        if config.ref_model.name is not None:
+            with suppress(ConfigError):  # a folder of weights alone: their number of ids is known
+                reference.tokenizer = modules.load_tokenizer(name)
+            check_same_vocabulary(policy, reference, names=("the policy", "its reference"))
     if config.train.parallel == "fsdp2":
         gather_weights(config.train, model, model)
     return reference

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import chain
 from statistics import fmean
 from typing import Any
 
@@ -28,6 +29,7 @@ from torchrl_llm.recipes.data_config import ROWS, tell_overlap
 from torchrl_llm.recipes.reward_config import add_components
 from torchrl_llm.recipes.shared_keys import SampledConfig, TrainedConfig
 from torchrl_llm.recipes.tasks import add_tools, task_class
+from torchrl_llm.rewards import ModelReward
 
 
 def make_envs(
@@ -236,9 +238,13 @@ def _set_cut_penalty(config: SampledConfig, env: TaskEnv) -> None:
 
 def _with_components(config: SampledConfig, env: TaskEnv) -> TaskEnv:
     """The environment with the configured parts of the reward next to that of the task."""
-    if config.env.dataset == ROWS and config.reward.function is None:
-        return env  # they are its reward already
-    return add_components(env, config.reward.components)
+    if config.env.dataset != ROWS or config.reward.function is not None:
+        env = add_components(env, config.reward.components)  # else they are its reward already
+    parts = (getattr(each, "components", {}) for each in env.transform)
+    for part in chain.from_iterable(each.values() for each in parts):
+        if isinstance(part.scorer, ModelReward) and config.model.is_told_of_tools:
+            part.scorer.tools = part.scorer.tools or env.tool_schemas or None
+    return env
 
 
 def make_evaluation(
