@@ -39,6 +39,7 @@ PRIVATE_NAMES = (
     "vllm.model_executor.layers.utils.check_cpu_sgl_kernel",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p",
+    "vllm.v1.core.sched.scheduler.Scheduler.has_requests",
     "vllm.v1.engine.output_processor.RequestState.make_request_output",
     "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info",
     "vllm.model_executor.model_loader.reload.meta.materialize_meta_tensor",
