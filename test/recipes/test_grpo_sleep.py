@@ -97,7 +97,7 @@ def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_slee
     told.clear()
     shared = run_script(monkeypatch, tmp_path / "shared", *asleep, "weight_sync.type=shared")
     assert shared == expected
-    step = ["sample", "sleep with its weights", "train", "wake", "prove"]
+    step = ["sample", "sleep with its weights", "wake", "prove"]
     assert told == ["prove", *evaluation, *step, *step, *evaluation]
 
 
