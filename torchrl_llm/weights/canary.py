@@ -158,7 +158,13 @@ class CanaryCheck:
 
     def _rounding(self, exact: Tensor) -> Tensor:
         """What rounding does to a reference of the engine's own precision."""
-        spread = (self._score(self._probe) - exact).abs()
+        try:
+            spread = (self._score(self._probe) - exact).abs()
+        except RuntimeError as error:
+            if self._probe is torch.bfloat16 or "autocast" not in str(error):
+                raise
+            # Layers that compute in bfloat16 whatever autocast says (quantized ones) do not mix.
+            spread = exact.new_full(exact.shape, torch.inf)
         if not spread.any() and self._probe is torch.bfloat16:
             # The reference rounds to bfloat16 itself.
             self._probe = torch.float16
