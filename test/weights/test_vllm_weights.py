@@ -235,7 +235,12 @@ def test_the_cache_alone_sleeps_next_to_shared_weights(pair, monkeypatch):
 @pytest.mark.parametrize(
     ("where", "name", "value", "message"),
     [
-        ("model_config", "sleep_mode_backend", "criu", "choose 'cumem', which gives back the cache"),
+        (
+            "model_config",
+            "sleep_mode_backend",
+            "criu",
+            "choose 'cumem', which gives",
+        ),
         (None, "kv_transfer_config", object(), "while a connector"),
     ],
 )
