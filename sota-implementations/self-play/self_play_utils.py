@@ -32,6 +32,7 @@ from torchrl_llm.recipes import (
 from torchrl_llm.recipes.algorithm_parts import make_algorithm
 from torchrl_llm.recipes.builders import (
     autocast,
+    device_kind,
     make_eval_env,
     make_policy,
     make_step_buffer,
@@ -113,6 +114,11 @@ class SelfPlayConfig(GRPOConfig):
         ensure(self.loss.type != "ppo", "self-play.py trains no critic: choose another loss")
         ensure(not self.needs_reference, "self-play.py has no reference policy")
         ensure(self.train.parallel == "none", "self-play.py trains in one process")
+        ensure(
+            not self.inference_model.sleep or self.agents.shared or device_kind(self) == "cpu",
+            "inference_model.sleep=true with agents.shared=false needs an engine for each player, "
+            "and vLLM has only one engine of a process sleep: choose agents.shared=true",
+        )
         ensure(not self.curriculum.follows_results, "self-play.py plays all games alike")
         ensure(
             self.model.quantization is None or self.agents.opponent == "self",

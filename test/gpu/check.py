@@ -59,6 +59,7 @@ SECTIONS = (
     Plan("head", 45.0),
     Plan("generate", 75.0),
     Plan("whole", 75.0),
+    Plan("sleep", 120.0, ("vllm",)),
     Plan("vllm", 120.0, ("vllm",)),
 )
 _TINY_LIMIT_S = 240.0

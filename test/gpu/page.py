@@ -77,6 +77,12 @@ _SECTIONS = {
         "at most 5 % of a step outside of the model, no host-device synchronisation in a "
         "micro-batch of the loss.",
     ),
+    "sleep": (
+        "One memory for trainer and vLLM",
+        "An engine that shares the trainer's weights gives back its cache of 4 GiB. Aims: the "
+        "memory is free, the weights stay where they are, the tokens after waking are those "
+        "before, and a step that was taken meanwhile is the engine's.",
+    ),
     "vllm": (
         "With vLLM",
         "Sampling with an engine in the trainer's process, and the tests that need one.",

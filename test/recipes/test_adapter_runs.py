@@ -52,6 +52,20 @@ def test_the_reference_of_a_continued_adapter_is_where_training_begins(tmp_path,
     assert saved.keys() == load_file(folder / "adapter_model.safetensors").keys()
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("lora", [True, False])
+def test_an_engine_samples_with_a_continued_adapter(tmp_path, run, folder, lora):
+    pytest.importorskip("vllm")
+    engine = ("inference_model.backend=vllm", "inference_model.max_model_len=64")
+    keys = (*engine, f"model.name={folder}", *(LORA if lora else LORA[1:]), "train.max_steps=2")
+    table = run(tmp_path / "run", *keys, "optimizer.lr=0.003")
+    assert column(table, "train/kl_to_ref")[0] == pytest.approx(0, abs=1e-6)
+    # What is sampled has the log-probs of base and adapter, also after a step.
+    assert max(column(table, "train/kl_to_inference")) < 1e-6
+    assert column(table, "train/canary_distinct")[-1] == 1
+
+
 def test_without_lora_the_adapter_is_merged_and_all_weights_train(tmp_path, run, folder, caplog):
     table = run(
         tmp_path / "run",

@@ -39,6 +39,7 @@ def told(monkeypatch):
 
     listen("generate", lambda _: "sample")
     listen("sleep", lambda options: f"sleep {options['level']}")
+    listen("release_cache", lambda _: "sleep with its weights")
     listen("wake", lambda options: "wake for weights" if options else "wake")
     listen("update_weights", lambda _: "load")
     listen("token_scores", lambda _: "prove")
@@ -93,6 +94,12 @@ def test_training_is_the_same_and_may_be_saved_and_stopped_while_the_engine_slee
     first, second = weights(tmp_path / "awake", 2), weights(tmp_path / "asleep", 2)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
+    told.clear()
+    shared = run_script(monkeypatch, tmp_path / "shared", *asleep, "weight_sync.type=shared")
+    assert shared == expected
+    step = ["sample", "sleep with its weights", "wake", "prove"]
+    assert told == ["prove", *evaluation, *step, *step, *evaluation]
+
 
 def test_the_asynchronous_recipe_says_whose_key_it_is():
     with pytest.raises(ConfigError, match=r"a key of grpo-sync\.py"):
@@ -100,7 +107,8 @@ def test_the_asynchronous_recipe_says_whose_key_it_is():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_the_engine_is_built_to_sleep_and_gets_all_weights(monkeypatch, device):
+@pytest.mark.parametrize("sync", ["load", "shared"])
+def test_the_engine_is_built_to_sleep(monkeypatch, device, sync):
     built = {}
 
     def make(name, *, tokenizer, **options):
@@ -108,12 +116,14 @@ def test_the_engine_is_built_to_sleep_and_gets_all_weights(monkeypatch, device):
         raise RuntimeError("built")
 
     monkeypatch.setattr(sampling, "find", lambda kind, name: make)
-    settings = load_config(config(train={"device": device}))
-    assert sampling.sync_type(settings) == "load"
+    given = {"type": sync} if sync == "shared" else {}
+    settings = load_config(config(train={"device": device}, weight_sync=given))
+    assert sampling.sync_type(settings) == sync
     policy = type("Policy", (), {"tokenizer": None})()
     with pytest.raises(RuntimeError, match="built"):
         sampling.make_sampler(settings, policy, policy)
     assert built.get("enable_sleep_mode", False) == (device == "cuda")
+    assert (built.get("load_format") == "dummy") == (sync == "shared")
     lora = config(train_model={"lora": {"enabled": True}})
     assert sampling.sync_type(load_config(lora)) == "load"
 
@@ -124,3 +134,14 @@ def test_weights_of_an_engine_that_sleeps_are_not_there_in_training():
     assert parts["weights of the sampler"].num_bytes == 4 * 337_792
     awake = config(inference_model={"backend": "vllm"}, weight_sync={"type": "load"})
     assert parts_of(load_config(awake))["weights of the sampler"].where == "both"
+
+
+def test_the_cache_of_an_engine_is_there_in_training_until_it_sleeps():
+    shared = {"weight_sync": {"type": "shared"}}
+    awake = config(inference_model={"backend": "vllm"}, **shared)
+    for values, where in ((awake, "both"), (config(**shared), "sample"), (config(), "sample")):
+        parts = parts_of(load_config(values))
+        assert parts["cache of sampling"].where == where
+        weights_of_sampler = parts["weights of the sampler"].num_bytes
+        assert weights_of_sampler == (0 if values.get("weight_sync") else 4 * 337_792)
+    assert parts_of(load_config({}))["cache of sampling"].where == "sample"

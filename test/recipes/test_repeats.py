@@ -48,6 +48,20 @@ def test_a_resumed_run_has_the_figures_of_one_that_went_through(tmp_path, run):
     assert figures(whole)[0] != figures(whole)[2]
 
 
+@pytest.mark.vllm
+@pytest.mark.slow
+def test_an_engine_evaluates_by_several_samples_and_trains_as_without(tmp_path, run):
+    pytest.importorskip("vllm")
+    keys = ("inference_model.backend=vllm", "inference_model.max_model_len=64", "optimizer.lr=0")
+    table = run(tmp_path / "a", *keys, *SEVERAL, "eval.temperature=0.8", "train.max_steps=2")
+    assert column(table, "eval/num_prompts") == [6, 6, 6]
+    assert figures(table)[0] == figures(table)[1] == figures(table)[2]
+    accuracy, pass2, _, pass4, _ = map(float, figures(table)[0])
+    assert 0 < accuracy < pass2 < pass4 <= 1
+    greedy = run(tmp_path / "b", *keys, *SEVERAL[1:], "train.max_steps=2")
+    assert column(greedy, "train/reward") == column(table, "train/reward")
+
+
 def test_keys_without_effect_are_refused():
     with pytest.raises(ConfigError, match=r"eval\.temperature has no effect with eval\.repeats=1"):
         load_config({"eval": {"temperature": 0.5}})

@@ -1,20 +1,23 @@
 """A model on one small GPU: what goes together, and forecasts of what is measured."""
 
+import importlib.util
 from itertools import accumulate
 
 import numpy
 import pytest
 import torch
+from recipes.grpo_helper import column, run_script
 from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
-from torchrl_llm.errors import ConfigError
+from torchrl_llm.errors import ConfigError, MissingExtraError
 from torchrl_llm.modules import (
     TransformersBackend,
     ValueHead,
     empty_model,
     load_model,
 )
+from torchrl_llm.modules.backends.vllm import build
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config, memory
 from torchrl_llm.recipes.builders import autocast, make_policy
 from torchrl_llm.recipes.builders.devices import ActivationsOnCpu
@@ -103,11 +106,42 @@ def test_an_adapter_of_a_rounded_model_goes_on_and_is_not_merged(tmp_path):
     assert torch.equal(policy.model.eval()(input_ids=ids).logits, expected)
 
 
-def test_an_engine_rounds_as_the_trainer_does():
-    config = load_config(FOUR | {"inference_model": {"backend": "vllm"}})
-    assert (sync := sync_type(config)) == "adapter"
-    assert engine_arguments(config, sync)["quantization"] == "bitsandbytes"
+def test_an_engine_rounds_as_the_trainer_does_by_a_plugin(monkeypatch):
+    values = FOUR | {"inference_model": {"backend": "vllm"}}
+    config = load_config(values | {"train": {"device": "cpu", "mixed_precision": "bfloat16"}})
+    options = engine_arguments(config, sync_type(config))
+    assert options["enable_lora"]
+    assert (options["quantization"], options["dtype"]) == ("bitsandbytes", "bfloat16")
+    with pytest.raises(ConfigError, match="needs an engine in bfloat16"):
+        engine_arguments(load_config(values | {"train": {"device": "cpu"}}), "adapter")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingExtraError, match="pip install --no-deps vllm-bnb-plugin"):
+        build.engine_arguments(**options)
     assert "quantization" not in engine_arguments(load_config(LORA), "adapter")
+
+
+@pytest.mark.vllm
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["train_model.dtype", "train.mixed_precision"])
+def test_an_engine_samples_with_an_adapter_over_four_bits(tmp_path, monkeypatch, precision):
+    for package in ("vllm", "vllm_bnb_plugin"):
+        pytest.importorskip(package)
+    table = run_script(
+        monkeypatch,
+        tmp_path,
+        "model.quantization=4bit",
+        "train_model.lora.enabled=true",
+        f"{precision}=bfloat16",
+        "inference_model.backend=vllm",
+        "inference_model.max_model_len=64",
+        "eval.num_prompts=0",
+        "train.max_steps=3",
+        "optimizer.lr=0.005",
+    )
+    assert column(table, "train/grad_norm")[0] > 0
+    # By rounding to bfloat16.
+    assert max(column(table, "train/kl_to_inference")) < 3e-3
+    assert column(table, "train/canary_distinct")[-1] == 1
 
 
 def test_options_reach_the_optimizer():

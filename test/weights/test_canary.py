@@ -14,6 +14,7 @@ from weights.learner import (
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends import FakeBackend, TransformersBackend
+from torchrl_llm.modules.model_loading import load_model
 from torchrl_llm.weights import CanaryCheck, EngineWeights
 from torchrl_llm.weights.weight_source import TensorSource
 
@@ -87,6 +88,22 @@ def test_steps_below_the_rounding_are_not_told_apart_and_faults_are(make_tiny_mo
     engine.fault = fault
     with pytest.raises(WeightUpdateError, match=r"no bit of its log-probs|as rounding explains"):
         push_and_step(updater, learner, 4)
+
+
+@pytest.mark.parametrize(("quantization", "package"), [(None, "peft"), ("4bit", "bitsandbytes")])
+def test_an_adapter_of_another_type_does_not_hide_how_its_base_rounds(quantization, package):
+    for name in ("peft", package):
+        pytest.importorskip(name)
+    lora = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear"}
+    model = load_model(dtype="bfloat16", quantization=quantization, lora=lora).eval()
+    adapter = [p for name, p in model.named_parameters() if "lora_B" in name]
+    assert {p.dtype for p in adapter} == {torch.float32}
+    canary = CanaryCheck(TransformersBackend(model), dtype=torch.bfloat16)
+    with torch.no_grad():
+        bare = canary.target().spread.median()
+        for parameter in adapter:
+            parameter.fill_(2e-4)
+        assert canary.target().spread.median() > bare / 2 > 1e-4
 
 
 def test_a_trainer_in_bfloat16_is_measured_too(make_tiny_model):

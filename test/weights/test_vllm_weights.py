@@ -13,10 +13,10 @@ from collectors.collecting import make_env
 from modules.backends.vllm.engine_helper import saved_tiny_model, small_backend
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config, Qwen3ForCausalLM
-from weights.learner import FAULTS, Faulty, Learner, assert_same_model, scores
+from weights.learner import FAULTS, Faulty, Learner, assert_same_model, greedy, scores
 
 from torchrl_llm.collectors import LLMCollector
-from torchrl_llm.errors import ConfigError, WeightUpdateError
+from torchrl_llm.errors import BackendError, ConfigError, WeightUpdateError
 from torchrl_llm.modules import vLLMWrapper
 from torchrl_llm.modules.backends import SamplingParams
 from torchrl_llm.modules.model_loading import load_model, load_tokenizer
@@ -196,6 +196,62 @@ def test_shared_storage_that_was_left_is_named_or_bound_again(pair):
     assert_same_model(backend, learner.reference)
     with pytest.raises(ConfigError, match="not those that are shared"):
         healing.push_weights({n: v.clone() for n, v in model.state_dict().items()})
+
+
+def test_the_cache_alone_sleeps_next_to_shared_weights(pair, monkeypatch):
+    backend, model = pair
+    learner, said = Learner(model), []
+    updater = SharedEngineWeights(model, backend, canary=CanaryCheck(learner.reference))
+    with pytest.raises(ConfigError, match=r"a trainer's too.*release_cache"):
+        backend.sleep(level=1)
+    # The CPU's worker frees nothing; all that is above it is vLLM's own.
+    worker = backend.engine.llm_engine.model_executor.driver_worker.worker
+
+    def discard(tags):
+        said.append(("discard", tags))
+        for cache in worker.model_runner.kv_caches:
+            cache.fill_(7.0)
+
+    monkeypatch.setattr(worker, "discard", discard)
+    monkeypatch.setattr(worker, "wake_up", lambda tags: said.append(("wake", tags)))
+    for name in ("_frees", "_enabled"):
+        monkeypatch.setattr(backend._local.sleep, name, True)
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    before = greedy(backend)
+    updater.sleep()
+    with pytest.raises(BackendError, match="without a cache"):
+        greedy(backend)
+    updater.push_weights()
+    # Nothing of the cache that is gone is read.
+    assert [c.token_ids.tolist() for c in before] == [c.token_ids.tolist() for c in greedy(backend)]
+    updater.sleep()
+    learner.step()
+    updater.push_weights()
+    assert_same_model(backend, learner.reference)
+    assert addresses == [parameter.data_ptr() for parameter in model.parameters()]
+    assert said == [("discard", ("kv_cache",)), ("wake", ["kv_cache"])] * 2
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value", "message"),
+    [
+        (
+            "model_config",
+            "sleep_mode_backend",
+            "criu",
+            "choose 'cumem', which gives",
+        ),
+        (None, "kv_transfer_config", object(), "while a connector"),
+    ],
+)
+def test_an_engine_that_cannot_give_back_its_cache_alone_is_refused(
+    llama, monkeypatch, where, name, value, message
+):
+    config = llama.engine.llm_engine.vllm_config
+    monkeypatch.setattr(config.model_config, "enable_sleep_mode", True)
+    monkeypatch.setattr(getattr(config, where) if where else config, name, value)
+    with pytest.raises(ConfigError, match=message):
+        SharedEngineWeights(load_model(dtype="float32"), llama)
 
 
 def test_memory_that_cannot_be_shared_is_refused_by_name(llama, qwen, make_tiny_model):

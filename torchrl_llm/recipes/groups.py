@@ -568,8 +568,9 @@ class SleepingEngineConfig(EngineConfig):
 
     Attributes:
         sleep: the vLLM engine gives back all of its GPU memory while the trainer trains, and gets
-            the weights when it wakes; for one GPU that does not hold both. On the CPU no memory is
-            given back.
+            the weights when it wakes; for one GPU that does not hold both. With
+            ``weight_sync.type=shared`` it gives back its cache alone. On the CPU no memory is given
+            back.
     """
 
     sleep: bool = False

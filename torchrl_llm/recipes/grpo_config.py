@@ -273,7 +273,7 @@ class GRPOConfig(GRPOGroups):
     @property
     def merges(self) -> str | None:
         """See :attr:`GRPOGroups.merges`."""
-        if self.inference_model.sleep:
+        if self.inference_model.sleep and self.weight_sync.type != "shared":
             return "inference_model.sleep=true, after which an engine gets whole weights"
         type_ = self.weight_sync.type
         is_whole = type_ in ("shared", "load", "delta", "files")
@@ -304,9 +304,10 @@ class GRPOConfig(GRPOGroups):
             "or load for merged weights",
         )
         ensure(
-            not self.inference_model.sleep or sync.type in ("auto", "load"),
+            not self.inference_model.sleep or sync.type in ("auto", "load", "shared"),
             f"weight_sync.type={sync.type} does not go with inference_model.sleep=true: an engine "
-            "that sleeps forgets its weights, and type=load brings all of them (with LoRA merged)",
+            "that sleeps forgets its weights, and type=load brings all of them (with LoRA merged); "
+            "with type=shared it keeps them",
         )
         ensure(
             self.inference_model.num_devices == 1 or sync.type != "shared",

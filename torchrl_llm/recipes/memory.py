@@ -515,33 +515,33 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
 def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
     config = counts.config
     backend = config.inference_model.backend
+    asleep = getattr(config.inference_model, "sleep", False)
+    # Of a process of its own nothing is in the trainer's; an engine holds all until it sleeps.
+    alone = isinstance(config, grpo_config.AsyncGRPOConfig)
+    held: Literal["sample", "both"] = "sample" if asleep or alone else "both"
     size, dtype, how = 0, counts.precision, "the trained weights themselves"
     if counts.is_spread:
         how = "the whole copy"
-    if isinstance(config, grpo_config.AsyncGRPOConfig):
+    if alone:
         number = config.ray.num_collectors
         size, how = number * _model_bytes(counts, backend), f"a copy in each of {number} collectors"
     elif backend != "transformers":
         sync = sync_type(config)
         if sync == "shared":
-            how += ", in the engine"
+            how += ", in the engine" + (", whose cache alone sleeps" if asleep else "")
         else:
             size, how = _model_bytes(counts, backend), f"a copy, weight_sync.type={sync}"
-            how += ", asleep in training" if config.inference_model.sleep else ""
+            how += ", asleep in training" if asleep else ""
     if backend == "vllm":
         dtype = "bfloat16" if _engine_dtype(counts) == "bfloat16" else "float32"
-    yield MemoryPart("weights of the sampler", size, _sampler_holds(counts), how)
+    yield MemoryPart("weights of the sampler", size, held, how)
     rows = counts.sampled_rows
     how = f"{rows:,} conversations of {counts.row_tokens:,} tokens"
     if backend == "vllm":
         how += "; vLLM takes gpu_memory_utilization of its GPU, whatever is needed"
+        how += ", and not in training" if asleep else ""
     size = cache_bytes(counts.shape, rows * counts.row_tokens, dtype)
-    yield MemoryPart("cache of sampling", size, "sample", how)
-
-
-def _sampler_holds(counts: _Counts) -> Literal["sample", "both"]:
-    asleep = getattr(counts.config.inference_model, "sleep", False)
-    return "sample" if asleep or _held(counts) == "train" else "both"
+    yield MemoryPart("cache of sampling", size, held if backend == "vllm" else "sample", how)
 
 
 def _engine_dtype(counts: _Counts) -> str:

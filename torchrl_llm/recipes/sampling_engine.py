@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from torchrl_llm._registry import find
+from torchrl_llm._settings import ensure
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import LLMWrapperBase, TransformersWrapper, base_of, vLLMWrapper
 from torchrl_llm.recipes import builders
@@ -57,7 +58,7 @@ def engine_arguments(config: GRPOConfig, sync: str) -> dict[str, Any]:
         Options of :func:`~torchrl_llm.modules.backends.vllm.build_engine`.
 
     Raises:
-        ConfigError: a LoRA rank that the engine has no kernels for.
+        ConfigError: a LoRA rank that the engine has no kernels for, or four bits in float32.
     """
     options = config.inference_model.engine_options
     # Shared memory has one type; else the engine samples in the precision of the autocast.
@@ -77,6 +78,12 @@ def engine_arguments(config: GRPOConfig, sync: str) -> dict[str, Any]:
             )
         options |= {"enable_lora": True, "max_lora_rank": min(r for r in _RANKS if r >= rank)}
     if config.model.quantization is not None:
+        ensure(
+            options["dtype"] != "float32",
+            f"model.quantization={config.model.quantization} with inference_model.backend=vllm "
+            "needs an engine in bfloat16, for its layers of four bits take no float32: choose "
+            "train.mixed_precision=bfloat16 or train_model.dtype=bfloat16",
+        )
         options["quantization"] = "bitsandbytes"
     return options
 

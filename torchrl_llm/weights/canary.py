@@ -14,7 +14,7 @@ from typing import Annotated
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from torchrl_llm._checked import Gt, checked
 from torchrl_llm.data.scoring import TokenScorer
@@ -91,7 +91,9 @@ class CanaryCheck:
         seed: int = 0,
     ) -> None:
         self._reference, self._dtype, self._tolerance = reference, dtype, tolerance
-        self._start, self._probe = 1, torch.bfloat16
+        self._start = 1
+        # Autocast to bfloat16 says nothing of layers that compute in it already.
+        self._probe = torch.float16 if _computes_in_bfloat16(reference) else torch.bfloat16
         if prompts is None:
             rows = self._draw(num_prompts * (1 + _MORE), num_tokens, seed)
         else:
@@ -145,8 +147,8 @@ class CanaryCheck:
         low = self._dtype in _LOW
         rounded = self._score(self._dtype) if low else exact
         spread = (rounded - exact).abs()
-        if not low or not spread.any():
-            spread = self._rounding(exact)
+        if not low or not spread.any() or self._probe is torch.float16:
+            spread = spread.maximum(self._rounding(exact))
         floor = torch.tensor(self._tolerance / FAR)
         return CanaryTarget(
             self._rows, self._start, len(self.prompts), exact, rounded, spread.maximum(floor)
@@ -158,7 +160,13 @@ class CanaryCheck:
 
     def _rounding(self, exact: Tensor) -> Tensor:
         """What rounding does to a reference of the engine's own precision."""
-        spread = (self._score(self._probe) - exact).abs()
+        try:
+            spread = (self._score(self._probe) - exact).abs()
+        except RuntimeError as error:
+            if self._probe is torch.bfloat16 or "autocast" not in str(error):
+                raise
+            # Layers that compute in bfloat16 whatever autocast says (quantized ones) do not mix.
+            spread = exact.new_full(exact.shape, torch.inf)
         if not spread.any() and self._probe is torch.bfloat16:
             # The reference rounds to bfloat16 itself.
             self._probe = torch.float16
@@ -189,6 +197,13 @@ class CanaryCheck:
         judge = self._judges.setdefault(engine, CanaryJudge())
         self.report = judge.check(engine, target, version=version)
         return self.report
+
+
+def _computes_in_bfloat16(reference: TokenScorer) -> bool:
+    """Whether the model of a reference has weights of that type, next to those of adapters."""
+    found = (getattr(reference, name, None) for name in ("model", "module"))
+    model = next((each for each in found if isinstance(each, nn.Module)), None)
+    return model is not None and any(p.dtype is torch.bfloat16 for p in model.parameters())
 
 
 @contextmanager

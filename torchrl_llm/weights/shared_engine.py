@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 from torchrl_llm.modules.backends.backend_port import Backend
+from torchrl_llm.modules.backends.vllm.local_engine import LocalEngine
 from torchrl_llm.weights.canary import CanaryCheck
-from torchrl_llm.weights.engine_updaters import EngineWeights, Sender, Weights
+from torchrl_llm.weights.engine_updaters import Sender, Weights
 from torchrl_llm.weights.fingerprint import WeightLedger
+from torchrl_llm.weights.sleeping_engine import SleepingEngineWeights
 from torchrl_llm.weights.vllm_layout import weight_slots
 from torchrl_llm.weights.vllm_loading import engine_model
 from torchrl_llm.weights.weight_names import engine_weights
@@ -34,8 +36,8 @@ class SharedStorage:
     Args:
         model: the trained Hugging Face model, in the engine's dtype and on its device. Not sharded,
             without adapters. Its ``Parameter`` objects stay, so an optimizer may exist already.
-        llm: a ``vllm.LLM`` in this process, without sleep mode: what sleeps is unmapped, and the
-            trainer's weights with it.
+        llm: a ``vllm.LLM`` in this process. From then on its backends give back nothing but its
+            cache when it sleeps; ``llm.sleep()`` itself would take the trainer's weights away.
 
     Attributes:
         num_tensors: parameters that are shared, a tied one once.
@@ -47,14 +49,11 @@ class SharedStorage:
     """
 
     def __init__(self, model: nn.Module, llm: Any) -> None:
-        if getattr(llm.llm_engine.vllm_config.model_config, "enable_sleep_mode", False):
-            raise ConfigError(
-                "an engine with enable_sleep_mode=True unmaps its weights when it sleeps, and the "
-                "trainer's with them: switch it off, or bring the weights by EngineWeights"
-            )
+        _check_sleep(llm.llm_engine.vllm_config)
         self._model = model
         self._slots, padding = weight_slots(engine_model(llm))
         self._check_fits()
+        LocalEngine.of(llm).sleep.share_weights()
         self.bind()
         for rows in padding:
             rows.zero_()
@@ -144,8 +143,26 @@ class SharedStorage:
             )
 
 
+def _check_sleep(config: Any) -> None:
+    """Raise where the memory of the cache cannot be given back without that of the weights."""
+    if not config.model_config.enable_sleep_mode:
+        return
+    by = config.model_config.sleep_mode_backend
+    if by != "cumem":
+        raise ConfigError(
+            f"the weights of an engine that sleeps by sleep_mode_backend={by!r} are not there "
+            "while it does, and the trainer's with them: choose 'cumem', which gives back the "
+            "cache alone, or bring the weights by SleepingEngineWeights"
+        )
+    if config.kv_transfer_config is not None:
+        raise ConfigError(
+            "vLLM does not give back the cache alone while a connector (kv_transfer_config) moves "
+            "it: leave that out, or build the engine with enable_sleep_mode=False"
+        )
+
+
 @register("weights", "shared")
-class SharedEngineWeights(EngineWeights):
+class SharedEngineWeights(SleepingEngineWeights):
     """The trained model and a vLLM engine of the same process live in the same memory.
 
     When this is constructed, the model's weights are copied into the engine once and each of its
@@ -157,6 +174,9 @@ class SharedEngineWeights(EngineWeights):
     again, and let nothing be sampled while the optimizer steps (a loop that collects and trains in
     turns; not one that does both at once). A collector with this updater checks before each rollout
     that nothing left the shared memory, and that nothing was trained since the last push.
+
+    Between :meth:`sleep` and the next push the engine has no cache, and the trainer has its memory
+    (on a GPU, of an engine with ``enable_sleep_mode=True``). The weights stay where they are.
 
     Args:
         model: the trained Hugging Face model; see
@@ -202,6 +222,21 @@ class SharedEngineWeights(EngineWeights):
             self.storage = SharedStorage(model, engine)
             backend.weights_changed(backend.version)
         self._pushed = self.storage.changes()
+
+    def sleep(self) -> None:
+        """Give the memory of the engine's cache to the trainer; nothing is sampled until a push.
+
+        Raises:
+            BackendError: it sleeps already.
+            ConfigError: a GPU engine that was built without ``enable_sleep_mode=True``.
+        """
+        super().sleep()
+
+    def _rest(self, backend: Any) -> None:
+        backend.release_cache()
+
+    def _make_room(self, backend: Any) -> None:
+        """The weights have never left."""
 
     def register_collector(self, collector: Any) -> None:
         """Bind to a collector, whose rollouts then begin with :meth:`check_rollout`.

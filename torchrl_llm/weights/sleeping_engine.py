@@ -2,12 +2,15 @@
 
 The two take turns. Asleep, an engine has given back all of its memory, weights included: the next
 push brings them. It wakes in two steps, so that weights arrive before there is a cache, and is
-compared with the trainer when it can answer again.
+compared with the trainer when it can answer again. Weights that are the trainer's too
+(:class:`~torchrl_llm.weights.SharedEngineWeights`) stay, and the cache alone is given back.
 
 Next: :mod:`torchrl_llm.modules.backends.vllm.local_engine` has the states of sleep.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 
@@ -47,8 +50,15 @@ class SleepingEngineWeights(EngineWeights):
             ConfigError: a GPU engine that was built without ``enable_sleep_mode=True``.
         """
         for backend in self.backends:
-            backend.sleep(level=2)
+            self._rest(backend)
         self.asleep = True
+
+    def _rest(self, backend: Any) -> None:
+        backend.sleep(level=2)
+
+    def _make_room(self, backend: Any) -> None:
+        """Have it take the memory of its weights, before they come."""
+        backend.wake(weights_only=True)
 
     def push_weights(self, policy_or_weights: Weights | None = None) -> None:
         """Wake the engines where they sleep, and send the weights; see the base.
@@ -62,7 +72,7 @@ class SleepingEngineWeights(EngineWeights):
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()  # what training allocated and has freed is torch's until then
         for backend in self.backends:
-            backend.wake(weights_only=True)
+            self._make_room(backend)
         self.asleep = False
         try:
             super().push_weights(policy_or_weights)

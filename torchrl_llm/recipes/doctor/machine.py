@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError
+from torchrl_llm.modules.backends.vllm.build import check_bits_plugin
 from torchrl_llm.modules.quantization import package_of, weight_bytes
 from torchrl_llm.recipes import AsyncGRPOConfig, builders, memory
 from torchrl_llm.recipes.doctor.calibrate import Trial, all_ranks, largest
@@ -58,6 +59,8 @@ def versions(subject: Subject) -> Iterator[Finding]:
     try:
         if (bits := subject.flat.get("model.quantization")) is not None:
             package_of(bits)
+            if subject.flat.get("inference_model.backend") == "vllm":
+                check_bits_plugin()
     except MissingExtraError as why:
         yield error("model.quantization", str(why))
     gpus = map(torch.cuda.get_device_name, range(torch.cuda.device_count()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -316,11 +317,25 @@ def test_each_request_names_the_adapter_of_its_time():
 
 
 class SleepyEngine:
+    """A ``vllm.LLM`` whose scheduler forgets its last requests in two more steps."""
+
     def __init__(self):
-        self.calls = []
+        self.calls, self.batch_queue, self.left = [], ["a batch"], 2
+        self.llm_engine = self.engine_core = self.scheduler = self
+
+    def has_requests(self):
+        return self.left > 0
+
+    def step(self):
+        self.calls.append("step")
+        self.left -= 1
+        self.batch_queue = [] if self.left < 0 else self.batch_queue
 
     def sleep(self, level):
         self.calls.append(("sleep", level))
+
+    def release_kv_cache_memory(self):
+        self.calls.append("release")
 
     def wake_up(self, tags):
         self.calls.append(("wake", tags))
@@ -382,11 +397,31 @@ def test_steps_that_the_machine_does_not_have_are_refused():
         state.wake(weights_only=True)
 
 
+def test_the_cache_alone_is_given_back_when_the_scheduler_is_empty():
+    engine, loop, state = sleepy()
+    state.share_weights()
+    for _ in range(2):
+        state.release_cache()
+        state.check_weights()
+        with pytest.raises(BackendError, match="with its weights only"):
+            ask(loop, (1, "x"))
+        with pytest.raises(BackendError, match="without a cache already"):
+            state.release_cache()
+        state.wake()
+        assert ask(loop, (1, "x")) == ["x"]
+    first, second = [("sleep", 0), *["step"] * 3, "release"], [("sleep", 0), "release"]
+    assert engine.calls == [*first, ("wake", ["kv_cache"]), *second, ("wake", ["kv_cache"])]
+    for level in (1, 2):
+        with pytest.raises(ConfigError, match="are a trainer's too"):
+            state.fall(level)
+
+
 def test_a_gpu_engine_that_was_not_built_to_sleep_says_how_to():
     loop = loop_over(FakeEngine())
     state = SleepState(SleepyEngine(), loop, enabled=False, frees_memory=True)
-    with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
-        state.fall(1)
+    for sleep in (partial(state.fall, 1), state.release_cache):
+        with pytest.raises(ConfigError, match="enable_sleep_mode=True"):
+            sleep()
     assert ask(loop, (1, "x")) == ["x"]
 
 

@@ -451,10 +451,24 @@ class VLLMBackend(Backend):
 
         Raises:
             BackendError: it sleeps already.
-            ConfigError: another level, or a GPU engine built without ``enable_sleep_mode=True``.
+            ConfigError: another level, a GPU engine built without ``enable_sleep_mode=True``, or
+                one whose weights are a trainer's too.
         """
         with self.exclusive("wait"):
             self._local.sleep.fall(level)
+
+    def release_cache(self) -> None:
+        """Give the cache's memory back and keep the weights where they are; :meth:`wake` ends it.
+
+        Nothing is sampled or scored until then; weights may be changed. The cache is empty
+        afterwards.
+
+        Raises:
+            BackendError: it sleeps already.
+            ConfigError: a GPU engine built without ``enable_sleep_mode=True``.
+        """
+        with self.exclusive("wait"):
+            self._local.sleep.release_cache()
 
     def wake(self, *, weights_only: bool = False) -> None:
         """Take the memory again.

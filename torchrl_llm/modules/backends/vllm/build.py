@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import importlib
+import importlib.util
 import os
 import random
 import re
@@ -27,7 +27,7 @@ from torchrl._utils import logger
 from torchrl_llm._imports import require
 from torchrl_llm._registry import did_you_mean
 from torchrl_llm.assets import embedded_model_path
-from torchrl_llm.errors import ConfigError, ResourceError, TorchRLLLMError
+from torchrl_llm.errors import ConfigError, MissingExtraError, ResourceError, TorchRLLLMError
 from torchrl_llm.modules.continued_adapter import find_adapter
 from torchrl_llm.weights.vllm_loading import EXTENSION
 
@@ -39,6 +39,7 @@ PRIVATE_NAMES = (
     "vllm.model_executor.layers.utils.check_cpu_sgl_kernel",
     "vllm.v1.sample.ops.topk_topp_sampler.TopKTopPSampler.forward_cpu",
     "vllm.v1.sample.ops.topk_topp_sampler.apply_top_k_top_p",
+    "vllm.v1.core.sched.scheduler.Scheduler.has_requests",
     "vllm.v1.engine.output_processor.RequestState.make_request_output",
     "vllm.model_executor.model_loader.reload.layerwise.get_layerwise_info",
     "vllm.model_executor.model_loader.reload.meta.materialize_meta_tensor",
@@ -228,6 +229,9 @@ def engine_arguments(
     Returns:
         Keyword arguments.
 
+    Raises:
+        MissingExtraError: see :func:`check_bits_plugin`.
+
     Example:
         >>> found = engine_arguments("a/model", max_model_len=64, cpu=True, seed=3)
         >>> found["logprobs_mode"], found["generation_config"], found["seed"]
@@ -254,6 +258,8 @@ def engine_arguments(
         if callable(overrides):
             raise ConfigError("enable_fp32_lm_head needs hf_overrides as a dictionary")
         arguments["hf_overrides"] = {**overrides, "head_dtype": "float32"}
+    if options.get("quantization") == "bitsandbytes":
+        check_bits_plugin()
     if options.get("enable_lora"):
         # With an adapter on the head, vLLM fails on log-probs of prompts (it takes the indices of
         # sampled tokens for those of the prompt's).
@@ -271,6 +277,19 @@ def engine_arguments(
     if cpu and gpu_memory_utilization is None:
         arguments["kv_cache_memory_bytes"] = _CPU_CACHE_BYTES
     return {**arguments, **options}
+
+
+def check_bits_plugin() -> None:
+    """Raise where vLLM cannot round to four bits, which it leaves to a package next to it.
+
+    Raises:
+        MissingExtraError: that package is not installed.
+    """
+    if importlib.util.find_spec("vllm_bnb_plugin") is None:
+        raise MissingExtraError(
+            "a vLLM engine of four bits needs the package 'vllm_bnb_plugin', which is not "
+            "installed: pip install --no-deps vllm-bnb-plugin"
+        )
 
 
 def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) -> Any:

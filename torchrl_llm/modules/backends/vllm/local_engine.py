@@ -6,7 +6,9 @@ Sleep and wake are a machine of states, so that nothing is sampled from memory t
 
     AWAKE --fall(1 or 2)--> ASLEEP --wake(weights_only=True)--> WEIGHTS --wake()--> AWAKE
                             ASLEEP --wake()-----------------------------------------> AWAKE
+    AWAKE --release_cache()----------------------------------> WEIGHTS --wake()--> AWAKE
 
+An engine whose weights are a trainer's too has the last line alone.
 After ``fall(2)`` the weights are gone: the engine stays closed, whatever its state, until full ones
 have arrived.
 """
@@ -39,7 +41,7 @@ class SleepState:
     """What an engine may do now; changed by whoever is alone with it.
 
     Args:
-        engine: has ``sleep(level)`` and ``wake_up(tags)``.
+        engine: a ``vllm.LLM``; it is told ``sleep``, ``release_kv_cache_memory`` and ``wake_up``.
         loop: admits no request while the engine cannot answer.
         enabled: whether the engine was built to sleep.
         frees_memory: ``False`` where sleeping changes nothing but the state (on the CPU).
@@ -56,7 +58,7 @@ class SleepState:
     def __init__(self, engine: Any, loop: EngineLoop, *, enabled: bool, frees_memory: bool) -> None:
         self._engine, self._loop = engine, loop
         self._enabled, self._frees = enabled, frees_memory
-        self._mode, self._empty = _Mode.AWAKE, False
+        self._mode, self._empty, self._shared = _Mode.AWAKE, False, False
         self._waiting: Callable[[], Any] | None = None
 
     @property
@@ -78,6 +80,10 @@ class SleepState:
                 "the engine is asleep and has no room for weights; call wake(weights_only=True)"
             )
 
+    def share_weights(self) -> None:
+        """Say that a trainer computes with the engine's weights: they stay where they are."""
+        self._shared = True
+
     @checked
     def fall(self, level: Literal[1, 2]) -> None:
         """Fall asleep.
@@ -89,13 +95,31 @@ class SleepState:
             BackendError: it sleeps already.
             ConfigError: another level, or an engine that cannot.
         """
+        if self._shared:
+            raise ConfigError(
+                "the weights of this engine are a trainer's too, who computes with them while the "
+                "engine sleeps: give back its cache alone (release_cache)"
+            )
+        self._rest(_Mode.ASLEEP, lambda: self._engine.sleep(level))
+        self._empty = self._empty or level == 2
+
+    def release_cache(self) -> None:
+        """Give back the memory of the cache; the weights stay where they are.
+
+        Raises:
+            BackendError: it sleeps already.
+            ConfigError: an engine that cannot.
+        """
+        self._rest(_Mode.WEIGHTS, lambda: _discard_cache(self._engine))
+
+    def _rest(self, mode: _Mode, free: Callable[[], None]) -> None:
         if self._mode is not _Mode.AWAKE:
             raise BackendError(f"the engine is {self._mode.value} already")
         if self._frees:
             if not self._enabled:
                 raise ConfigError("this engine cannot sleep: build it with enable_sleep_mode=True")
-            self._engine.sleep(level)
-        self._mode, self._empty = _Mode.ASLEEP, self._empty or level == 2
+            free()
+        self._mode = mode
         self._loop.closed = self.reason
 
     def wake(self, *, weights_only: bool = False) -> None:
@@ -140,6 +164,16 @@ class SleepState:
         """Say that full weights arrived."""
         self._empty = False
         self._loop.closed = self.reason
+
+
+def _discard_cache(llm: Any) -> None:
+    """Unmap the cache of an engine that has nothing to do, and forget what was in it."""
+    core = llm.llm_engine.engine_core.engine_core
+    llm.sleep(level=0)  # it admits nothing from here on
+    # Requests that are done leave the scheduler with the step after their last one.
+    while core.scheduler.has_requests() or core.batch_queue:
+        llm.llm_engine.step()
+    llm.release_kv_cache_memory()
 
 
 def draw_privately(engine: Any) -> None:
