@@ -414,7 +414,7 @@ def test_two_ranks_fine_tune_as_one(parallel, tmp_path, gsm8k_options):
 def test_each_rank_samples_with_an_engine_of_its_own(tmp_path):
     pytest.importorskip("vllm")
     engine = ["inference_model.backend=vllm", "inference_model.max_model_len=128"]
-    settings = ["train.parallel=fsdp2", *engine, "train.max_steps=2"]
+    settings = ["train.parallel=fsdp2", *engine, "train.max_steps=2", "inference_model.sleep=true"]
     options = [o for o in SMALL if not o.startswith("train.max_steps")]
     code, said = torchrun(tmp_path, *options, *settings, env={"VLLM_CPU_KVCACHE_SPACE": "1"})
     assert code == 0, said

@@ -134,7 +134,7 @@ class GatheredWeights(WeightUpdater):
         then: pushes its weights.
     """
 
-    def __init__(self, source: nn.Module, then: WeightUpdater) -> None:
+    def __init__(self, source: nn.Module, then: Any) -> None:
         self._source, self._then = source, then
 
     def register_collector(self, collector: Any) -> None:
@@ -146,6 +146,10 @@ class GatheredWeights(WeightUpdater):
     def canary(self) -> Any:
         """Of what pushes the weights; ``None`` without one."""
         return getattr(self._then, "canary", None)
+
+    def sleep(self) -> None:
+        """Have engines give their memory back until the next push, where they can."""
+        self._then.sleep()
 
     def push_weights(self, policy_or_weights: Any = None) -> None:
         """Push what has been trained.
