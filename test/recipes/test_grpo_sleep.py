@@ -12,6 +12,7 @@ from recipes.test_memory import parts_of
 import torchrl_llm.recipes.sampling_engine as sampling
 import torchrl_llm.trainers as trainers
 from torchrl_llm.errors import ConfigError
+from torchrl_llm.recipes import memory
 from torchrl_llm.recipes import AsyncGRPOConfig, load_config
 
 VLLM = ["inference_model.backend=vllm", "inference_model.max_model_len=64"]
@@ -120,7 +121,7 @@ def test_the_engine_is_built_to_sleep_and_gets_all_weights(monkeypatch, device):
 
 def test_weights_of_an_engine_that_sleeps_are_not_there_in_training():
     parts = parts_of(load_config(config()))
-    assert parts["weights of the sampler"].where == "sample"
+    assert parts["weights of the sampler"].where == ("sample",)
     assert parts["weights of the sampler"].num_bytes == 4 * 337_792
     awake = config(inference_model={"backend": "vllm"}, weight_sync={"type": "load"})
-    assert parts_of(load_config(awake))["weights of the sampler"].where == "both"
+    assert parts_of(load_config(awake))["weights of the sampler"].where == memory.BOTH

@@ -267,7 +267,9 @@ class LoraConfig(Group, key="train_model.lora"):
         super().__post_init__()
         ensure(
             self.enabled
-            or all(getattr(self, f.name) in (f.default, _USUAL_LORA.get(f.name)) for f in fields(self)),
+            or all(
+                getattr(self, f.name) in (f.default, _USUAL_LORA.get(f.name)) for f in fields(self)
+            ),
             "keys of train_model.lora have no effect without train_model.lora.enabled=true",
         )
 
