@@ -12,8 +12,7 @@ from recipes.test_memory import parts_of
 import torchrl_llm.recipes.sampling_engine as sampling
 import torchrl_llm.trainers as trainers
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes import memory
-from torchrl_llm.recipes import AsyncGRPOConfig, load_config
+from torchrl_llm.recipes import AsyncGRPOConfig, load_config, memory
 
 VLLM = ["inference_model.backend=vllm", "inference_model.max_model_len=64"]
 

@@ -21,12 +21,14 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm import modules
+from torchrl_llm import modules, rewards
 from torchrl_llm._settings import naming
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import logits_bytes
+from torchrl_llm.modules.model_loading import empty_reward_model
 from torchrl_llm.modules.quantization import quantized_weights, weight_bytes
 from torchrl_llm.recipes import builders, grpo_config
+from torchrl_llm.recipes.reward_config import known_scorers
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers import make_optimizer
@@ -250,6 +252,18 @@ TRAIN: tuple[Moment, ...] = ("head", "first", "last")
 BOTH: tuple[Moment, ...] = ("sample", *TRAIN)
 
 
+def scoring_bytes(shape: DecoderShape, num_tokens: int, dtype: str) -> int:
+    """Bytes that a forward without a backward has at once: ``3 f`` and ``4 d``.
+
+    Args:
+        shape: of the model.
+        num_tokens: tokens of the forward, with its padding.
+        dtype: of the weights.
+    """
+    size = _BFLOAT16 if dtype == "bfloat16" else _FLOAT32
+    return num_tokens * (3 * shape.intermediate + 4 * shape.hidden) * size
+
+
 @dataclass(frozen=True)
 class MemoryPart:
     """A line of the table.
@@ -376,7 +390,8 @@ def memory_parts(
     """
     number = num_processes(config) if processes is None else processes
     counts = _Counts(config, prompt_tokens, number)
-    return [*_weights(counts), *_forward(counts), *_sampling(counts), _checkpoint(counts)]
+    parts = (_weights, _forward, _sampling, _rewards)
+    return [*(each for make in parts for each in make(counts)), _checkpoint(counts)]
 
 
 def peak_bytes(parts: Collection[MemoryPart], where: Literal["train", "sample", "host"]) -> int:
@@ -485,13 +500,17 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
 
     def kept(layers: int, *, again: bool) -> int:
         sizes = shape._replace(layers=layers)
-        return activation_bytes(
+        size = activation_bytes(
             sizes,
             tokens,
             counts.precision,
             gradient_checkpointing=again,
             adapter_width=width * layers // shape.layers,
         )
+        if counts.bits == "4bit" and counts.precision == "mixed" and not again:
+            # bitsandbytes answers in float32: the gated product and its factors.
+            size += 3 * (_FLOAT32 - _BFLOAT16) * layers * shape.intermediate * tokens
+        return size
 
     how = f"a forward of {tokens:,} tokens; {show_bytes(kept(shape.layers, again=not again))} "
     how += f"{'without' if again else 'with'} gradient_checkpointing"
@@ -561,6 +580,34 @@ def _model_bytes(counts: _Counts, backend: str) -> int:
     """A model with its adapters merged, in the type that it is sampled in."""
     dtype = _engine_dtype(counts) if backend == "vllm" else counts.config.train_model.dtype
     return weight_bytes(modules.empty_model(counts.config.model.name, dtype=dtype), counts.bits)
+
+
+def _rewards(counts: _Counts) -> Iterable[MemoryPart]:
+    """Models that score, next to the environments: in this process, or in each collector."""
+    config = counts.config
+    when, copies = BOTH, 1
+    if isinstance(config, grpo_config.AsyncGRPOConfig):
+        when, copies = ("sample",), config.ray.num_collectors
+    for name, scorer in known_scorers(config.reward.components).items():
+        key = f"reward.components.{name}"
+        if isinstance(scorer, rewards.ModelReward):
+            model = empty_reward_model(scorer.name, dtype=scorer.dtype)
+            apart = counts.on_gpu and scorer.device == "cpu"
+            held = when if not apart else ("host",)
+            row = min(counts.row_tokens, scorer.max_seq_len or counts.row_tokens)
+            tokens = min(scorer.token_budget, counts.sampled_rows * row)
+            shape, size = DecoderShape.of(model), tensor_bytes(model.parameters())
+            yield MemoryPart(key, copies * size, held, f"weights, {scorer.dtype}")
+            size = copies * scoring_bytes(shape, tokens, scorer.dtype)
+            held = ("host",) if apart else ("sample",)
+            yield MemoryPart(f"{key}, at work", size, held, f"{tokens:,} tokens at a time")
+        elif isinstance(scorer, rewards.JudgeReward):
+            grader = scorer.grader
+            if isinstance(grader, rewards.WrapperTextModel):
+                size = copies * tensor_bytes(grader.wrapper.parameters())
+                yield MemoryPart(key, size, when, "weights of the judge")
+            elif not isinstance(grader, rewards.EndpointTextModel):
+                yield MemoryPart(key, None, when, "whatever it loads")
 
 
 def _checkpoint(counts: _Counts) -> MemoryPart:
