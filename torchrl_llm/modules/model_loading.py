@@ -239,7 +239,9 @@ def empty_reward_model(
     """
     config = _load(AutoConfig, "model", name_or_path, {"num_labels": 1})
     with torch.device("meta"):
-        return AutoModelForSequenceClassification.from_config(config, dtype=_dtype(dtype))
+        return AutoModelForSequenceClassification.from_config(
+            config, dtype=_dtype(dtype), trust_remote_code=False
+        )
 
 
 def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
