@@ -326,6 +326,13 @@ def test_pairs_of_which_none_is_usable_are_an_error(tmp_path):
     assert last in [(each.level, each.key, each.text) for each in found]
 
 
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_a_step_of_pairs_is_tried(recipe, tmp_path):
+    words = (f"data={write_in(tmp_path, PAIRS)}", "train.device=cpu", "train.batch_size=4")
+    (found,) = look(*words, recipe=recipe, only=["calibration"], calibrates=True)
+    assert (found.level, found.key) == ("ok", "train.micro_token_budget")
+
+
 def write_in(folder, rows):
     write(folder / "pairs.jsonl", rows)
     return folder / "pairs.jsonl"
