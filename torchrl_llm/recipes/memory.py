@@ -520,7 +520,8 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
     else:
         yield MemoryPart("activations", size, ("head", "first"), how)
     size = working_bytes(shape, tokens, counts.precision, offloads=offloads)
-    size += kept(1, again=False) if again else 0
+    if again:
+        size += kept(1, again=False) - kept(0, again=False)  # the last norm is done
     how = "its backward" + (", and its activations again" if again else "")
     yield MemoryPart("a layer at work", size, ("first", "last"), how)
     size = logits_bytes(
