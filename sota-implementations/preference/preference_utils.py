@@ -36,7 +36,13 @@ from torchrl_llm.recipes.builders import autocast, longest_row, make_reference
 from torchrl_llm.recipes.data_config import DataSource
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.recipes.supervised import NumbersConfig, Parts, TrainConfig, parts_of
+from torchrl_llm.recipes.supervised import (
+    READ_FIRST,
+    NumbersConfig,
+    Parts,
+    TrainConfig,
+    parts_of,
+)
 from torchrl_llm.trainers import EvalConfig, Ranks, Shown, micro_batches
 from torchrl_llm.trainers.ranks import ALONE
 
@@ -153,7 +159,7 @@ def load_config(values: Mapping[str, Any]) -> PreferenceConfig:
     return from_mapping(PreferenceConfig, values)
 
 
-def load_data(config: PreferenceConfig, tokenizer: Any) -> Parts:
+def load_data(config: PreferenceConfig, tokenizer: Any, *, read_first: int = READ_FIRST) -> Parts:
     """Read the rows of ``data`` and look at the first of them; no weights are needed for it.
 
     Raises:
@@ -165,10 +171,12 @@ def load_data(config: PreferenceConfig, tokenizer: Any) -> Parts:
         f"the rows have one answer with a label ({columns.label}), and loss={config.loss.type} "
         "compares two: choose loss=kto, or name data.chosen and data.rejected",
     )
-    return parts_with(config, columns, tokenizer)
+    return parts_with(config, columns, tokenizer, read_first)
 
 
-def parts_with(config: PairConfig, columns: PreferenceColumns, tokenizer: Any) -> Parts:
+def parts_with(
+    config: PairConfig, columns: PreferenceColumns, tokenizer: Any, read_first: int
+) -> Parts:
     """Read the rows of ``data``, whose columns are known.
 
     Raises:
@@ -190,7 +198,7 @@ def parts_with(config: PairConfig, columns: PreferenceColumns, tokenizer: Any) -
             return columns.parts(row)[0]
         return None
 
-    return parts_of(config.data, config.eval.num_prompts, make, asked)
+    return parts_of(config.data, config.eval.num_prompts, make, asked, read_first=read_first)
 
 
 class References:

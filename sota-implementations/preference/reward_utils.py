@@ -23,7 +23,7 @@ from torchrl_llm.recipes.builders import autocast, device_of
 from torchrl_llm.recipes.groups import SUPERVISED_RATES
 from torchrl_llm.recipes.parallel import spread, twin_of
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.recipes.supervised import NumbersConfig, Parts
+from torchrl_llm.recipes.supervised import READ_FIRST, NumbersConfig, Parts
 from torchrl_llm.trainers import Shown
 
 SHOWN = Shown(
@@ -94,7 +94,9 @@ def load_config(values: Mapping[str, Any]) -> RewardTrainingConfig:
     return from_mapping(RewardTrainingConfig, values)
 
 
-def load_data(config: RewardTrainingConfig, tokenizer: Any) -> Parts:
+def load_data(
+    config: RewardTrainingConfig, tokenizer: Any, *, read_first: int = READ_FIRST
+) -> Parts:
     """Read the pairs of ``data`` and look at the first of them; no weights are needed for it.
 
     Raises:
@@ -106,7 +108,7 @@ def load_data(config: RewardTrainingConfig, tokenizer: Any) -> Parts:
         f"the rows have one answer with a label ({columns.label}), and a reward model learns from "
         "two: name data.chosen and data.rejected",
     )
-    return parts_with(config, columns, tokenizer)
+    return parts_with(config, columns, tokenizer, read_first)
 
 
 def make_scorer(config: RewardTrainingConfig, tokenizer: Any) -> ClassifierScorer:

@@ -5,8 +5,8 @@
 
 A Qwen2 of 45 million parameters in float32 on the CPU, 4 rows of 512 tokens: forward, backward and
 a step of AdamW; adapters also over weights of four and eight bits. Measured are the bytes that
-torch's allocator has given out at once, above those of the model; and what the process holds,
-which is more: the C library keeps freed memory for later.
+torch's allocator has given out at once, above those of the model and the states of AdamW; and what
+the process grows by, which may be more: the C library keeps freed memory for later.
 
 With a number: what the process of grpo-sync.py holds over so many steps of the model of the
 package, with rollouts written; the slope of a line through the steps after the first 200.
@@ -26,10 +26,8 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from torchrl_llm.functional.chunked_head import chunked_log_probs
-from torchrl_llm.functional.head_tiles import logits_bytes
-from torchrl_llm.modules import empty_model, load_model
-from torchrl_llm.modules.quantization import quantized_weights
-from torchrl_llm.recipes import memory
+from torchrl_llm.modules import load_model
+from torchrl_llm.recipes import load_config, memory
 from torchrl_llm.trainers import make_optimizer
 
 ROWS, LENGTH = 4, 512
@@ -66,7 +64,9 @@ def setup(
         scores.log_probs.mean().backward()
         del hidden, scores
         optimizer.step()
+        optimizer.zero_grad()
 
+    step()  # the states are there from the second on
     return step
 
 
@@ -85,20 +85,16 @@ def most_allocated(work: Callable[[], None]) -> float:
 
 def by_formula(folder: str, checkpointing: bool, lora: bool, bits: str | None = None) -> float:
     """MiB that the step adds."""
-    adapters = {"r": 8, "target_modules": "all-linear"} if lora else None
-    model = empty_model(folder, lora=adapters)
-    trained = memory.trained(model)
-    shape, tokens = memory.DecoderShape.of(model), ROWS * LENGTH
-    width = 8 * len(trained) // 2 if lora else 0
-    backward = logits_bytes(tokens, shape.vocabulary) + memory.activation_bytes(
-        shape, tokens, "float32", gradient_checkpointing=checkpointing, adapter_width=width
-    )
-    if not lora:
-        backward += memory.tensor_bytes([model.get_output_embeddings().weight])
-    if bits is not None:
-        backward += memory.tensor_bytes([max(quantized_weights(model), key=torch.numel)])
-    states = memory.optimizer_bytes(trained, OPTIMIZER)
-    return (memory.tensor_bytes(trained) + max(backward, states)) / 2**20
+    values = {
+        "model": {"name": folder, "quantization": bits},
+        "train_model": {"lora": {"enabled": lora}, "gradient_checkpointing": checkpointing},
+        "train": {"device": "cpu", "prompts_per_batch": 1, "micro_token_budget": None},
+        "env": {"repeats": ROWS},
+        "inference_model": {"max_tokens": LENGTH - 1},
+    }
+    parts = memory.memory_parts(load_config(values), prompt_tokens=1)
+    held = (p.num_bytes for p in parts if p.name in ("weights", "optimizer states"))
+    return (memory.peak_bytes(parts, "train") - sum(held)) / 2**20
 
 
 def held_over_steps(steps: int) -> None:

@@ -141,7 +141,7 @@ def run(folder: Path, kind: str, prompt_tokens: int, *, device: str, tiny: bool)
     for where, part in found.items():
         if where != "tokens":
             part["measured"] = peaks.get(where)
-    found["parts"] = {part.name: part.num_bytes for part in parts if part.where != "disk"}
+    found["parts"] = {part.name: part.num_bytes for part in parts if part.where != ("disk",)}
     return found
 
 

@@ -154,7 +154,15 @@ with Path(__file__).with_name("doctor_faults.csv").open(newline="") as file:
 # Those of the tables that are looked at in the whole grid alone.
 LATER = {
     *(name for name, row in FAULTS.items() if row["grid"] == "full"),
-    *("grpo-async", "pipeline-rl", "expert-iteration", "distillation", "imitate", "embedded"),
+    *(
+        "grpo-async",
+        "pipeline-rl",
+        "expert-iteration",
+        "distillation",
+        "imitate",
+        "embedded",
+        "reward",
+    ),
     *("loss", "estimator", "small groups", "adapters", "packed", "critic", "single answers"),
     *("reference", "dropped prompts", "no evaluation", "tools"),
 }
@@ -238,6 +246,8 @@ SHIPPED = {
     "expert-iteration": [],
     "distillation": [],
     "sft": ["data={house}/sums.jsonl"],
+    "dpo": [],
+    "reward": [],
     "imitate": [],
     "embedded": [],
     "evaluate": ["tasks=[gsm8k,arithmetic]", "data_files.gsm8k={house}/gsm8k.jsonl"],
@@ -272,6 +282,61 @@ def test_nothing_is_found_in_what_is_shipped(recipe, house):
 @pytest.mark.parametrize("name", some_of(CLEAN))
 def test_nothing_is_found_in_a_clean_variant(name, house):
     assert not told(look(*(each.format(house=house) for each in CLEAN[name])))
+
+
+PAIRS = [{"prompt": f"What is {n}+4?", "chosen": f"{n + 4}", "rejected": f"{n}"} for n in range(20)]
+FAULTY = [
+    {**PAIRS[0], "rejected": "4"},
+    {**PAIRS[1], "chosen": ""},
+    {**PAIRS[2], "chosen": ""},
+    {**PAIRS[3], "prompt": "1+" * 40},
+    {**PAIRS[4], "chosen": "5+" * 40},
+]
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_pairs_are_read_and_counted(recipe, tmp_path):
+    words = (f"data={write_in(tmp_path, FAULTY + PAIRS[5:])}", "eval.num_prompts=2")
+    words = (*words, "train.max_seq_len=40")
+
+    def said(*more):
+        found = look(*words, *more, recipe=recipe, only=["pairs", "demonstrations"])
+        return [(each.level, each.key, each.text) for each in found]
+
+    errors = said()
+    assert [each[:2] for each in errors[:2]] == [("error", "data.source")] * 2
+    assert "2 of 18 rows cannot be read" in errors[0][2]
+    assert "line 2: the column 'chosen' is empty" in errors[0][2]
+    assert "2 of 18 rows" in errors[1][2]
+    assert "line 4 has" in errors[1][2]
+    equal = ("warning", "data.source", "1 of 18 rows have two equal answers, and teach nothing")
+    assert equal in errors
+    assert any("13 of 18 rows can be learned from" in text for *_, text in errors)
+    assert any("2 of 2 rows held out can be learned from" in text for *_, text in errors)
+    left = "2 of 18 rows are left out, and 0 cut at their end: they are longer than 40 tokens"
+    assert ("warning", "train.max_seq_len", left) in said("train.on_overlong=drop")
+    cut = "1 of 18 rows are left out, and 1 cut at their end: they are longer than 40 tokens"
+    assert ("warning", "train.max_seq_len", cut) in said("train.on_overlong=truncate")
+
+
+def test_pairs_of_which_none_is_usable_are_an_error(tmp_path):
+    rows = [{**each, "rejected": each["chosen"]} for each in PAIRS]
+    words = [f"data={write_in(tmp_path, rows)}", "eval.num_prompts=2"]
+    found = look(*words, recipe="dpo", only=["pairs"])
+    last = ("error", "data.source", "none of 18 rows can be learned from")
+    assert last in [(each.level, each.key, each.text) for each in found]
+
+
+@pytest.mark.parametrize("recipe", ["dpo", "reward"])
+def test_a_step_of_pairs_is_tried(recipe, tmp_path):
+    words = (f"data={write_in(tmp_path, PAIRS)}", "train.device=cpu", "train.batch_size=4")
+    (found,) = look(*words, recipe=recipe, only=["calibration"], calibrates=True)
+    assert (found.level, found.key) == ("ok", "train.micro_token_budget")
+
+
+def write_in(folder, rows):
+    write(folder / "pairs.jsonl", rows)
+    return folder / "pairs.jsonl"
 
 
 # -- what a configuration can be given by ---------------------------------------------------------

@@ -12,7 +12,7 @@ from recipes.test_memory import parts_of
 import torchrl_llm.recipes.sampling_engine as sampling
 import torchrl_llm.trainers as trainers
 from torchrl_llm.errors import ConfigError
-from torchrl_llm.recipes import AsyncGRPOConfig, load_config
+from torchrl_llm.recipes import AsyncGRPOConfig, load_config, memory
 
 VLLM = ["inference_model.backend=vllm", "inference_model.max_model_len=64"]
 
@@ -130,18 +130,22 @@ def test_the_engine_is_built_to_sleep(monkeypatch, device, sync):
 
 def test_weights_of_an_engine_that_sleeps_are_not_there_in_training():
     parts = parts_of(load_config(config()))
-    assert parts["weights of the sampler"].where == "sample"
+    assert parts["weights of the sampler"].where == ("sample",)
     assert parts["weights of the sampler"].num_bytes == 4 * 337_792
     awake = config(inference_model={"backend": "vllm"}, weight_sync={"type": "load"})
-    assert parts_of(load_config(awake))["weights of the sampler"].where == "both"
+    assert parts_of(load_config(awake))["weights of the sampler"].where == memory.BOTH
 
 
 def test_the_cache_of_an_engine_is_there_in_training_until_it_sleeps():
     shared = {"weight_sync": {"type": "shared"}}
     awake = config(inference_model={"backend": "vllm"}, **shared)
-    for values, where in ((awake, "both"), (config(**shared), "sample"), (config(), "sample")):
+    for values, where in (
+        (awake, memory.BOTH),
+        (config(**shared), ("sample",)),
+        (config(), ("sample",)),
+    ):
         parts = parts_of(load_config(values))
         assert parts["cache of sampling"].where == where
         weights_of_sampler = parts["weights of the sampler"].num_bytes
         assert weights_of_sampler == (0 if values.get("weight_sync") else 4 * 337_792)
-    assert parts_of(load_config({}))["cache of sampling"].where == "sample"
+    assert parts_of(load_config({}))["cache of sampling"].where == ("sample",)

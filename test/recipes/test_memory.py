@@ -14,7 +14,7 @@ from torchrl_llm.cli import main
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import HeadSettings, HeadTiles, KeptTiles, logits_bytes
 from torchrl_llm.functional.logit_form import LogitForm
-from torchrl_llm.modules import empty_model, load_model
+from torchrl_llm.modules import empty_model, load_model, load_reward_model, load_tokenizer
 from torchrl_llm.modules.backends.causal_decoder import make_cache
 from torchrl_llm.recipes import AsyncGRPOConfig, GRPOConfig, load_config, memory
 from torchrl_llm.trainers import make_optimizer
@@ -187,7 +187,8 @@ def test_logits_are_those_that_the_head_holds(chunk_size):
 
 def test_the_logits_of_a_large_vocabulary_are_never_whole(tmp_path):
     LlamaConfig(**QWEN | {"vocab_size": 151_936}).save_pretrained(tmp_path)
-    config = load_config({"model": {"name": str(tmp_path)}, "train": {"device": "cpu"}})
+    values = {"model": {"name": str(tmp_path)}, "train": {"device": "cpu"}}
+    config = load_config({**values, "inference_model": {"max_tokens": 256}})
     whole = 16_384 * 151_936 * 4
     part = parts_of(config, prompt_tokens=512)["logits, a chunk"]
     assert part.num_bytes < whole / 1000
@@ -215,6 +216,45 @@ def test_the_reference_is_a_model_or_the_policy_without_its_adapters():
     values |= {"train_model": {"lora": {"enabled": True}}}
     assert parts_of(load_config(values))["reference model"].num_bytes == 0
     assert "reference model" not in parts_of(GRPOConfig())
+
+
+JUDGES = """
+from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
+from torchrl_llm.rewards import JudgeReward, WrapperTextModel
+
+wrapper = TransformersWrapper(
+    load_model(), tokenizer=load_tokenizer(), input_mode="history", generate=True
+)
+here, of_mine = JudgeReward(WrapperTextModel(wrapper)), JudgeReward(lambda chats: ["Score: 1"])
+"""
+
+
+def test_models_that_score_are_counted(tmp_path):
+    torch.manual_seed(0)
+    model, folder = load_reward_model(), tmp_path / "reward"
+    model.save_pretrained(folder)
+    load_tokenizer().save_pretrained(folder)
+    (tmp_path / "judges.py").write_text(JUDGES)
+    components = {
+        "model": {"name": str(folder), "token_budget": 1000},
+        "here": {"_target_": f"{tmp_path}/judges.py:here"},
+        "mine": {"_target_": f"{tmp_path}/judges.py:of_mine"},
+        "judge": {"url": "http://localhost:1", "model": "far"},
+        "length": {"longest": 20},
+        "task": {"weight": 0.5},
+    }
+    values = {"reward": {"components": components}, "train": {"device": "cpu"}}
+    parts = parts_of(load_config(values))
+    assert parts["reward.components.model"].num_bytes == real_bytes(model.parameters())
+    # 3 x 256 of the gated product and 4 x 128 of the states, of 1,000 tokens in float32
+    assert parts["reward.components.model, at work"].num_bytes == 1000 * (3 * 256 + 4 * 128) * 4
+    assert parts["reward.components.here"].num_bytes == 4 * 337_792
+    assert parts["reward.components.mine"].num_bytes is None
+    assert not {f"reward.components.{name}" for name in ("judge", "length", "task")} & parts.keys()
+    values["ray"] = {"num_collectors": 4}
+    spread = parts_of(load_config(values, AsyncGRPOConfig))["reward.components.model"]
+    assert spread.num_bytes == 4 * real_bytes(model.parameters())
+    assert spread.where == ("sample",)
 
 
 def of_ranks(number, **train):

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         "sample": "all collectors" if is_async else "while it samples",
         "train": "the trainer" if is_async else "while it trains",
     }.items():
-        shown.append((what, memory.show_bytes(memory.peak_bytes(parts, where)), "in all"))
+        shown.append((what, memory.show_bytes(memory.peak_bytes(parts, where)), "the most at once"))
     if on_host := memory.peak_bytes(parts, "host"):
         shown.append(("next to the GPU", memory.show_bytes(on_host), "in the memory of the CPU"))
     of = f"prompts of {prompt} tokens (--prompt-tokens, env.max_prompt_length)"

@@ -225,6 +225,25 @@ def empty_model(
         return model if lora is None else _with_lora(model, lora)
 
 
+def empty_reward_model(
+    name_or_path: str | PathLike[str], *, dtype: str | torch.dtype = torch.float32
+) -> nn.Module:
+    """The layers of a reward model without their numbers, as :func:`empty_model` has them.
+
+    Args:
+        name_or_path: as of :func:`load_reward_model`.
+        dtype: as there.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    config = _load(AutoConfig, "model", name_or_path, {"num_labels": 1})
+    with torch.device("meta"):
+        return AutoModelForSequenceClassification.from_config(
+            config, dtype=_dtype(dtype), trust_remote_code=False
+        )
+
+
 def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
     """A fast tokenizer.
 

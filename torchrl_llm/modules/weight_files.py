@@ -24,6 +24,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import (
     remove_tied_weights_from_state_dict,
@@ -178,6 +179,18 @@ def write_weights(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2, sort_keys=True))
     return checksums
+
+
+def holds_whole(model: nn.Module) -> bool:
+    """Whether a checkpoint holds the weights of a model, its adapters added.
+
+    Else it holds the adapter alone, over quantized weights, or what another module writes itself.
+
+    Args:
+        model: as of :func:`published_weights`.
+    """
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    return isinstance(base, PreTrainedModel) and (base is model or not is_quantized(base))
 
 
 def published_weights(model: nn.Module) -> dict[str, LazyTensor]:

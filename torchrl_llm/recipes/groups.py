@@ -248,29 +248,34 @@ class TrainConfig(ForwardConfig):
         return LengthRule(max_seq_len=self.max_seq_len, on_overlong=self.on_overlong)
 
 
+_USUAL_LORA = {"r": 8, "alpha": 16}
+
+
 class LoraConfig(Group, key="train_model.lora"):
     """LoRA adapters (needs the extra ``peft``); the other keys count only when enabled.
 
     Attributes:
         enabled: train adapters and leave the model's own weights alone.
-        r: rank.
-        alpha: scale, applied as ``alpha / r``.
+        r: rank; ``None`` for 8, or for that of the adapter which ``model.name`` is.
+        alpha: scale, applied as ``alpha / r``; ``None`` for 16, or likewise.
         dropout: on the adapters' input.
         target_modules: names of the linear layers, or a regular expression of whole names; ``None``
-            for all but the head. With a ``model.name`` that is an adapter this, ``r`` and
-            ``alpha`` are the adapter's own.
+            for all but the head, or likewise.
     """
 
     enabled: bool = False
-    r: Count = 8
-    alpha: int = 16
+    r: Count | None = None
+    alpha: int | None = None
     dropout: float = 0.0
     target_modules: list[str] | str | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         ensure(
-            self.enabled or all(getattr(self, f.name) == f.default for f in fields(self)),
+            self.enabled
+            or all(
+                getattr(self, f.name) in (f.default, _USUAL_LORA.get(f.name)) for f in fields(self)
+            ),
             "keys of train_model.lora have no effect without train_model.lora.enabled=true",
         )
 
@@ -287,28 +292,31 @@ class LoraConfig(Group, key="train_model.lora"):
         }
 
     def settle(self, model: ModelNameConfig) -> None:
-        """Take over the form of an adapter that goes on training.
+        """Choose what is not given: as of an adapter that goes on training, or as usual.
 
         Args:
             model: what is trained.
 
         Raises:
-            ConfigError: a key contradicts it.
+            ConfigError: a key contradicts the adapter.
         """
-        with naming("model.name"):
-            adapter = find_adapter(model.name) if self.enabled else None
-        if adapter is None:
+        if not self.enabled:
             return
+        with naming("model.name"):
+            adapter = find_adapter(model.name)
         for name, key in (("r", "r"), ("alpha", "lora_alpha"), ("target_modules",) * 2):
-            wanted, there = getattr(self, name), adapter.config.get(key)
+            wanted = getattr(self, name)
+            there = _USUAL_LORA.get(name) if adapter is None else adapter.config.get(key)
             there = sorted(there) if isinstance(there, list) else there
-            ensure(
-                wanted == getattr(LoraConfig, name) or not adapter.changed({key: wanted}),
-                f"train_model.lora.{name}={wanted} contradicts model.name={model.name}, an adapter "
-                f"with {there!s:.120}: leave the key out, or begin another on "
-                f"model.name={adapter.base}",
-            )
-            setattr(self, name, there)
+            if wanted is None:
+                setattr(self, name, there)
+            elif adapter is not None:
+                ensure(
+                    not adapter.changed({key: wanted}),
+                    f"train_model.lora.{name}={wanted} contradicts model.name={model.name}, an "
+                    f"adapter with {there!s:.120}: leave the key out, or begin another on "
+                    f"model.name={adapter.base}",
+                )
 
 
 class TrainModelConfig(Group, key="train_model"):

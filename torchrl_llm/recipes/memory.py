@@ -14,19 +14,21 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from torchrl_llm import modules
+from torchrl_llm import modules, rewards
 from torchrl_llm._settings import naming
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.functional.head_tiles import logits_bytes
+from torchrl_llm.modules.model_loading import empty_reward_model
 from torchrl_llm.modules.quantization import quantized_weights, weight_bytes
 from torchrl_llm.recipes import builders, grpo_config
+from torchrl_llm.recipes.reward_config import known_scorers
 from torchrl_llm.recipes.sampling_engine import engine_arguments, sync_type
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.trainers import make_optimizer
@@ -186,7 +188,7 @@ def activation_bytes(
     the keys, ``f`` the intermediate one: what the two norms need, ``4 d`` in float32; the inputs of
     the projections, ``2 d``; queries, keys, values and the result of attention, ``2 q + 2 k``; and
     the feed-forward part, ``4 f``. Autocast keeps an input once for each projection, ``5 d``. With
-    gradient checkpointing a layer keeps its input, ``d``, and one layer at a time is whole.
+    gradient checkpointing a layer keeps its input, ``d``.
 
     Args:
         shape: of the model.
@@ -200,7 +202,7 @@ def activation_bytes(
         >>> activation_bytes(embedded, 1, "float32")
         18484
         >>> activation_bytes(embedded, 1, "float32", gradient_checkpointing=True)
-        10780
+        2052
     """
     size = _FLOAT32 if precision == "float32" else _BFLOAT16
     # A frozen norm keeps what it normalises alone; else also the result, in the type of weights.
@@ -210,32 +212,56 @@ def activation_bytes(
     casts = precision == "mixed" or (precision == "bfloat16" and adapter_width)
     inner = (5 if casts else 2) * shape.hidden + 4 * shape.intermediate
     inner += 2 * (shape.heads + shape.kv_heads) * shape.head_dim
-    adapters = adapter_width * size
     layer = 2 * norm + inner * size + shape.heads * _FLOAT32
-    if not gradient_checkpointing:
-        return num_tokens * (shape.layers * layer + adapters + norm)
-    stream = shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
-    return num_tokens * (shape.layers * stream + layer + adapters // shape.layers + norm)
+    if gradient_checkpointing:
+        layer = shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
+        adapter_width = 0
+    return num_tokens * (shape.layers * layer + adapter_width * size + norm)
 
 
-def working_bytes(shape: DecoderShape, num_tokens: int, precision: Precision) -> int:
-    """Bytes that a layer has at once where none waits for its backward on the device.
+def working_bytes(
+    shape: DecoderShape, num_tokens: int, precision: Precision, *, offloads: bool = False
+) -> int:
+    """Bytes that the backward of a layer takes besides what waits for it.
 
-    The most are in the backward of the gated product: its two factors, their gradients and its own,
-    ``5 f``, next to the gradient of the hidden states.
+    The most are in that of the gated product: the gradients of its two factors, its own in the
+    place of the product, ``2 f``, and that of the hidden states. Where activations wait on the CPU,
+    the product and its factors are there too, ``5 f``.
 
     Args:
         shape: of the model.
         num_tokens: tokens of the forward, with its padding.
         precision: of training.
+        offloads: whether activations wait on the CPU.
 
     Example:
         >>> working_bytes(DecoderShape.of(modules.empty_model()), 1, "float32")
-        5632
+        2560
     """
     size = _FLOAT32 if precision == "float32" else _BFLOAT16
     stream = shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
-    return num_tokens * (5 * shape.intermediate * size + stream)
+    return num_tokens * ((5 if offloads else 2) * shape.intermediate * size + stream)
+
+
+Moment = Literal["sample", "head", "first", "last", "host", "disk"]
+"""When a part is held: in sampling; at the head of a forward, with the logits; in the backward of
+the first layer, or of the last one, when gradients are there. ``host``: in the memory of the CPU
+next to a GPU."""
+
+TRAIN: tuple[Moment, ...] = ("head", "first", "last")
+BOTH: tuple[Moment, ...] = ("sample", *TRAIN)
+
+
+def scoring_bytes(shape: DecoderShape, num_tokens: int, dtype: str) -> int:
+    """Bytes that a forward without a backward has at once: ``3 f`` and ``4 d``.
+
+    Args:
+        shape: of the model.
+        num_tokens: tokens of the forward, with its padding.
+        dtype: of the weights.
+    """
+    size = _BFLOAT16 if dtype == "bfloat16" else _FLOAT32
+    return num_tokens * (3 * shape.intermediate + 4 * shape.hidden) * size
 
 
 @dataclass(frozen=True)
@@ -245,15 +271,20 @@ class MemoryPart:
     Attributes:
         name: what takes the memory.
         num_bytes: how much; ``None`` where it cannot be known.
-        where: ``train``, ``sample`` or ``both``: when it is held; ``host``, in the CPU's memory
-            next to a GPU; ``disk``.
+        where: the moments in which it is held.
         note: what it was counted from.
     """
 
     name: str
     num_bytes: int | None
-    where: Literal["train", "sample", "both", "host", "disk"]
+    where: tuple[Moment, ...]
     note: str
+
+
+class _Forward(NamedTuple):
+    tokens: int
+    scored: int  # of which the head makes logits: answers alone
+    is_one_of_many: bool  # of an update
 
 
 class _Counts:
@@ -279,6 +310,7 @@ class _Counts:
         context = modules.context_length(name)
         length = prompt_tokens + builders.max_turns(config) * config.inference_model.max_tokens
         self.row_tokens = length if context is None else min(length, context)
+        self.prompt_tokens = prompt_tokens
 
     @property
     def part(self) -> str:
@@ -302,13 +334,17 @@ class _Counts:
         return self.config.rows_per_batch if is_async else self.trained_rows
 
     @property
-    def micro_tokens(self) -> int:
-        """Tokens of one forward in training."""
+    def forward(self) -> _Forward:
+        """What one forward in training has."""
         train = self.config.train
         size = train.optim_batch_size
         rows = self.trained_rows if size is None else ceil_div(size, self.processes)
-        tokens = rows * min(self.row_tokens, train.max_seq_len or self.row_tokens)
-        return min(tokens, train.micro_token_budget or tokens)
+        row = min(self.row_tokens, train.max_seq_len or self.row_tokens)
+        tokens, answers = rows * row, rows * max(1, row - self.prompt_tokens)
+        most = max(train.micro_token_budget or tokens, row)  # no row is cut in two
+        # Where prompts are shared, a forward of many may be of answers alone.
+        share = 1 if train.packing in ("auto", "shared") else min(1, most / tokens)
+        return _Forward(min(tokens, most), min(int(answers * share), most), tokens > most)
 
 
 def num_processes(config: TrainedConfig) -> int:
@@ -363,25 +399,26 @@ def memory_parts(
     """
     number = num_processes(config) if processes is None else processes
     counts = _Counts(config, prompt_tokens, number)
-    return [*_weights(counts), *_forward(counts), *_sampling(counts), _checkpoint(counts)]
+    parts = (_weights, _forward, _sampling, _rewards)
+    return [*(each for make in parts for each in make(counts)), _checkpoint(counts)]
 
 
-def peak_bytes(parts: Iterable[MemoryPart], where: Literal["train", "sample", "host"]) -> int:
-    """Sum of what is held at once.
+def peak_bytes(parts: Collection[MemoryPart], where: Literal["train", "sample", "host"]) -> int:
+    """The most that is held at once.
 
     Args:
         parts: from :func:`memory_parts`.
         where: in training, in sampling, or in the memory of the CPU next to a GPU.
     """
-    if where == "host":
-        return sum(part.num_bytes or 0 for part in parts if part.where == "host")
-    return sum(part.num_bytes or 0 for part in parts if part.where in (where, "both"))
+    moments = TRAIN if where == "train" else (where,)
+    held = [[part.num_bytes or 0 for part in parts if each in part.where] for each in moments]
+    return max(map(sum, held))
 
 
-def _held(counts: _Counts) -> Literal["train", "both"]:
+def _held(counts: _Counts) -> tuple[Moment, ...]:
     """Where trainer and sampler are one process, its weights are there while it samples."""
     is_async = isinstance(counts.config, grpo_config.AsyncGRPOConfig)
-    return "train" if is_async else "both"
+    return TRAIN if is_async else BOTH
 
 
 def _weights(counts: _Counts) -> Iterable[MemoryPart]:
@@ -394,10 +431,12 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
     how = f"{total:,} parameters, {kind}{part}"
     yield MemoryPart("weights", counts.spread(weights), here, how)
     how = f"{of_training:,} parameters are trained{part}"
-    yield MemoryPart("gradients", counts.spread(tensor_bytes(counts.trained)), "train", how)
+    # Those of one forward come while its activations go.
+    when: tuple[Moment, ...] = TRAIN if counts.forward.is_one_of_many else ("last",)
+    yield MemoryPart("gradients", counts.spread(tensor_bytes(counts.trained)), when, how)
     states = None if states is None else counts.spread(states)
     if config.optimizer.on_cpu:
-        here = "host" if counts.on_gpu else here
+        here = ("host",) if counts.on_gpu else here
         size = tensor_bytes(counts.trained) * (2 if counts.on_gpu else 1)
         how = "what is trained" + (", and its gradients" if counts.on_gpu else "")
         yield MemoryPart("copies for the optimizer", size, here, how)
@@ -412,15 +451,14 @@ def _whole(counts: _Counts, weights: int) -> Iterable[MemoryPart]:
     """What is whole of spread weights, and when."""
     by_layer, how = counts.config.train.gathers == "layer", "what is in no layer, and two layers"
     here = _held(counts)
-    yield MemoryPart(
-        "gathered weights", _gathered(counts.model), here if by_layer else "train", how
-    )
+    yield MemoryPart("gathered weights", _gathered(counts.model), here if by_layer else TRAIN, how)
     if isinstance(counts.config, grpo_config.AsyncGRPOConfig):
-        yield MemoryPart("weights to send", weights, "train", "whole, in the first process")
+        yield MemoryPart("weights to send", weights, TRAIN, "whole, in the first process")
     elif counts.config.inference_model.backend != "transformers":
-        yield MemoryPart("weights to send", weights, "sample", "whole, while the engine gets them")
+        how = "whole, while the engine gets them"
+        yield MemoryPart("weights to send", weights, ("sample",), how)
     elif not by_layer:
-        yield MemoryPart("weights that sample", weights, "sample", "whole, up to the update")
+        yield MemoryPart("weights that sample", weights, ("sample",), "whole, up to the update")
 
 
 def _gathered(model: nn.Module) -> int:
@@ -442,9 +480,9 @@ def _reference(counts: _Counts) -> MemoryPart:
     config = counts.config
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if modules.find_adapter(config.model.name) is None:
-            return MemoryPart("reference model", 0, "train", "the policy with its adapters off")
+            return MemoryPart("reference model", 0, TRAIN, "the policy with its adapters off")
         size, how = tensor_bytes(trained(counts.model)), "a copy of the adapter on the policy"
-        return MemoryPart("reference model", size, "train", how)
+        return MemoryPart("reference model", size, TRAIN, how)
     name = config.ref_model.name or config.model.name
     with naming("ref_model.name"):
         model = modules.empty_model(name, dtype=config.train_model.dtype)
@@ -454,7 +492,7 @@ def _reference(counts: _Counts) -> MemoryPart:
 
 
 def _forward(counts: _Counts) -> Iterable[MemoryPart]:
-    config, shape, tokens = counts.config, counts.shape, counts.micro_tokens
+    config, shape, (tokens, scored, _) = counts.config, counts.shape, counts.forward
     wanted = config.train_model
     linear = {n: m for n, m in counts.model.named_modules() if isinstance(m, nn.Linear)}
     packed = [] if counts.bits is None else quantized_weights(counts.model)
@@ -464,7 +502,8 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
         if counts.precision == "mixed":
             size += largest.numel() * _BFLOAT16
         yield MemoryPart("a layer's weight in full", size, _held(counts), "while it multiplies")
-    offloads, cast = wanted.offload_activations and counts.on_gpu, 0
+    again, cast = wanted.gradient_checkpointing, 0
+    offloads = wanted.offload_activations and counts.on_gpu
     if counts.precision == "mixed":
         left_out = set(map(id, packed))
         cast = _BFLOAT16 * sum(
@@ -472,44 +511,53 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
             for n, m in linear.items()
             if not n.endswith("lm_head") and id(m.weight) not in left_out
         )
-    if cast and not (offloads and wanted.lora.enabled):  # of frozen weights nothing else has them
-        where = _held(counts)
-        if counts.is_spread and config.train.gathers == "layer":
-            # While it trains, the backward has those of all layers, unless it makes them again.
-            where = "train"
-            if wanted.gradient_checkpointing:
-                cast, where = ceil_div(cast, shape.layers), _held(counts)
-        yield MemoryPart("bfloat16 copies", cast, where, "of weights, by autocast")
+    # Of frozen weights nothing but the activations has them.
+    if cast and not (wanted.lora.enabled and (again or offloads)):
+        when = tuple(each for each in _held(counts) if each in ("sample", "head") or not again)
+        if counts.is_spread and config.train.gathers == "layer":  # autocast keeps none
+            when = _held(counts) if again else ("head", "first")
+            cast = ceil_div(cast, shape.layers) if again else cast
+        yield MemoryPart("bfloat16 copies", cast, when, "of weights, by autocast")
     width = sum(m.out_features for n, m in linear.items() if ".lora_A." in n)
-    sizes = {
-        is_on: activation_bytes(
-            shape, tokens, counts.precision, gradient_checkpointing=is_on, adapter_width=width
+
+    def kept(layers: int, *, again: bool) -> int:
+        sizes = shape._replace(layers=layers)
+        size = activation_bytes(
+            sizes,
+            tokens,
+            counts.precision,
+            gradient_checkpointing=again,
+            adapter_width=width * layers // shape.layers,
         )
-        for is_on in (False, True)
-    }
-    is_on = wanted.gradient_checkpointing
-    how = f"a forward of {tokens:,} tokens; {show_bytes(sizes[not is_on])} "
-    how += "without" if is_on else "with"
-    how += " gradient_checkpointing"
+        if counts.bits == "4bit" and counts.precision == "mixed" and not again:
+            # bitsandbytes answers in float32: the gated product and its factors.
+            size += 3 * (_FLOAT32 - _BFLOAT16) * layers * shape.intermediate * tokens
+        return size
+
+    how = f"a forward of {tokens:,} tokens; {show_bytes(kept(shape.layers, again=not again))} "
+    how += f"{'without' if again else 'with'} gradient_checkpointing"
+    size = kept(shape.layers, again=again)
+    if offloads:
+        yield MemoryPart("activations on the CPU", size + cast, ("host",), how)
+    else:
+        yield MemoryPart("activations", size, ("head", "first"), how)
+    size = working_bytes(shape, tokens, counts.precision, offloads=offloads)
+    if again:
+        size += kept(1, again=False) - kept(0, again=False)  # the last norm is done
+    how = "its backward" + (", and its activations again" if again else "")
+    yield MemoryPart("a layer at work", size, ("first", "last"), how)
     size = logits_bytes(
-        tokens,
+        scored,
         shape.vocabulary,
         chunk_size=wanted.logprob_chunk_size,
         kind=builders.device_kind(config),
     )
-    if offloads:
-        yield MemoryPart("activations on the CPU", sizes[False] + cast, "host", how)
-        # No layer is at work while there are logits.
-        sizes[is_on] = max(working_bytes(shape, tokens, counts.precision) - size, 0)
-        how = "of an operation, beyond the logits; train_model.offload_activations"
-    yield MemoryPart("activations", sizes[is_on], "train", how)
-    how = f"{show_bytes(tokens * shape.vocabulary * _FLOAT32)} would be all of the forward"
-    yield MemoryPart("logits, a chunk", size, "train", how)
+    how = f"{show_bytes(scored * shape.vocabulary * _FLOAT32)} would be all of the forward"
+    yield MemoryPart("logits, a chunk", size, ("head",), how)
     head = counts.model.get_output_embeddings().weight
     if head.requires_grad:
-        yield MemoryPart(
-            "gradient of the head", tensor_bytes([head]), "train", "before it is added"
-        )
+        how = "before it is added"
+        yield MemoryPart("gradient of the head", tensor_bytes([head]), ("head", "first"), how)
 
 
 def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
@@ -518,10 +566,10 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
     asleep = getattr(config.inference_model, "sleep", False)
     # Of a process of its own nothing is in the trainer's; an engine holds all until it sleeps.
     alone = isinstance(config, grpo_config.AsyncGRPOConfig)
-    held: Literal["sample", "both"] = "sample" if asleep or alone else "both"
+    held: tuple[Moment, ...] = ("sample",) if asleep or alone else BOTH
     size, dtype, how = 0, counts.precision, "the trained weights themselves"
     if counts.is_spread:
-        how = "the whole copy"
+        how = "gathered from all processes"
     if alone:
         number = config.ray.num_collectors
         size, how = number * _model_bytes(counts, backend), f"a copy in each of {number} collectors"
@@ -541,7 +589,7 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
         how += "; vLLM takes gpu_memory_utilization of its GPU, whatever is needed"
         how += ", and not in training" if asleep else ""
     size = cache_bytes(counts.shape, rows * counts.row_tokens, dtype)
-    yield MemoryPart("cache of sampling", size, held if backend == "vllm" else "sample", how)
+    yield MemoryPart("cache of sampling", size, held if backend == "vllm" else ("sample",), how)
 
 
 def _engine_dtype(counts: _Counts) -> str:
@@ -557,6 +605,34 @@ def _model_bytes(counts: _Counts, backend: str) -> int:
     return weight_bytes(modules.empty_model(counts.config.model.name, dtype=dtype), counts.bits)
 
 
+def _rewards(counts: _Counts) -> Iterable[MemoryPart]:
+    """Models that score, next to the environments: in this process, or in each collector."""
+    config = counts.config
+    when, copies = BOTH, 1
+    if isinstance(config, grpo_config.AsyncGRPOConfig):
+        when, copies = ("sample",), config.ray.num_collectors
+    for name, scorer in known_scorers(config.reward.components).items():
+        key = f"reward.components.{name}"
+        if isinstance(scorer, rewards.ModelReward):
+            model = empty_reward_model(scorer.name, dtype=scorer.dtype)
+            apart = counts.on_gpu and scorer.device == "cpu"
+            held = when if not apart else ("host",)
+            row = min(counts.row_tokens, scorer.max_seq_len or counts.row_tokens)
+            tokens = min(scorer.token_budget, counts.sampled_rows * row)
+            shape, size = DecoderShape.of(model), tensor_bytes(model.parameters())
+            yield MemoryPart(key, copies * size, held, f"weights, {scorer.dtype}")
+            size = copies * scoring_bytes(shape, tokens, scorer.dtype)
+            held = ("host",) if apart else ("sample",)
+            yield MemoryPart(f"{key}, at work", size, held, f"{tokens:,} tokens at a time")
+        elif isinstance(scorer, rewards.JudgeReward):
+            grader = scorer.grader
+            if isinstance(grader, rewards.WrapperTextModel):
+                size = copies * tensor_bytes(grader.wrapper.parameters())
+                yield MemoryPart(key, size, when, "weights of the judge")
+            elif not isinstance(grader, rewards.EndpointTextModel):
+                yield MemoryPart(key, None, when, "whatever it loads")
+
+
 def _checkpoint(counts: _Counts) -> MemoryPart:
     """The model as others open it, which is resumed from too, adapters twice, the optimizer."""
     config, states = counts.config, _states(counts)
@@ -568,7 +644,7 @@ def _checkpoint(counts: _Counts) -> MemoryPart:
         size += 2 * tensor_bytes(trained(counts.model))
     kept = config.checkpoint.keep_last
     how = f"each; checkpoint.keep_last={kept} and the one that is being written"
-    return MemoryPart("checkpoint", None if states is None else size + states, "disk", how)
+    return MemoryPart("checkpoint", None if states is None else size + states, ("disk",), how)
 
 
 def show_bytes(num_bytes: int | None) -> str:

@@ -122,6 +122,16 @@ def check_function(name: str) -> rewards.RewardParser:
         return rewards.as_reward(found)
 
 
+def known_scorers(settings: Settings) -> dict[str, Any]:
+    """What scores besides the task, by name; a class of the user's is not made.
+
+    Args:
+        settings: name to the keys of a component.
+    """
+    parts = {name: part for name, part in settings.items() if name != TASK}
+    return {name: _component(name, part, make=False).scorer for name, part in parts.items()}
+
+
 def has_token_rewards(settings: Settings) -> bool:
     """Whether a component scores each token of a response.
 

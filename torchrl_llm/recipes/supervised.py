@@ -76,6 +76,8 @@ def parts_of(
     num_prompts: int | None,
     make: Callable[..., Any],
     asked: Callable[[Row], Any],
+    *,
+    read_first: int = READ_FIRST,
 ) -> Parts:
     """Read the rows of a run, and look at the first of both parts.
 
@@ -85,6 +87,7 @@ def parts_of(
         make: makes a part of its rows, whose attribute ``rows`` they are; also takes ``name``, and
             of held-out rows ``first_row`` and ``held_out``.
         asked: what a row asks, to find prompts that both parts have.
+        read_first: rows of each part that are looked at; 0 to look at nothing.
 
     Raises:
         DataError: missing or malformed data, or a row that cannot be learned from.
@@ -102,9 +105,11 @@ def parts_of(
             _first(held_out, num_prompts), name=_name(where), first_row=first, held_out=True
         )
         found = found._replace(held_out=held_out)
+    if not read_first:
+        return found
     for part in found:
         if part is not None:
-            part.check(READ_FIRST)
+            part.check(read_first)
     if held_out is not None:
         prompts = (map(asked, part.rows) for part in found)
         tell_overlap(

@@ -96,6 +96,7 @@ class ModelReward(BatchScorer):
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if self.device == "auto" else self.device
         model = load_reward_model(self.name, dtype=self.dtype, device=device)
+        model.config.use_cache = False  # no key is read a second time
         return HFRewardModelWrapper(model, inference_mode=True)
 
     def score_batch(self, samples: Sequence[Sample]) -> list[float | Exception]:

@@ -27,7 +27,6 @@ import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from torchrl_llm._checked import Ge, checked
@@ -35,9 +34,9 @@ from torchrl_llm._files import plain_file
 from torchrl_llm._progress import no_weight_bars
 from torchrl_llm.data.safe_state import PlainState, state_from_plain, state_to_plain
 from torchrl_llm.errors import CheckpointError, DamagedCheckpointError
-from torchrl_llm.modules.quantization import is_quantized
 from torchrl_llm.modules.weight_files import (
     LazyTensor,
+    holds_whole,
     published_weights,
     size_in_bytes,
     whole,
@@ -344,8 +343,7 @@ def save_pretrained(
     checksums: dict[str, int] = {}
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     with no_weight_bars():
-        is_merged = base is model or not is_quantized(base)
-        if isinstance(base, PreTrainedModel) and is_merged:
+        if is_whole := holds_whole(model):
             weights = published_weights(model)
             if is_main:
                 base.save_pretrained(path, state_dict={})  # all but the weights
@@ -361,10 +359,10 @@ def save_pretrained(
             every = model.named_parameters(remove_duplicate=False)  # PEFT asks for both of a tie
             adapter = {n: whole(p) for n, p in every if p.requires_grad}
             if is_main:
-                folder = path / "adapter" if is_merged else path
+                folder = path / "adapter" if is_whole else path
                 chosen = [model.active_adapter]
                 model.save_pretrained(folder, state_dict=adapter, selected_adapters=chosen)
-        elif is_main and not isinstance(base, PreTrainedModel):
+        elif is_main and not is_whole:
             model.save_pretrained(path)
     if is_main:
         tokenizer.save_pretrained(path)

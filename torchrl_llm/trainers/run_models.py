@@ -15,11 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torchrl.envs import Transform
-from transformers import PreTrainedModel
 
 from torchrl_llm.errors import CheckpointError, ConfigError
-from torchrl_llm.modules.quantization import is_quantized
-from torchrl_llm.modules.weight_files import WeightFolder, published_weights, whole
+from torchrl_llm.modules.weight_files import WeightFolder, holds_whole, published_weights, whole
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.optimizer_state import (
     load_module,
@@ -59,7 +57,7 @@ class RunModels:
         """
         state = {}
         for name, (model, _) in self._models.items():
-            held = published_weights(model) if _is_published(model) else {}
+            held = published_weights(model) if holds_whole(model) else {}
             parameters = _trained(model)
             apart = {
                 n: whole(p) for n, p in parameters.items() if n not in held or held[n].like is not p
@@ -198,11 +196,6 @@ def names_of_parameters(
 
 def _is_optimizer(part: Any) -> bool:
     return isinstance(part, torch.optim.Optimizer)
-
-
-def _is_published(model: nn.Module) -> bool:
-    base = model.get_base_model() if hasattr(model, "peft_config") else model
-    return isinstance(base, PreTrainedModel) and not is_quantized(base)
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:

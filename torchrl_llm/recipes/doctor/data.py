@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from torchrl_llm.data.demonstrations import Demonstration
+from torchrl_llm.data.row_files import MappedRows
 from torchrl_llm.envs import GameEnv
+from torchrl_llm.errors import DataError
 from torchrl_llm.modules.policies.context_limit import longest_prompt
+from torchrl_llm.recipes.builders import longest_row
 from torchrl_llm.recipes.data_config import overlap_text, shared_prompts
 from torchrl_llm.recipes.doctor.finding import Finding, error, ok, warning
 from torchrl_llm.recipes.doctor.subject import Subject
@@ -85,6 +91,8 @@ def overlap(subject: Subject) -> Iterator[Finding]:
 
 def demonstrations(subject: Subject) -> Iterator[Finding]:
     """Rows of a recipe that learns from written answers: they can be read, and are apart."""
+    if "data.chosen" in subject.keys:
+        return  # pairs looks at them
     train, held_out = subject.demonstrations
     seen = _some(train)
     lengths = sorted(len(each.token_ids) for each in seen if len(each.token_ids))
@@ -92,7 +100,7 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
     what = f"the first {len(seen)} of {len(train)} rows have {lengths[0]} to {lengths[-1]} tokens"
     if long:
         fate = f"{long} were longer (train.on_overlong={subject.config.train.on_overlong})"
-        yield warning("train.max_length", f"{what}; {fate}")
+        yield warning("train.max_seq_len", f"{what}; {fate}")
     else:
         yield ok("data.source", what)
     if held_out is not None:
@@ -101,6 +109,58 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
             for part in (train, held_out)
         ]
         yield from _overlap(*parts, "data.eval_source")
+
+
+def pairs(subject: Subject) -> Iterator[Finding]:
+    """Answers that are compared can be read, fit, and differ; held-out prompts are apart."""
+    prompts: list[list[str]] = []
+    for part in filter(None, subject.pairs):
+        seen, faults = _readable(part)
+        whole = [each for each in seen if each.is_whole]
+        usable = [each for each in whole if len({*map(_ids, each.answers)}) == len(each.answers)]
+        number = len(seen) + sum(map(len, faults))
+        total = f"of {'the first ' * (number < len(part))}{number} rows"
+        total += " held out" * bool(prompts)
+        for texts in faults:
+            what = f"{len(texts)} {total} cannot be read, and the run ends at the first: {texts[0]}"
+            yield error("data.source", what)
+        if equal := len(whole) - len(usable):
+            what = f"{equal} {total} have two equal answers, and teach nothing"
+            yield warning("data.source", what)
+        cut = sum(any(answer.overlong for answer in each.answers) for each in whole)
+        if cut or len(whole) < len(seen):
+            what = f"{len(seen) - len(whole)} {total} are left out, and {cut} cut at their end: "
+            what += f"they are longer than {longest_row(subject.config)} tokens"
+            yield warning("train.max_seq_len", what)
+        if not usable:
+            yield error("data.source", f"none {total} can be learned from")
+            return
+        lengths = [len(answer.token_ids) for each in usable for answer in each.answers]
+        what = f"{len(usable)} {total} can be learned from; prompt and answer have "
+        yield ok("data.source", f"{what}{min(lengths)} to {max(lengths)} tokens")
+        starts = [each.answers[0] for each in usable]
+        texts = [each.token_ids[: int(each.learned.nonzero()[0])] for each in starts]
+        prompts.append([subject.formatter.decode(ids) for ids in texts])
+    if len(prompts) > 1:
+        yield from _overlap(*prompts, "data.eval_source")
+
+
+def _ids(answer: Demonstration) -> tuple[int, ...]:
+    return tuple(answer.token_ids.tolist())
+
+
+def _readable(rows: Sequence[Any]) -> tuple[list[Any], list[list[str]]]:
+    """The first rows, and what is wrong with others of them: the same fault in one list."""
+    faults = defaultdict(list)
+
+    def read(at: int) -> Any:
+        try:
+            return rows[at]
+        except DataError as why:
+            faults[re.sub(r"\d+", "", str(why))].append(str(why))
+
+    seen = _some(MappedRows(range(len(rows)), read))
+    return [row for row in seen if row is not None], list(faults.values())
 
 
 def _overlap(train: list[Any], held_out: list[Any], key: str) -> Iterator[Finding]:

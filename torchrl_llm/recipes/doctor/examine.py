@@ -36,6 +36,7 @@ CHECKS = (
     Check(data.answers, "", _SAMPLED),
     Check(data.overlap, "", "env.repeats"),
     Check(data.demonstrations, "", "data.completion"),
+    Check(data.pairs, "", "data.chosen"),
     Check(template.markers, template.TEMPLATE, template.TEMPLATE),
     Check(template.turns, template.TEMPLATE, template.TEMPLATE),
     Check(template.end_of_turn, template.TEMPLATE, template.TEMPLATE),

@@ -141,9 +141,9 @@ def _parts(
     saved += sizes["weights"] if bits is None else memory.tensor_bytes(trained)
     if config.train_model.lora.enabled:  # adapters are saved for PEFT too
         saved += memory.tensor_bytes(trained)
-    where = {"optimizer states": "host"} if on_host else {}
-    parts = [MemoryPart(name, n, where.get(name, "train"), "") for name, n in held.items()]
-    return [*parts, MemoryPart("checkpoint", saved, "disk", "")]
+    where = {"optimizer states": ("host",)} if on_host else {}
+    parts = [MemoryPart(name, n, where.get(name, memory.TRAIN), "") for name, n in held.items()]
+    return [*parts, MemoryPart("checkpoint", saved, ("disk",), "")]
 
 
 def _peak(subject: Subject, budget: int | None = None, processes: int | None = None) -> int:
@@ -220,7 +220,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
     """The checkpoints of the run fit on the disk."""
     config, folder = subject.config, subject.folder.absolute()
     try:
-        size = next(part.num_bytes or 0 for part in _parts(subject) if part.where == "disk")
+        size = next(part.num_bytes or 0 for part in _parts(subject) if "disk" in part.where)
     except ConfigError:
         return  # needed_memory says so
     steps, interval = subject.flat["train.max_steps"], config.checkpoint.interval
@@ -242,7 +242,11 @@ def calibration(subject: Subject) -> Iterator[Finding]:
     if not subject.calibrates:
         return
     config, device = subject.config, builders.device_of(subject.config)
-    if "data.completion" in subject.keys:
+    if "data.chosen" in subject.keys:  # for a reward model the policy's head is more than enough
+        rows = subject.pairs.train
+        first = (rows[at].answers for at in range(min(len(rows), NUM_DRAWN)))
+        row = max(len(answer.token_ids) for answers in first for answer in answers)
+    elif "data.completion" in subject.keys:
         rows = subject.demonstrations.train
         row = max(len(rows[at].token_ids) for at in range(min(len(rows), NUM_DRAWN)))
     elif "inference_model.max_tokens" not in subject.keys:

@@ -137,7 +137,8 @@ class Subject:
         """The policy as the run would begin with it."""
         builders.set_threads(self.config)
         if "inference_model.max_tokens" not in self.keys:
-            return self.page.make_policy(self.config, self.tokenizer)
+            make = getattr(self.page, "make_policy", builders.load_policy)
+            return make(self.config, self.tokenizer)
         return builders.make_policy(self.config)
 
     @property
@@ -170,6 +171,11 @@ class Subject:
     def demonstrations(self) -> Any:
         """What is learned, and what is held out, of a recipe that learns from written answers."""
         return self.page.load_data(self.config, self.tokenizer)
+
+    @once
+    def pairs(self) -> Any:
+        """The same of a recipe that learns from preferences; no row was looked at."""
+        return self.page.load_data(self.config, self.tokenizer, read_first=0)
 
     @property
     def data_key(self) -> str:
