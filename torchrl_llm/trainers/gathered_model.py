@@ -236,5 +236,6 @@ class _Pace:
 def _pace(timeout_s: float) -> _Pace:
     """That of the present group of ranks."""
     if not between_calls:
-        between_calls.append(_Pace(timeout_s).meet)
-    return between_calls[0].__self__
+        between_calls.append(_Pace(timeout_s))
+    pace: _Pace = between_calls[0]
+    return pace

@@ -19,7 +19,7 @@ import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,9 +55,9 @@ _stores: list[dist.Store] = []
 _ended: list[dist.ProcessGroup] = []
 # For a store that there may not be any more.
 _SHORT_WAIT_S = 10.0
-# Called before each collective call, on every rank, with the number of ranks that are in it: what
-# ranks do for each other until then.
-between_calls: list[Callable[[int], None]] = []
+# What ranks do for each other until all of them come to a collective call: before it they call
+# ``meet(world)``, with the number of ranks that are in it.
+between_calls: list[Any] = []
 # How torch says that another process is gone, or does not answer.
 _GONE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
@@ -209,8 +209,8 @@ class Ranks:
 
 
 def _meet(world: int) -> None:
-    for together in between_calls:
-        together(world)
+    for each in between_calls:
+        each.meet(world)
 
 
 ALONE = Ranks()
