@@ -282,7 +282,11 @@ def test_fsdp2_divides_what_is_trained_and_gathers_what_samples(name):
     assert {part: spread[part] for part in same} == {part: alone[part] for part in same}
     values = {"train": {"device": "cpu", "kl_to_ref_coeff": 0.1}, "model": {"name": name}}
     reference = parts_of(load_config(values))["reference model"].num_bytes
-    assert of_ranks(4, name=name, kl_to_ref_coeff=0.1)["reference model"] == -(-reference // 4)
+    spread = of_ranks(4, name=name, kl_to_ref_coeff=0.1)
+    assert spread["reference model"] == -(-reference // 4)
+    assert spread["gathered reference"] == spread["gathered weights"]
+    whole = of_ranks(4, name=name, kl_to_ref_coeff=0.1, gathers="model")
+    assert whole["gathered reference"] == reference
 
 
 def test_fsdp2_gathers_two_layers_and_what_is_in_none(qwen):

@@ -1,13 +1,17 @@
 """What one rank of a gathered model does, in a module that a process of its own can import."""
 
+import signal
+from contextlib import suppress
+
 import torch
 import torch.distributed as dist
 from models_helper import make_tiny_model
 
 from torchrl_llm.modules import TransformersBackend, ValueHead
 from torchrl_llm.modules.backends import SamplingParams
-from torchrl_llm.trainers import Ranks
+from torchrl_llm.trainers import Ranks, gathered_model
 from torchrl_llm.trainers.gathered_model import GatheredModel, whole_weights
+from torchrl_llm.trainers.progress import Cut, StopRequest
 from torchrl_llm.trainers.ranks import ALONE, leave_group
 
 ROWS = [torch.arange(3, 3 + n) for n in (9, 4, 6)]
@@ -56,9 +60,29 @@ def rank_uses(rank, folder, gathers):
         weights[0].shape == own[0].shape,
     )
     ranks.barrier()
+    with StopRequest() as stop, suppress(Cut), stop.at_once():
+        if rank == 0:  # it is told to stop in the middle of a layer that the other one waits for
+            gathered_model.whole_tensor = interrupted(gathered_model.whole_tensor)
+        used(backend, 3)
+        found["cut"] = False
+    found.setdefault("cut", True)
+    ranks.barrier()
     found["again"] = used(backend, 3 - rank) == expected[3 - rank]
     leave_group()
     torch.save(found, f"{folder}/{rank}.pt")
+
+
+def interrupted(gather):
+    """The same function, which raises a signal the third time that it is called."""
+    calls = []
+
+    def gather_again(value):
+        calls.append(value)
+        if len(calls) == 3:
+            signal.raise_signal(signal.SIGTERM)
+        return gather(value)
+
+    return gather_again
 
 
 def held(*weights):

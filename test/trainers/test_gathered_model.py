@@ -25,4 +25,5 @@ def test_ranks_sample_and_score_at_their_own_pace_with_the_weights_of_all(gather
         if rank == 1:
             assert found["whole"] == ([True, True], True)
         assert found["after"] == ([False, False], True, True)
+        assert found["cut"] == (rank == 0)
         assert found["again"]

@@ -444,7 +444,7 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
     if counts.is_spread:
         yield from _whole(counts, weights)
     if config.needs_reference:
-        yield _reference(counts)
+        yield from _reference(counts)
 
 
 def _whole(counts: _Counts, weights: int) -> Iterable[MemoryPart]:
@@ -455,8 +455,9 @@ def _whole(counts: _Counts, weights: int) -> Iterable[MemoryPart]:
     if isinstance(counts.config, grpo_config.AsyncGRPOConfig):
         yield MemoryPart("weights to send", weights, TRAIN, "whole, in the first process")
     elif counts.config.inference_model.backend != "transformers":
-        how = "whole, while the engine gets them"
-        yield MemoryPart("weights to send", weights, ("sample",), how)
+        if sync_type(counts.config) != "adapter":
+            how = "whole, while the engine gets them"
+            yield MemoryPart("weights to send", weights, ("sample",), how)
     elif not by_layer:
         yield MemoryPart("weights that sample", weights, ("sample",), "whole, up to the update")
 
@@ -476,19 +477,25 @@ def _states(counts: _Counts) -> int | None:
         raise
 
 
-def _reference(counts: _Counts) -> MemoryPart:
+def _reference(counts: _Counts) -> Iterable[MemoryPart]:
     config = counts.config
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if modules.find_adapter(config.model.name) is None:
-            return MemoryPart("reference model", 0, TRAIN, "the policy with its adapters off")
+            yield MemoryPart("reference model", 0, TRAIN, "the policy with its adapters off")
+            return
         size, how = tensor_bytes(trained(counts.model)), "a copy of the adapter on the policy"
-        return MemoryPart("reference model", size, TRAIN, how)
+        yield MemoryPart("reference model", size, TRAIN, how)
+        return
     name = config.ref_model.name or config.model.name
     with naming("ref_model.name"):
         model = modules.empty_model(name, dtype=config.train_model.dtype)
     alone = "on a GPU of its own" if config.ref_model.num_devices else "next to the policy"
-    size = counts.spread(tensor_bytes(model.parameters()))
-    return MemoryPart("reference model", size, _held(counts), f"{alone}{counts.part}")
+    whole = tensor_bytes(model.parameters())
+    size, how = counts.spread(whole), f"{alone}{counts.part}"
+    yield MemoryPart("reference model", size, _held(counts), how)
+    if counts.is_spread:
+        whole = _gathered(model) if config.train.gathers == "layer" else whole
+        yield MemoryPart("gathered reference", whole, ("sample",), "while it scores")
 
 
 def _forward(counts: _Counts) -> Iterable[MemoryPart]:

@@ -173,5 +173,7 @@ def make_sampler(
         rank = dist.get_rank() if dist.is_initialized() else 0
         given["folder"] = Path(config.weight_sync.folder, f"{name}-{rank}")
     make_updater = SleepingEngineWeights if config.inference_model.sleep else find("weights", sync)
+    is_whole = learner is policy or sync == "adapter"  # of an adapter its shards are enough
+    model = learner.model if is_whole else model
     updater = make_updater(backend, model=model, canary=canary, **given)
-    return sampler, updater if learner is policy else GatheredWeights(policy, updater)
+    return sampler, updater if is_whole else GatheredWeights(policy, updater)

@@ -11,11 +11,11 @@ waits for the others in :class:`~torchrl_llm.trainers.Ranks`, until all wait.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from torchrl_llm.trainers.progress import uncut
 from torchrl_llm.trainers.ranks import between_calls, blocks_of
 from torchrl_llm.weights.weight_names import whole_tensor
 from torchrl_llm.weights.weight_updater import WeightUpdater
@@ -31,7 +32,7 @@ Gathers = Literal["layer", "model"]
 
 # What a rank asks for that wants no layer.
 _NOTHING = torch.iinfo(torch.int64).max
-_models: WeakKeyDictionary[nn.Module, GatheredModel] = WeakKeyDictionary()
+_models: weakref.WeakKeyDictionary[nn.Module, GatheredModel] = weakref.WeakKeyDictionary()
 
 
 class GatheredModel:
@@ -70,16 +71,18 @@ class GatheredModel:
         source_of = dict(zip(parameters, sources, strict=True))
         self._pace, self._keeps = _pace(timeout_s), gathers == "model"
         # What is in no layer comes first: it is asked for before any layer.
-        layers = [list(block.parameters()) for block in blocks_of(model)]
-        in_layers = {p for layer in layers for p in layer}
+        blocks = blocks_of(model)
+        in_layers = {p for block in blocks for p in block.parameters()}
         rest = self._layer([p for p in parameters if p not in in_layers], source_of)
+        inside = {part for block in blocks for part in block.modules()}
         for part in module.modules():
-            if any(p not in in_layers for p in part.parameters(recurse=False)):
+            if part not in inside:
                 part.register_forward_pre_hook(lambda *_: self._bring(rest), prepend=True)
         self._numbers = [rest]
-        for block, layer in zip(blocks_of(model), layers, strict=True):
-            self._wrap(block, self._layer(layer, source_of))
+        for block in blocks:
+            self._wrap(block, self._layer(list(block.parameters()), source_of))
         _models[model] = self
+        weakref.finalize(model, self._pace.forget, self._numbers)
 
     def _layer(self, parameters: list[nn.Parameter], source_of: Mapping[Any, Tensor]) -> int:
         self._pace.layers.append(_Layer({p: source_of[p] for p in parameters}))
@@ -93,9 +96,9 @@ class GatheredModel:
             block.register_forward_hook(lambda *_: drop(), always_call=True)
 
     def _bring(self, number: int) -> None:
-        numbers = self._numbers if self._keeps else (number,)
-        for each in numbers:
-            self._pace.bring(each)
+        if not self._pace.layers[number].is_whole:
+            for each in self._numbers if self._keeps else (number,):
+                self._pace.bring(each)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -204,6 +207,11 @@ class _Pace:
         self.layers: list[_Layer] = []
         self._lock = threading.RLock()
 
+    def forget(self, numbers: Sequence[int]) -> None:
+        """Let go of the shards of a model that is gone; others keep their numbers."""
+        for number in numbers:
+            self.layers[number] = _Layer({})
+
     def bring(self, number: int) -> None:
         """Wait until the weights of a layer are whole here."""
         with self._lock:
@@ -226,10 +234,11 @@ class _Pace:
 
     def _gather_next(self, wanted: int) -> int:
         asked = torch.tensor(wanted)
-        dist.all_reduce(asked, op=dist.ReduceOp.MIN, group=self._group)
-        number = int(asked)
-        if number != _NOTHING:
-            self.layers[number].gather(number == wanted)
+        with uncut():
+            dist.all_reduce(asked, op=dist.ReduceOp.MIN, group=self._group)
+            number = int(asked)
+            if number != _NOTHING:
+                self.layers[number].gather(number == wanted)
         return number
 
 

@@ -16,6 +16,31 @@ class Cut(BaseException):
     """Ends what may be left out when a run is to stop; see :meth:`StopRequest.at_once`."""
 
 
+class _Held:
+    """Whether the main thread is in a body that a :class:`Cut` waits for, and whether one does."""
+
+    depth, waiting = 0, False
+
+
+@contextlib.contextmanager
+def uncut() -> Iterator[None]:
+    """Do the body to its end: a ``Cut`` that comes meanwhile ends what follows it.
+
+    It is for steps that several processes take together.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    _Held.depth += 1
+    try:
+        yield
+    finally:
+        _Held.depth -= 1
+    if _Held.waiting and not _Held.depth:
+        _Held.waiting = False
+        raise Cut
+
+
 class StopRequest:
     """Turns Ctrl-C, SIGTERM and SIGHUP into a wish that the loop grants at the end of its step.
 
@@ -79,7 +104,7 @@ class StopRequest:
 
         It is for what can take longer than a scheduler waits, and changes nothing: evaluations.
         """
-        self._cuts = True
+        self._cuts, _Held.waiting = True, False
         try:
             if self.requested:
                 raise Cut
@@ -94,7 +119,9 @@ class StopRequest:
         first, self.signal = self.signal is None, self.signal or signal.Signals(number)
         if first and self._notice is not None:
             self._notice()
-        if self._cuts:
+        if self._cuts and _Held.depth:
+            _Held.waiting = True
+        elif self._cuts:
             raise Cut
 
 

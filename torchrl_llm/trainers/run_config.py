@@ -21,7 +21,7 @@ _FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
 _FREE_ON_RESUME += ("reward.on_all_invalid", "train.parallel", "train.timeout_s")
 _FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was too long ended it
-_FREE_ON_RESUME += ("env.on_overlong",)
+_FREE_ON_RESUME += ("env.on_overlong", "train.gathers")
 
 
 # What the memory of each part of a step grows with, the key that costs least to lower first.

@@ -213,6 +213,8 @@ def _precision(dtype: torch.dtype | None) -> Iterator[None]:
     with ExitStack() as stack:
         for kind in {"cpu"} | ({accelerator.type} if accelerator is not None else set()):
             low = dtype in _LOW
-            cast = torch.autocast(kind, dtype=dtype if low else torch.bfloat16, enabled=low)
+            kept = dtype if low else torch.bfloat16
+            # Weights may be there for a moment alone, and a copy of each would stay.
+            cast = torch.autocast(kind, dtype=kept, enabled=low, cache_enabled=False)
             stack.enter_context(cast)
         yield
