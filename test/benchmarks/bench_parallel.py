@@ -19,7 +19,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = str(ROOT / "sota-implementations" / "grpo" / "grpo-sync.py")
-SIDES = {"one process, two threads": "none", "two processes, ddp": "ddp", "fsdp2": "fsdp2"}
+SIDES = {
+    "one process, two threads": ("none",),
+    "two processes, ddp": ("ddp",),
+    "fsdp2": ("fsdp2",),
+    "fsdp2, gathers=model": ("fsdp2", "train.gathers=model"),
+}
 
 
 def make_model(folder: Path) -> Path:
@@ -48,8 +53,9 @@ def make_model(folder: Path) -> Path:
     return folder
 
 
-def step_s(parallel: str, folder: Path, steps: int, options: list[str]) -> float:
+def step_s(side: str, folder: Path, steps: int, options: list[str]) -> float:
     """Median seconds of a step."""
+    parallel, *more = SIDES[side]
     threads = 2 if parallel == "none" else 1
     start = [sys.executable]
     if parallel != "none":
@@ -60,7 +66,7 @@ def step_s(parallel: str, folder: Path, steps: int, options: list[str]) -> float
     command = [*start, PAGE, f"train.parallel={parallel}", f"hydra.run.dir={folder}"]
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     subprocess.run(
-        [*command, *fixed, *options],
+        [*command, *fixed, *more, *options],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": str(threads)},
         check=True,
         capture_output=True,
@@ -83,9 +89,9 @@ def main(steps: int = 12, rounds: int = 3) -> None:
         for title, options in models.items():
             found: dict[str, list[float]] = {side: [] for side in SIDES}
             for number in range(rounds):
-                for side, parallel in SIDES.items():
-                    place = folder / f"{title}-{number}-{parallel}".replace(" ", "-")
-                    found[side].append(step_s(parallel, place, steps, options))
+                for side in SIDES:
+                    place = folder / f"{title}-{number}-{side}".replace(" ", "-").replace(",", "")
+                    found[side].append(step_s(side, place, steps, options))
             alone = statistics.median(found["one process, two threads"])
             for side, seconds in found.items():
                 middle = statistics.median(seconds)
