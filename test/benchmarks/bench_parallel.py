@@ -89,9 +89,9 @@ def main(steps: int = 12, rounds: int = 3) -> None:
         for title, options in models.items():
             found: dict[str, list[float]] = {side: [] for side in SIDES}
             for number in range(rounds):
-                for side in SIDES:
-                    place = folder / f"{title}-{number}-{side}".replace(" ", "-").replace(",", "")
-                    found[side].append(step_s(side, place, steps, options))
+                for place, side in enumerate(SIDES):
+                    run = folder / f"{title}-{number}-{place}".replace(" ", "-")
+                    found[side].append(step_s(side, run, steps, options))
             alone = statistics.median(found["one process, two threads"])
             for side, seconds in found.items():
                 middle = statistics.median(seconds)
