@@ -222,7 +222,7 @@ def gather_weights(
 
     Args:
         config: its ``gathers`` and ``timeout_s``.
-        module: see :class:`~torchrl_llm.trainers.gathered_model.GatheredModel`.
+        module: see ``torchrl_llm.trainers.gathered_model.GatheredModel``.
         model: as there.
         sources: as there.
     """

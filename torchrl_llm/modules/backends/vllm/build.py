@@ -230,7 +230,7 @@ def engine_arguments(
         Keyword arguments.
 
     Raises:
-        MissingExtraError: see :func:`check_bits_plugin`.
+        MissingExtraError: see ``check_bits_plugin``.
 
     Example:
         >>> found = engine_arguments("a/model", max_model_len=64, cpu=True, seed=3)
