@@ -36,6 +36,18 @@ def fork_server():
     return context
 
 
+def run_both_ranks(target, *arguments, timeout=600):
+    """Run ``target(rank, *arguments)`` for two ranks, each in a process of its own, to the end."""
+    context = fork_server()
+    processes = [context.Process(target=target, args=(rank, *arguments)) for rank in (0, 1)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(timeout=timeout)
+        process.kill()
+    assert [process.exitcode for process in processes] == [0, 0], "see what a rank has printed"
+
+
 def run_program(code, *arguments):
     """Run a program, as after ``python -c``, in a process that has imported everything already.
 

@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-from fork_server import fork_server
+from fork_server import run_both_ranks
 from trainers.gathered_helper import rank_uses
 
 
 @pytest.mark.parametrize("gathers", ["layer", "model"])
 def test_ranks_sample_and_score_at_their_own_pace_with_the_weights_of_all(gathers, tmp_path):
-    context = fork_server()
-    processes = [context.Process(target=rank_uses, args=(r, tmp_path, gathers)) for r in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=120)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], "see what a rank has printed"
+    run_both_ranks(rank_uses, tmp_path, gathers, timeout=120)
     for rank in (0, 1):
         found = torch.load(tmp_path / f"{rank}.pt")
         assert found["at first"] == [False, False]

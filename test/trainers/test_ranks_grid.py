@@ -8,7 +8,7 @@ import itertools
 
 import pytest
 import torch
-from fork_server import fork_server
+from fork_server import run_both_ranks
 from trainers.ranks_grid_helper import (
     BUDGETS,
     CASES,
@@ -25,14 +25,7 @@ from torchrl_llm.trainers.ranks import Ranks, add_gradients
 
 def run_two(cases, folder):
     """What both ranks found for each case."""
-    context = fork_server()
-    processes = [context.Process(target=rank_main, args=(r, cases, folder)) for r in (0, 1)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(timeout=600)
-        process.kill()
-    assert [process.exitcode for process in processes] == [0, 0], "see what a rank has printed"
+    run_both_ranks(rank_main, cases, folder)
     names = [(rank, number) for rank in (0, 1) for number in range(len(cases))]
     return {name: torch.load(folder / "{}-{}.pt".format(*name)) for name in names}
 

@@ -20,13 +20,9 @@ from torchrl_llm.envs.ids import set_process_number
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper
 from torchrl_llm.modules.backends.token_scorer import CausalScorer
-from torchrl_llm.recipes.builders import (
-    device_of,
-    gather_weights,
-    seed_everything,
-    set_threads,
-)
+from torchrl_llm.recipes.builders import device_of, seed_everything, set_threads
 from torchrl_llm.recipes.shared_keys import TrainedConfig
+from torchrl_llm.trainers.gathered_model import GatheredModel
 from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, shard
 
 Config = TypeVar("Config", bound=TrainedConfig)
@@ -132,7 +128,9 @@ def spread(config: TrainedConfig, learner: CausalScorer, scorer: CausalScorer) -
         scorer: samples or scores.
     """
     shard(learner, learner.model, device=device_of(config))
-    gather_weights(config.train, scorer, scorer.model, list(learner.parameters()))
+    shards, train = list(learner.parameters()), config.train
+    given = {"gathers": train.gathers, "timeout_s": train.timeout_s}
+    GatheredModel(scorer, scorer.model, sources=shards, **given)
 
 
 def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:

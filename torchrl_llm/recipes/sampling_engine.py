@@ -162,7 +162,8 @@ def make_sampler(
     canary = None
     if config.weight_sync.verify:
         canary = make_canary(config, policy, sync)
-    model = policy.model
+    gathers = learner is not policy and sync != "adapter"  # of an adapter its shards are enough
+    model = policy.model if gathers else learner.model
     if sync == "shared":
         # The version is proven by the canary; hashing all weights as well would double the cost.
         return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)
@@ -173,7 +174,5 @@ def make_sampler(
         rank = dist.get_rank() if dist.is_initialized() else 0
         given["folder"] = Path(config.weight_sync.folder, f"{name}-{rank}")
     make_updater = SleepingEngineWeights if config.inference_model.sleep else find("weights", sync)
-    is_whole = learner is policy or sync == "adapter"  # of an adapter its shards are enough
-    model = learner.model if is_whole else model
     updater = make_updater(backend, model=model, canary=canary, **given)
-    return sampler, updater if is_whole else GatheredWeights(policy, updater)
+    return sampler, GatheredWeights(policy, updater) if gathers else updater

@@ -27,7 +27,6 @@ from torchrl_llm.recipes.builders.task_envs import (
     with_agent as with_agent,
 )
 from torchrl_llm.recipes.builders.policies import (
-    gather_weights as gather_weights,
     load_policy as load_policy,
     longest_row as longest_row,
     make_policy as make_policy,

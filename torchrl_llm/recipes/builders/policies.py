@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
-from torch import Tensor, nn
 from torchrl._utils import logger
 
 from torchrl_llm import modules
@@ -21,7 +19,6 @@ from torchrl_llm.recipes.builders.problems import check_problems, task_rows, tas
 from torchrl_llm.recipes.builders.task_envs import with_agent
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask
 from torchrl_llm.recipes.data_config import ROWS
-from torchrl_llm.recipes.groups import ForwardConfig
 from torchrl_llm.recipes.shared_keys import SampledConfig, TrainedConfig
 from torchrl_llm.recipes.tasks import task_class, tool_transform
 from torchrl_llm.tools.call_parsers import MessageCallParser
@@ -208,26 +205,9 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
                 reference.tokenizer = modules.load_tokenizer(name)
             check_same_vocabulary(policy, reference, names=("the policy", "its reference"))
     if config.train.parallel == "fsdp2":
-        gather_weights(config.train, model, model)
+        train = config.train
+        GatheredModel(model, model, gathers=train.gathers, timeout_s=train.timeout_s)
     return reference
-
-
-def gather_weights(
-    config: ForwardConfig,
-    module: nn.Module,
-    model: nn.Module,
-    sources: Sequence[Tensor] | None = None,
-) -> None:
-    """Leave a rank a part of the weights of a module, which are whole while it runs.
-
-    Args:
-        config: its ``gathers`` and ``timeout_s``.
-        module: see ``torchrl_llm.trainers.gathered_model.GatheredModel``.
-        model: as there.
-        sources: as there.
-    """
-    given = {"gathers": config.gathers, "timeout_s": config.timeout_s}
-    GatheredModel(module, model, sources=sources, **given)
 
 
 def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:
