@@ -152,7 +152,7 @@ class Silent(FakeBackend):
 
 def rows():
     """Each row of the tables: what changes, and the files."""
-    tables = PAGE.read_text().split("Where a change goes")[1].split("*Why")[0]
+    tables = PAGE.read_text().split("Where a change goes\n---")[1]
     found, at, start = {}, None, None
     for line in tables.splitlines():
         if line.startswith("=="):
