@@ -1,18 +1,21 @@
-"""Drawings of the documentation that are no measurements: the floors, a row's life, and the cards.
+"""Draws the floors, a row's life, the bars of the benchmarks, and the cards.
 
     python docs/draw_pictures.py
 
-The two large ones are put into the page itself and take its colours, so they follow the reader's
-theme; the cards are image files in colours that both themes show.
+The first three are put into the page itself and take its colours, so they follow the reader's
+theme; the cards are image files in colours that both themes show. The bars are those of the table
+``source/benchmarks.csv``, which the page shows below them.
 """
 
 from __future__ import annotations
 
 import csv
 import html
+import re
 from pathlib import Path
 
 STATIC = Path(__file__).parent / "source/_static"
+BENCHMARKS = Path(__file__).parent / "source/benchmarks.csv"
 BLUE, ORANGE, GREEN, GREY = "#3b82d6", "#e07b39", "#2f9e6e", "#7d8590"
 TEXT = "var(--color-foreground-primary, #7d8590)"
 QUIET = "var(--color-foreground-secondary, #7d8590)"
@@ -134,6 +137,35 @@ def life() -> str:
     return svg(420, 382, parts, "The life of a row, from a question to new weights")
 
 
+# --- Benchmarks -----------------------------------------------------------------------------------
+
+
+def bars() -> str:
+    """A group of bars for each row of the table, as long as its figures; a cell of words has none."""
+    with BENCHMARKS.open() as file:
+        rows = list(csv.DictReader(file))
+    parts, y = [], 6
+    for row in rows:
+        about, *cells = row.items()
+        parts.append(text(6, y + 15, about[1], bold=True))
+        y += 24
+        sides = [(side, cell) for side, cell in cells if side != "command"]
+        figures = [re.match(r"[\d,.]+", cell) for _, cell in sides]
+        values = [float(figure[0].replace(",", "")) if figure else None for figure in figures]
+        longest = max(value for value in values if value is not None)
+        for (side, cell), value, colour in zip(sides, values, (BLUE, ORANGE, GREY), strict=True):
+            end = 94
+            parts.append(text(86, y + 15, side, 12.5, QUIET, "end"))
+            if value is not None:
+                length = round(220 * value / longest, 1)
+                parts.append(box(94, y + 2, length, 17, colour, colour, 3))
+                end += length + 7
+            parts.append(text(round(end, 1), y + 15, cell, 12.5, TEXT if value else QUIET))
+            y += 23
+        y += 14
+    return svg(420, y, parts, "Step, memory and a ragged batch: torchrl_llm, TRL and TorchRL")
+
+
 # --- Cards ----------------------------------------------------------------------------------------
 
 
@@ -221,6 +253,7 @@ CARDS = (
 def main() -> None:
     (STATIC / "floors.svg").write_text(floors())
     (STATIC / "life_of_a_row.svg").write_text(life())
+    (STATIC / "benchmarks.svg").write_text(bars())
     (STATIC / "cards").mkdir(exist_ok=True)
     for card in CARDS:
         name = card.__name__

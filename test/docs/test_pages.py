@@ -74,7 +74,7 @@ def test_each_picture_is_there_and_shown_and_made_by_a_program(monkeypatch):
     static = SOURCE / "_static"
     made = {static / f"curves/{name}.svg" for name in make_curves.RUNS}
     made |= {static / f"cards/{card.__name__}.svg" for card in draw_pictures.CARDS}
-    made |= {static / "floors.svg", static / "life_of_a_row.svg"}
+    made |= {static / f"{name}.svg" for name in ("benchmarks", "floors", "life_of_a_row")}
     screenshots = {static / "view.png"}  # test/evaluation/report/test_view_in_browser.py
     assert set(pictures()) == made | screenshots
     assert made == set(static.rglob("*.svg"))
