@@ -1,9 +1,9 @@
 """Writes the page "On one GPU" of the documentation from the results of the check.
 
     python test/gpu/page.py            # from the results in test/gpu/figures
-    python test/gpu/page.py DIR        # takes the finished sections of DIR into that folder first
+    python test/gpu/page.py DIR        # copies the finished sections of DIR into that folder first
 
-What was never measured says so; nothing on the page is typed by hand but its sentences.
+All figures on the page come from these results. A section without results says "Not measured yet".
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 FIGURES = Path(__file__).parent / "figures"
 PAGE = Path(__file__).parents[2] / "docs" / "source" / "on_one_gpu.rst"
 
-# Of a fact; longer ones, as the outcome of each test, are in the JSON file alone.
+# Of a fact; longer ones, such as the outcome of each test, are only in the JSON file.
 _LONGEST = 160
 _WRAPPER = TextWrapper(110, break_on_hyphens=False)
 _INTRO = """\
@@ -27,36 +27,34 @@ On one GPU
 
 .. This page is written by test/gpu/page.py. Do not edit it.
 
-``python test/gpu/check.py --budget-s 480 --out DIR`` runs these sections on one GPU and ends
-within its budget. Each figure comes from that command. What has not been measured yet says so.
+``python test/gpu/check.py --budget-s 480 --out DIR`` runs these sections on one GPU within the
+given seconds. Each figure comes from that command.
 
-A machine without a network gets its packages from ``bash test/gpu/wheels.sh DIR``: the
-dependencies of this package and the other sides of the comparisons, in wheels, without torch and
-transformers.
+For a machine without a network, ``bash test/gpu/wheels.sh DIR`` downloads wheels of the
+dependencies and of the compared libraries, without torch and transformers.
 
 ``python test/gpu/check.py --tiny --device cpu --out DIR`` rehearses all sections on a CPU.
 """
 _SECTIONS = {
     "facts": (
         "The card",
-        "Card, versions, and the two ceilings: a large matrix product and a large copy.",
+        "Card, versions, and two upper bounds: the speed of a large matrix product and of a large copy.",
     ),
     "right": (
         "Fast paths against slow twins",
         "``pytest -m gpu``: the chunked head, the layouts of rows, decoding, gradient "
         "checkpointing, LoRA, ``torch.compile`` and FSDP2 against plain PyTorch, values "
-        "and gradients, in float32 and bfloat16; exact resume; errors out of memory. The "
-        "memory that ``torchrl-llm memory`` predicts is to be within 10 % of the measured "
-        "peak.",
+        "and gradients, in float32 and bfloat16; exact resume; out-of-memory errors. Aim: the "
+        "forecast of ``torchrl-llm memory`` is within 10 % of the measured peak.",
     ),
     "main_job": (
         "The main job",
-        "README's command: seconds, and accuracy on 512 held-out sums.",
+        "``torchrl-llm train grpo``: seconds, and accuracy on 512 held-out sums.",
     ),
     "step": (
         "Loss and backward",
         "64 rows of log-normal length up to 2,048 tokens, Qwen2.5 shapes with random "
-        "weights in bfloat16, a vocabulary of 151,936. Aims: tokens a second at least "
+        "weights in bfloat16, a vocabulary of 151,936. Aims: tokens per second at least "
         "0.97 of a bare packed loop's, 1.5 times TRL's and 4 times TorchRL's; at most "
         "half of TRL's memory.",
     ),
@@ -64,24 +62,24 @@ _SECTIONS = {
         "The head alone",
         "8,192 tokens, a vocabulary of 151,936 and 1,536 channels, forward and backward. "
         "Aims: memory at most 1.15 of the weight's gradient, time at most 1.1 of the "
-        "fastest other way.",
+        "fastest alternative.",
     ),
     "generate": (
         "Sampling with transformers",
-        "64 prompts x 512 tokens at the shape of Qwen2.5-0.5B. Aims: twice the tokens a "
-        "second of ``generate``, at least those of ``generate_batch``.",
+        "64 prompts x 512 tokens with the shapes of Qwen2.5-0.5B. Aims: twice the tokens per "
+        "second of ``generate``, at least as many as ``generate_batch``.",
     ),
     "whole": (
         "Whole steps",
-        "Ten GRPO steps at the shape of Qwen2.5-0.5B with the transformers sampler. Aims: "
-        "at most 5 % of a step outside of the model, no host-device synchronisation in a "
+        "Ten GRPO steps with the shapes of Qwen2.5-0.5B and the transformers sampler. Aims: "
+        "at most 5 % of a step outside the model, no host-device synchronisation in a "
         "micro-batch of the loss.",
     ),
     "sleep": (
         "One memory for trainer and vLLM",
-        "An engine that shares the trainer's weights gives back its cache of 4 GiB. Aims: the "
-        "memory is free, the weights stay where they are, the tokens after waking are those "
-        "before, and a step that was taken meanwhile is the engine's.",
+        "An engine that shares the trainer's weights frees its cache of 4 GiB while it sleeps. "
+        "Aims: the memory is free, the weights keep their addresses, the engine samples the "
+        "same tokens after waking, and it has the weights of a step taken meanwhile.",
     ),
     "vllm": (
         "With vLLM",
@@ -91,10 +89,10 @@ _SECTIONS = {
 
 
 def page(results: dict[str, dict[str, Any]]) -> str:
-    """The page.
+    """The text of the page.
 
     Args:
-        results: of each section that is done what its JSON file holds.
+        results: name of each finished section to the content of its JSON file.
     """
     parts = [_INTRO]
     for name, (title, what) in _SECTIONS.items():
@@ -118,13 +116,13 @@ def _measured(entry: dict[str, Any]) -> list[str]:
 
 def _cells(figure: dict[str, Any]) -> tuple[str, ...]:
     value = figure["value"]
-    shown = "not told" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    shown = "not measured" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     aim = f"{figure['aim']} ({'met' if figure['met'] else 'missed'})" if "aim" in figure else ""
     return figure["name"], shown, figure["unit"], aim
 
 
 def read_results(folder: Path) -> dict[str, dict[str, Any]]:
-    """The sections of a folder that came to their end on a GPU; a rehearsal has no figures."""
+    """The sections of a folder that finished on a GPU; rehearsals on a CPU are left out."""
     entries = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     return {
         name: entry
