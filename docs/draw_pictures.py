@@ -141,7 +141,7 @@ def life() -> str:
 
 
 def bars() -> str:
-    """A group of bars for each row of the table, as long as its figures; a cell of words has none."""
+    """A group of bars for each row of the table; a cell without a number has no bar."""
     with BENCHMARKS.open() as file:
         rows = list(csv.DictReader(file))
     parts, y = [], 6

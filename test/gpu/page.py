@@ -38,7 +38,8 @@ dependencies and of the compared libraries, without torch and transformers.
 _SECTIONS = {
     "facts": (
         "The card",
-        "Card, versions, and two upper bounds: the speed of a large matrix product and of a large copy.",
+        "Card, versions, and two upper bounds: the speed of a large matrix product and of a "
+        "large copy.",
     ),
     "right": (
         "Fast paths against slow twins",
@@ -116,7 +117,7 @@ def _measured(entry: dict[str, Any]) -> list[str]:
 
 def _cells(figure: dict[str, Any]) -> tuple[str, ...]:
     value = figure["value"]
-    shown = "not measured" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
+    shown = "none" if value is None else f"{value:.4g}" if abs(value) < 1e4 else f"{value:,.0f}"
     aim = f"{figure['aim']} ({'met' if figure['met'] else 'missed'})" if "aim" in figure else ""
     return figure["name"], shown, figure["unit"], aim
 
