@@ -71,7 +71,7 @@ class ProgramTransform(Transform):
         return tensordict_reset
 
     def begin(self, td: TensorDictBase, places: Sequence[bool]) -> None:
-        """Run the programs of some rows, each with the columns of the data and how its task begins.
+        """Start the programs of some rows, each with its columns and its task's first prompt.
 
         Args:
             td: all rows.

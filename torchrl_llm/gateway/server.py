@@ -58,7 +58,7 @@ class GatewayServer:
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="critical",  # its warnings are about broken requests and calls cancelled at the end
+            log_level="critical",  # it warns of broken requests and calls cancelled at the end
             access_log=False,
             server_header=False,
             proxy_headers=False,

@@ -294,7 +294,7 @@ class GatewaySession(Port):
     # -- prompts ----------------------------------------------------------------------------------
 
     def _prompt(self, call: Call, formatter: ChatFormatter) -> tuple[Place | None, Chat]:
-        """Where a call stands, and its conversation with the record of its prompt."""
+        """The position of a call, and its conversation with the record of its prompt."""
         if call.prompt is not None:
             return None, self._raw_prompt(call.prompt)
         if not call.messages:
@@ -309,7 +309,7 @@ class GatewaySession(Port):
             record = formatter.continue_record(record, chat[:-1] if begun else chat)
             record = replace(record, fork_cause=record.fork_cause or place.cause)
             if not bool((record.source == Source.SAMPLED).any()):
-                # The template has rewritten all; what the client has left out stays out.
+                # The template has rewritten everything; parts that the client omitted stay omitted.
                 chat, forked = Chat(call.messages), record
                 record = formatter.encode(chat).prompt_record(
                     chat, fork_cause=forked.fork_cause, earlier_turns=forked.earlier_turns
@@ -319,7 +319,7 @@ class GatewaySession(Port):
         return place, chat.with_record(record)
 
     def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Chat:
-        """A prompt that is no conversation, as one message with the ids of the prompt."""
+        """A plain prompt as one message with the ids of the prompt."""
         codec = self._formatters.codec
         if isinstance(prompt, str):
             text, ids = prompt, None
@@ -357,7 +357,7 @@ class GatewaySession(Port):
         record: TokenRecord,
         formatter: ChatFormatter,
     ) -> Answer:
-        """What the client gets; the conversation is remembered."""
+        """The answer for the client; the conversation is stored."""
         ids, reason, start = record.token_ids, record.finish_reason, len(prompt.record.token_ids)
         begin = record.response_start
         message = formatter.parse_response(ids[:begin], ids[begin:], reason)
@@ -366,7 +366,7 @@ class GatewaySession(Port):
             message["content"] = message["raw"]
         if begin == start:
             content = message["content"] if place is not None else message["raw"]
-        else:  # the prompt ended with a message that this answer goes on with
+        else:  # this answer continues the last message of the prompt
             content = formatter.parse_response(ids[:start], ids[start:], reason)["raw"]
         shown = _before_stop(content, call.sampling.get("stop", ()))
         sent = {name: message[name] for name in _SHOWN if name in message} | {"content": shown}
@@ -384,9 +384,9 @@ class GatewaySession(Port):
 
 
 def _with_begun(record: TokenRecord, chat: Chat, formatter: ChatFormatter) -> TokenRecord:
-    """The record of a prompt with the answer that its client has begun."""
+    """The record of a prompt with the partial answer of its client."""
     before, whole = (formatter.encode(each) for each in (chat[:-1], chat))
-    if not _begins(whole.token_ids, before.token_ids):  # it is no text behind the same header
+    if not _begins(whole.token_ids, before.token_ids):  # it is not a text after the same header
         turns = record.num_turns
         return whole.prompt_record(chat, fork_cause="prompt_changed", earlier_turns=turns)
     more = slice(len(before.token_ids), None)
@@ -403,14 +403,14 @@ def _begins(ids: Tensor, known: Tensor) -> bool:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text without the string that ended it."""
+    """The text without its stop string."""
     places = [place for each in stop if (place := text.find(each)) >= 0]
     return text[: min(places)] if places else text
 
 
 @contextmanager
 def _as_refusal(field: str = "messages") -> Iterator[None]:
-    """What is wrong with the conversation of a call is told to its client."""
+    """Errors in the conversation of a call are reported to its client."""
     try:
         yield
     except (DataError, TemplateError, TokenizerError, UnicodeEncodeError) as error:

@@ -256,7 +256,7 @@ FUNCTION: Table = {
     "description": str,
     "strict": Field(
         bool, unused=True
-    ),  # calls are sampled without constraints, and parsers check them
+    ),  # calls are sampled freely; parsers check them
     "cache_control": Any,
 }
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
