@@ -1,4 +1,4 @@
-"""Collectors: an environment and a policy, turned into batches or into rows of a buffer."""
+"""Collectors: roll out a policy in an environment, into batches or a buffer."""
 
 from torchrl_llm._imports import lazy
 

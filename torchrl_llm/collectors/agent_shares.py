@@ -1,4 +1,4 @@
-"""The rows of a collector shared out by their players, for learners that each train one policy."""
+"""Distributes the rows of a collector by player to learners that each train one policy."""
 
 from __future__ import annotations
 
@@ -13,24 +13,23 @@ from torchrl_llm.data.rollouts import row_list, sampled_tokens
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.errors import ConfigError, DataError
 
-# Batches in which a player may never act, before that is an error.
+# Number of batches without a turn of a player before an error is raised.
 _MOST_BATCHES = 16
 
 
 class AgentShares(SavedState):
-    """Shares out the batches of a collector: each learner gets the rows of its players.
+    """Distributes the batches of a collector: each learner gets the rows of its players.
 
-    A batch is drawn when a learner asks for one and none waits for it; what of it belongs to others
-    waits for them until there are new weights. Rows of earlier weights, and of players that no
-    learner has, are given to nobody.
+    A batch is collected when a learner asks and no rows wait for it. Rows of other learners wait
+    for them until the weights change. Rows of earlier weights, and of players without a learner,
+    are dropped.
 
     Args:
         collector: iterated for batches of rows with ``"agent"``.
         players: names of the players of each learner.
 
     Attributes:
-        untrained_tokens: sampled tokens of rows that were given to nobody, until
-            :meth:`take_untrained`.
+        untrained_tokens: sampled tokens of dropped rows since the last :meth:`take_untrained`.
 
     Raises:
         ConfigError: a player belongs to two learners, or a learner has none.
@@ -55,7 +54,7 @@ class AgentShares(SavedState):
         self.untrained_tokens = 0
 
     def assign(self, players: Mapping[str, Collection[str]]) -> None:
-        """Give the learners other players, from the next batch on.
+        """Assign different players to the learners, from the next batch on.
 
         Args:
             players: as of the constructor.
@@ -72,11 +71,11 @@ class AgentShares(SavedState):
                     raise ConfigError(f"the player {name!r} belongs to two learners")
 
     def __getitem__(self, learner: str) -> Share:
-        """What a learner iterates, in place of the collector."""
+        """The iterator for a learner, which replaces the collector."""
         return Share(self, learner)
 
     def next_of(self, learner: str) -> LazyStackedTensorDict:
-        """The rows of a learner in the oldest batch that it has not had.
+        """The rows of a learner in the oldest batch that it has not received yet.
 
         Args:
             learner: its name.
@@ -124,7 +123,7 @@ class AgentShares(SavedState):
             self._waiting[learner].append(rows)
 
     def take_untrained(self) -> int:
-        """Sampled tokens of rows that were given to nobody, since this was called last."""
+        """Sampled tokens of dropped rows since the last call."""
         number, self.untrained_tokens = self.untrained_tokens, 0
         return number
 

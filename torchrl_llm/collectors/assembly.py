@@ -1,8 +1,8 @@
-"""Turns of environments put together to trajectories, row by row of the environment.
+"""Assembles turns into trajectories, per row of the environment.
 
-:class:`Assembly` holds the turns of each row until a trajectory is done. It knows of players who
-share an episode (what a step without a turn of theirs brings comes to their last own row) and of
-child episodes (whose rows ride with the row that called).
+:class:`Assembly` holds the turns of each row until a trajectory is done. It supports players who
+share an episode (reward and end of a step without their own turn are added to their last row) and
+child episodes (their rows follow the calling row).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from torchrl_llm.data.saved_state import SavedState
 
 
 class Assembly(SavedState):
-    """Rows by place in the environment until their trajectory is done.
+    """The rows of unfinished trajectories, by index in the environment.
 
     Args:
         num_places: rows of the environment.
         last_only: keep the last row of each trajectory only.
 
     Attributes:
-        absent: name of each player who never acted in an episode, to how often that was and the sum
-            of the rewards.
+        absent: for each player who never acted in an episode: the number of such episodes and the
+            sum of the rewards.
     """
 
     saved = ("absent", "_early")
@@ -51,12 +51,12 @@ class Assembly(SavedState):
         running: Sequence[bool] | None = None,
         children: Mapping[int, Sequence[ChildRows]] | None = None,
     ) -> None:
-        """Add the turns of a step of all rows.
+        """Add the turns of a step.
 
         Args:
-            step: ``[B]``; rows that ``"_step"`` leaves out are no turns.
-            tokens: how many were sampled in each row.
-            running: rows whose trajectory goes on; all if not given.
+            step: ``[B]``; rows excluded by ``"_step"`` are not turns.
+            tokens: number of sampled tokens per row.
+            running: rows whose trajectory continues; all by default.
             children: child episodes of the step, by the row of their parent.
         """
         size, children = step.batch_size[0], children or {}
@@ -74,13 +74,13 @@ class Assembly(SavedState):
     def add(
         self, place: int, row: TensorDict, tokens: int, children: Sequence[ChildRows] = ()
     ) -> None:
-        """Add a turn; one that is done finishes its trajectory.
+        """Add a turn; a turn that is done finishes its trajectory.
 
         Args:
-            place: of its row in the environment.
+            place: index of its row in the environment.
             row: the turn.
-            tokens: how many were sampled in it.
-            children: episodes that it has opened.
+            tokens: number of sampled tokens.
+            children: child episodes that it started.
         """
         if early := self._take_early(place):
             reward = row.get(("next", "reward"))
@@ -93,7 +93,7 @@ class Assembly(SavedState):
             if child.trained_by == "own":
                 self.finished.append((len(rows), rows))
                 continue
-            # Behind the row that called, unless that one ends the trajectory.
+            # After the calling row, unless that row ends the trajectory.
             at = len(held) - ends_trajectory(row)
             held[at:at] = rows
             self.open_tokens[place] += child.num_tokens
@@ -101,7 +101,7 @@ class Assembly(SavedState):
             self._finish(place)
 
     def bring(self, place: int, late: TensorDict) -> None:
-        """Bring the reward and the end of a step without a turn to the last own row.
+        """Add the reward and the end of a step without an own turn to the player's last row.
 
         Args:
             place: of the row.
@@ -132,18 +132,18 @@ class Assembly(SavedState):
 
     @property
     def tokens(self) -> int:
-        """Sampled tokens of what is here and will be given out or belongs to what will be."""
+        """Sampled tokens of the rows held here that will be returned."""
         finished = (row for _, trajectory in self.finished for row in trajectory)
         return sum(self.open_tokens) + sum(map(sampled_tokens, finished))
 
     def clear_open(self) -> None:
-        """Forget the trajectories that have not ended."""
+        """Drop unfinished trajectories."""
         self.open = [[] for _ in self.open]
         self._early = [0.0] * len(self.open)
         self.open_tokens = [0] * len(self.open)
 
     def take(self, turns: int) -> tuple[int, list[TensorDict]]:
-        """Finished trajectories of at least ``turns`` turns, or all there are."""
+        """Finished trajectories with at least ``turns`` turns in total, or all."""
         taken, rows = 0, []
         while self.finished and taken < turns:
             number, trajectory = self.finished.popleft()
@@ -153,17 +153,17 @@ class Assembly(SavedState):
 
     @property
     def finished_turns(self) -> int:
-        """Turns of the trajectories that are finished, and not taken yet."""
+        """Turns of finished trajectories that have not been taken."""
         return sum(number for number, _ in self.finished)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Restore the state of :meth:`state_dict`."""
         super().load_state_dict(state)
         self.open_tokens = [sum(map(sampled_tokens, held)) for held in self.open]
 
 
 def _brings(next_td: TensorDictBase, size: int) -> list[bool]:
-    """Rows of a step that have a reward, an end or an error for who did not act."""
+    """Rows of a step with a reward, an end or an error for a player who did not act."""
     found = torch.zeros(size, dtype=torch.bool)
     for name, nothing in (("reward", 0), ("done", 0), ("reward_valid", 1)):
         if (values := next_td.get(name, None)) is not None:
@@ -171,19 +171,19 @@ def _brings(next_td: TensorDictBase, size: int) -> list[bool]:
     return found.tolist()
 
 
-# What a late step adds to a row: sums, flags that either sets, flags that both need.
+# How a late step changes a row: sums, flags combined by or, flags combined by and.
 _LATE_SUMS, _LATE_FLAGS = ("reward",), ("done", "terminated", "truncated", "success")
 
 
 def with_late(row: TensorDict, late: TensorDict) -> TensorDict:
-    """A row with the reward and the end of a later step, in which its player did not act.
+    """Add reward and end of a later step, in which the player did not act, to a row.
 
     Args:
-        row: the player's last own row; not changed.
+        row: the player's last row; not changed.
         late: the row of the later step.
 
     Returns:
-        The row, or a copy where something is to be brought to it.
+        The row, or a changed copy.
     """
     now, then = row.get("next")._tensordict, late.get("next")._tensordict
     changed = {}
@@ -201,5 +201,5 @@ def with_late(row: TensorDict, late: TensorDict) -> TensorDict:
             changed[name] = new if bool(then["done"].any()) else old
         elif not bool(then["reward_valid"].all()):
             changed[name] = new
-    # A copy of the two nodes alone: one of all that a row holds takes milliseconds.
+    # Copy only the two nodes: a copy of the whole row takes milliseconds.
     return new_node({**row._tensordict, "next": new_node({**now, **changed})})

@@ -1,10 +1,9 @@
 """Learner's end of a channel, with the interface of a collector.
 
 Remote workers (threads, actors of Ray, processes that only share a Redis) collect rows and put
-them into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is what
-a training loop iterates instead of an environment: it grants rows to the workers, takes their
-deliveries, refuses those that do not hold what they claim, gives dead workers up, and tells the
-workers of new weights.
+them into a :class:`~torchrl_llm.collectors.transport.RowChannel`. :class:`ChannelCollector` is the
+collector for a training loop: it grants rows to the workers, receives and verifies their
+deliveries, drops dead workers, and announces new weights.
 """
 
 from __future__ import annotations
@@ -36,14 +35,15 @@ from torchrl_llm.errors import ConfigError, WeightUpdateError, WorkerError
 from torchrl_llm.weights import CanaryCheck, WeightLedger, WeightUpdater
 
 _POLL_S = 1.0
-# Nobody holds a claim and nothing comes, for so long: what is granted is too little to claim.
+# Seconds without claims and deliveries after which more rows are granted, because the rest is too
+# small to claim.
 _STARVED_S = 5.0
-# A worker that has not asked for so long does not wait for a claim.
+# A worker that has not asked for this long is not waiting for a claim.
 _ASKED_S = 3.0
 
 
 class _Held(NamedTuple):
-    """A delivery that was accepted: its rows, the claims they use up, their oldest version."""
+    """An accepted delivery: its rows, the claims they use, their oldest version."""
 
     rows: list[TensorDict]
     claims: int
@@ -64,35 +64,36 @@ def _oldest(row: TensorDict) -> int:
 class ChannelCollector(VersionedCollector):
     """Iterates over batches of rows that remote workers collect.
 
-    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``: whole deliveries, those of the
-    oldest weights first, then as they came; what is more than enough waits for the next batch.
-    Between two batches the caller trains and calls ``update_policy_weights_``.
-    It never ends by itself; without rows it raises within ``timeout_s``.
+    A batch is a lazy stack of rows ``[N]``, ``N >= batch_rows``. It consists of whole deliveries,
+    those of the oldest weights first, then in order of arrival; surplus deliveries wait for the
+    next batch. Between two batches the caller trains and calls ``update_policy_weights_``. The
+    iterator never ends; without rows it raises after ``timeout_s``.
 
     Args:
-        channel: the workers put into it.
-        batch_rows: trajectories of a batch, a row each where they take one turn; reached or
-            exceeded.
-        pacer: how many rows are granted, and which slow workers a batch waits for. Without one the
-            caller grants, with :meth:`grant`.
-        publish: ``publish(weights, version)`` brings weights to where the workers find them, before
-            the channel names the version; returns their digest, or ``None``. It takes ``canary=``
-            where this collector has one.
-        weight_updater: does that by ``push_weights(weights)`` instead; at most one of the two.
-        timeout_s: most seconds to wait for a delivery that is accepted.
-        worker_timeout_s: a worker that holds claims and gives no heartbeat for so many seconds
-            is given up: its claims go to others, its tokens are lost.
-        check: called with each delivery; a
-            :class:`~torchrl_llm.errors.WeightUpdateError` refuses it.
-        version: of the weights that the workers begin with.
+        channel: channel from the workers.
+        batch_rows: least number of trajectories per batch; one row each for single-turn
+            trajectories.
+        pacer: decides how many rows are granted, and which slow workers a batch waits for. Without
+            it the caller calls :meth:`grant`.
+        publish: ``publish(weights, version)`` writes weights to a place where the workers find
+            them, before the channel announces the version. It returns their digest, or ``None``. It
+            takes ``canary=`` if this collector has a canary.
+        weight_updater: alternative to ``publish``, called as ``push_weights(weights)``; at most one
+        of the two.
+        timeout_s: most seconds to wait for an accepted delivery.
+        worker_timeout_s: a worker that holds claims and sends no heartbeat for this many seconds is
+            dropped: its claims go to other workers, its tokens are lost.
+        check: called with each delivery; a :class:`~torchrl_llm.errors.WeightUpdateError` rejects
+            it.
+        version: version of the workers' first weights.
 
     Attributes:
-        accounts: tokens that were received and lost.
-        ledger: digests of the weights that were published.
-        primer: draws the prompts of all workers, where they share their order; ``None`` where each
+        accounts: counts of received and lost tokens.
+        ledger: digests of the published weights.
+        primer: draws the prompts of all workers if they share one order; ``None`` if each worker
             draws its own.
-        canary: says with each version what it computes, so that every worker compares its engine
-            before it delivers a row; to be set. ``None`` proves the bytes alone.
+        canary: attribute to set: sends expected log-probs with each version, so that every worker
+            checks its engine before it delivers rows. With ``None`` only the bytes are verified.
 
     Raises:
         ConfigError: for arguments that contradict each other.
@@ -162,26 +163,27 @@ class ChannelCollector(VersionedCollector):
             yield self.collect()
 
     def collect(self) -> LazyStackedTensorDict:
-        """The next batch: whole deliveries until ``batch_rows`` trajectories are there.
+        """The next batch: whole deliveries with at least ``batch_rows`` trajectories.
 
-        With a pacer also those of workers whose rows would be too old for the batch after.
+        With a pacer, also the deliveries of workers whose rows would be too old for the following
+        batch.
 
         Raises:
-            WorkerError: no delivery was accepted within the limit, or the channel is gone.
+            WorkerError: no delivery was accepted within the limit, or the channel does not answer.
         """
         if self.pacer is not None and self._unused >= self.pacer.batch_rows:
-            # A step that takes more than its rows (some were filtered): others are begun at once.
+            # A step may need more rows because some were filtered; new ones are started at once.
             self._discard(self._unused)
             self._unused = 0
         while sum(h.trajectories for h in self._held) < self.batch_rows or self.stragglers():
             self._held.append(self._take(self.timeout_s))
-        # A slow worker's rows may be in the channel by now, behind those of others.
+        # A slow worker's rows may already be in the channel, after those of others.
         for _ in range(len(self.channel) if self.pacer is not None and self.pacer.waits else 0):
             try:
                 self._held.append(self._take(0.0))
             except WorkerError:
-                break  # what waited was refused
-        # Whatever passed a slow worker by is younger, and can wait.
+                break  # the waiting rows were rejected
+        # Rows that overtook a slow worker are newer and can wait.
         self._held.sort(key=lambda held: held.version)
         rows: list[TensorDict] = []
         taken = 0
@@ -194,17 +196,16 @@ class ChannelCollector(VersionedCollector):
         return lazy_rows(rows)
 
     def receive(self, *, timeout_s: float | None = None) -> list[TensorDict]:
-        """The rows of the next delivery that is accepted, past what waits for a batch.
+        """The rows of the next accepted delivery, without those that wait for a batch.
 
         Args:
             timeout_s: most seconds to wait; ``None`` for the collector's own limit.
 
         Returns:
-            Rows without batch dimension, a row a turn; possibly none, where a worker delivered
-            none.
+            Rows without batch dimension, one per turn; possibly none.
 
         Raises:
-            WorkerError: none came in time, or the channel is gone.
+            WorkerError: none arrived in time, or the channel does not answer.
         """
         held = self._take(self.timeout_s if timeout_s is None else timeout_s)
         self._unused += held.claims
@@ -245,13 +246,13 @@ class ChannelCollector(VersionedCollector):
             self._discard(delivery.claimed)
             return None
         self._frames += len(rows)
-        # Claims that brought no row are used up at once; the others with the update.
+        # Claims without a row count as used at once; the others with the update.
         claims = min(sum(map(ends_trajectory, rows)), delivery.claimed)
         self._discard(delivery.claimed - claims)
         return _Held(rows, claims, min(map(_oldest, rows), default=self._version))
 
     def _verify(self, delivery: Delivery, rows: list[TensorDict]) -> None:
-        """Refuse rows that were not sampled by the weights that they name."""
+        """Reject rows that were not sampled by the weights that they name."""
         newest = max(delivery.digests, default=self._version)
         if newest > self._version:
             raise WeightUpdateError(
@@ -260,7 +261,7 @@ class ChannelCollector(VersionedCollector):
             )
         if delivery.digests:
             used = {v for row in rows for v in sampled_versions(row).unique().tolist()}
-            # Weights that came before this learner, or whose sender knows no digest, have none.
+            # Weights from before this learner, or from a sender without digests, have none.
             self.ledger.check(delivery.digests, used, proven=False)
         if self._check is not None:
             self._check(delivery)
@@ -277,30 +278,30 @@ class ChannelCollector(VersionedCollector):
     # -- workers ----------------------------------------------------------------------------------
 
     def grant(self, num_rows: int) -> None:
-        """Allow the workers to collect so many more rows; for callers without a pacer.
+        """Allow the workers to collect more rows; for callers without a pacer.
 
         Args:
-            num_rows: rows; negative takes back what nobody has claimed.
+            num_rows: rows; number of rows; a negative number withdraws unclaimed ones.
 
         Raises:
-            ConfigError: the pacer does it.
+            ConfigError: there is a pacer, which grants rows.
         """
         if self.pacer is not None:
             raise ConfigError("this collector has a pacer, which grants rows by itself")
         self.channel.grant(num_rows)
 
     def workers(self) -> dict[str, WorkerCounts]:
-        """What the channel knows of the workers that live."""
+        """The channel's counts of the live workers."""
         return self.channel.workers()
 
     def stragglers(self) -> list[str]:
-        """Workers that the next batch has to wait for; none without a pacer."""
+        """Workers that the next batch must wait for; none without a pacer."""
         if self.pacer is None:
             return []
         return self.pacer.stragglers(self._version, self.channel.workers())
 
     def forget(self, worker: str) -> WorkerCounts:
-        """Give a worker up: its claims go to others, what it has not put is lost.
+        """Drop a worker: its claims go to others, and its undelivered tokens are lost.
 
         Args:
             worker: its name.
@@ -326,7 +327,7 @@ class ChannelCollector(VersionedCollector):
                 self.forget(name)
 
     def _discard(self, num_rows: int) -> None:
-        """Rows that were granted and lead to no update."""
+        """Count granted rows that do not lead to an update."""
         if self.pacer is not None and num_rows:
             self.pacer.used(num_rows)
             self._top_up()
@@ -337,10 +338,10 @@ class ChannelCollector(VersionedCollector):
             self.channel.grant(more)
 
     def _ask_in_vain(self) -> bool:
-        """Whether workers are there, and none of them holds a claim.
+        """Whether there are workers and none of them holds a claim.
 
-        A worker that waits for a claim asks again every second. Where none does (they start, or are
-        restarted), more claims would only be too many later.
+        A worker that waits for a claim asks every second. If none asks (they are starting), more
+        claims would only be too many later.
         """
         workers = self.channel.workers().values()
         asking = any(time.time() - counts.seen_s < _ASKED_S for counts in workers)
@@ -361,8 +362,8 @@ class ChannelCollector(VersionedCollector):
     def take_lost(self) -> int:
         """Tokens lost or refused since the last call, for the ledger of a step.
 
-        Lost is what a worker had sampled and not put when it was given up, and what was put and
-        never came.
+        Lost are tokens that a dropped worker had sampled but not delivered, and delivered tokens
+        that never arrived.
         """
         self.accounts.forget(self.channel.forgotten())
         return self.accounts.take_lost()
@@ -378,18 +379,18 @@ class ChannelCollector(VersionedCollector):
         self._unused = 0
 
     def publish(self, weights: Weights | None = None, *, version: int | None = None) -> None:
-        """Bring weights to the workers, without counting a training step.
+        """Send weights to the workers without counting a training step.
 
-        Done once before the first batch where the workers start with other weights, and after a
-        learner came back from a checkpoint.
+        Call it once before the first batch if the workers start with different weights, and after a
+        resume from a checkpoint.
 
         Args:
             weights: see ``update_policy_weights_``.
-            version: what they are called from now on; the present version by default.
+            version: their version number; the current version by default.
 
         Raises:
-            WeightUpdateError: they did not arrive, or this version is the number of other weights,
-                before a checkpoint too.
+            WeightUpdateError: they did not arrive, or this version number already belongs to
+                different weights, also from before a checkpoint.
         """
         version = self._version if version is None else version
         digest = None
@@ -405,13 +406,13 @@ class ChannelCollector(VersionedCollector):
 
     @property
     def policy_version(self) -> int:
-        """Updates that were published."""
+        """Number of published updates."""
         return self._version
 
     # -- state ------------------------------------------------------------------------------------
 
     def set_seed(self, seed: int, static_seed: bool = False) -> int:
-        """Refused: the environments are with the workers.
+        """Not supported: the environments are in the workers.
 
         Args:
             seed: not used.
@@ -423,10 +424,10 @@ class ChannelCollector(VersionedCollector):
         raise ConfigError("a ChannelCollector has no environment; seed those of the workers")
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """Version, digests, counts, and rows that came and are in no batch yet.
+        """Version, digests, counts, and received rows that are not in a batch yet.
 
-        What the workers hold is theirs and goes on: a learner that is started again over the same
-        channel gets it.
+        Rows in the workers are not saved, because the workers continue: a learner restarted on the
+        same channel receives them.
         """
         return OrderedDict(
             version=self._version,
@@ -441,7 +442,7 @@ class ChannelCollector(VersionedCollector):
         """Continue after :meth:`state_dict`; publish the weights of that version next.
 
         Args:
-            state_dict: of a collector that was built alike.
+            state_dict: of a collector with the same configuration.
         """
         self._version = state_dict["version"]
         self.ledger.load_state_dict(state_dict["weights"])
@@ -450,7 +451,7 @@ class ChannelCollector(VersionedCollector):
             for rows, claims, version in state_dict["held"]
         ]
         if self.pacer is not None and self.pacer.waits:
-            # They are under way as well; as many fewer may be begun.
+            # They are also in flight, so fewer may be started.
             self.channel.grant(-sum(held.claims for held in self._held))
         self.accounts.load_state_dict(state_dict["accounts"])
         self._iter, self._frames = state_dict["iterations"], state_dict["rows"]
@@ -462,9 +463,9 @@ class ChannelCollector(VersionedCollector):
         """Close the channel, which ends the workers; may be called twice.
 
         Args:
-            timeout: not needed; nothing is waited for.
-            close_env: there is none here.
-            raise_on_error: an error of the channel is raised.
+            timeout: ignored; this method does not wait.
+            close_env: ignored; there is no environment here.
+            raise_on_error: whether to raise an error of the channel.
         """
         if self._closed:
             return

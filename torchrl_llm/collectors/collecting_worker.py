@@ -1,9 +1,9 @@
-"""Loop of a process that collects rows for a remote learner, whatever carries them.
+"""Worker loop that collects rows for a remote learner, independent of the transport.
 
 :class:`CollectorWorker` joins an :class:`~torchrl_llm.collectors.LLMCollector` to the workers' end
-of a :class:`~torchrl_llm.collectors.transport.RowChannel`. It knows no Ray and no Redis: the actor
-of :class:`~torchrl_llm.collectors.RayLLMCollector` runs it, and so may a thread or a process.
-:class:`WeightFollower` fetches its weights, for learners that cannot call it.
+of a :class:`~torchrl_llm.collectors.transport.RowChannel`. It does not depend on Ray or Redis: the
+actor of :class:`~torchrl_llm.collectors.RayLLMCollector` runs it, and a thread or a process can run
+it, too. :class:`WeightFollower` fetches its weights, for learners that cannot call it.
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from torchrl_llm.weights.fingerprint import weights_digest
 from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _WAIT_S = 1.0
-"""Longest single wait, so that a stop is noticed and waiting is a heartbeat."""
+"""Longest single wait in seconds, so that a stop is noticed and heartbeats continue."""
 
 _POLL_S = 0.1
-"""Seconds between two looks for new weights."""
+"""Seconds between two checks for new weights."""
 
 
 class CollectorWorker:
-    """Claims rows, collects them, reports what it samples, and puts them into a channel.
+    """Claims rows, collects them, reports sampled tokens, and puts rows into a channel.
 
-    Every policy call is reported, so that the learner knows how many tokens are lost should this
-    worker die, and that it lives. What of its sampled tokens was dropped here (conversations that
-    were cut short by ``in_flight="abort"``) shows as a gap between the deliveries, and is lost too.
+    Every policy call is reported, so that the learner knows that this worker is alive and how many
+    tokens are lost if it dies. Tokens dropped here (conversations ended by ``in_flight="abort"``)
+    appear as a gap between deliveries and also count as lost.
 
     Args:
-        collector: collects; has neither buffer nor queue of its own.
-        channel: the workers' end of it.
+        collector: the collector, without its own buffer or queue.
+        channel: the workers' end of the channel.
         name: of this worker, unique over restarts.
-        claim_rows: rows to claim before each batch; a batch's turns by default.
-        give_up_s: how long to try to hand a batch over to a channel that stays full.
+        claim_rows: rows to claim before each batch; by default the turns of a batch.
+        give_up_s: how long to retry a delivery to a full channel.
 
     Attributes:
-        digests: version to digest, of the weights that this worker got.
-        before_batch: called when a batch was claimed and is about to be collected.
+        digests: version to digest of the weights that this worker received.
+        before_batch: called after a claim, before the batch is collected.
 
     Raises:
-        ConfigError: for a collector that writes its batches itself, or a claim of nothing.
+        ConfigError: for a collector that writes its batches itself, or ``claim_rows`` below 1.
 
     Example:
         >>> import torch
@@ -113,7 +113,7 @@ class CollectorWorker:
         try:
             weights = engine_weights(self.collector.policy_module)
         except ConfigError:
-            return  # a remote engine, or no model at all: there is nothing to hash
+            return  # a remote engine or no model: there is nothing to hash
         if isinstance(version, int):
             self.digests[version] = weights_digest(weights)
 
@@ -126,13 +126,14 @@ class CollectorWorker:
         """Collect until :meth:`stop`, the end of the collector's budget, or that of the channel.
 
         Returns:
-            Why it ended.
+            The reason of the end.
 
         Raises:
-            WorkerError: the channel is gone, full for too long, or took this worker for dead.
-            WeightUpdateError: the policy does not compute with the weights that it was given;
-                nothing that it sampled with them is delivered.
-            Exception: what policy or environment raised.
+            WorkerError: the channel does not answer, was full for too long, or dropped this worker
+            as dead.
+            WeightUpdateError: the policy does not compute with the weights that it received; rows
+                sampled with them are not delivered.
+            Exception: an exception of the policy or environment.
         """
         try:
             while not self._stopping.is_set():
@@ -148,7 +149,7 @@ class CollectorWorker:
         return "it was stopped"
 
     def _check_proven(self) -> None:
-        # Waits for a check under way: what waits here may be sampled by what is being checked.
+        # Wait for a running check: these rows may be sampled by the weights being checked.
         with self._proving:
             if self._unproven is not None:
                 raise self._unproven
@@ -182,7 +183,7 @@ class CollectorWorker:
         logger.warning(f"{self.name}: stopped with {len(rows.tensordicts)} rows not handed over")
 
     def _digests_of(self, rows: Any) -> dict[int, str]:
-        """Digests of the versions that sampled these rows; none if one of them is unknown."""
+        """Digests of the versions that sampled these rows; none if one is unknown."""
         versions: set[int] = set()
         for row in rows.tensordicts:
             traced = leaf(row, ("trace", "policy_version"))
@@ -194,7 +195,7 @@ class CollectorWorker:
         return known if len(known) == len(versions) else {}
 
     def stop(self) -> None:
-        """End :meth:`run` after the batch under way."""
+        """End :meth:`run` after the current batch."""
         self._stopping.set()
 
     # -- weights ----------------------------------------------------------------------------------
@@ -205,13 +206,14 @@ class CollectorWorker:
         version: int,
         in_flight: Literal["wait", "keep", "abort"] = "wait",
     ) -> list[WeightReceipt]:
-        """Take new weights, and prove them where their sender says what they compute.
+        """Load new weights, and verify them if the sender provides a canary.
 
         See :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
 
         Raises:
             WeightUpdateError: they did not arrive, and the old ones stay; or the policy does not
-                compute with them, and :meth:`run` ends unless others come before the next batch.
+                compute with them, and :meth:`run` ends unless new weights arrive before the next
+                batch.
         """
         with self._proving:
             receipts = self._load(source, version, in_flight)
@@ -234,7 +236,7 @@ class CollectorWorker:
         self, source: WeightSource, version: int, in_flight: Literal["wait", "keep", "abort"]
     ) -> list[WeightReceipt]:
         with self._changing:
-            # Named before they act: a row that they sampled may be delivered at once.
+            # Registered before they are used: a row that they sampled may be delivered at once.
             if source.kind == "full" and source.digest is not None:
                 self.digests[version] = source.digest
         try:
@@ -250,22 +252,23 @@ class CollectorWorker:
 
 
 class WeightFollower:
-    """Keeps a worker at the newest weights that a learner has left somewhere.
+    """Loads the newest published weights into a worker.
 
-    The worker looks before each batch, so that rows are begun with the newest weights; with
-    ``in_flight`` other than ``wait``, a thread looks, too (:meth:`start`).
+    The worker checks before each batch, so that rows start with the newest weights. If
+    ``in_flight`` is not ``wait``, a thread checks, too (:meth:`start`).
 
     Args:
-        worker: gets the weights.
-        newest: version and place of the newest weights, ``None`` before the first.
-        in_flight: what new weights do with conversations that have begun, see
+        worker: receives the weights.
+        newest: function that returns version and source of the newest weights; ``None`` before the
+        first.
+        in_flight: what happens to unfinished conversations when new weights arrive, see
             :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
 
     Attributes:
-        version: of the weights that the worker has; ``None`` before the first.
+        version: version of the worker's weights; ``None`` before the first.
 
     Raises:
-        ConfigError: something else looks before the worker's batches already.
+        ConfigError: the worker already has a ``before_batch`` function.
     """
 
     def __init__(
@@ -285,16 +288,16 @@ class WeightFollower:
         worker.before_batch = self.refresh
 
     def refresh(self) -> bool:
-        """Take the newest weights where the worker does not have them.
+        """Load the newest weights if the worker does not have them.
 
-        Weights that did not arrive whole are logged, and tried again next time: the worker goes on
-        with those it has, whose version its rows name.
+        If weights did not arrive completely, this is logged and retried next time; the worker
+        continues with its current weights, whose version its rows carry.
 
         Returns:
-            Whether it got any.
+            Whether new weights were loaded.
 
         Raises:
-            WorkerError: the place does not answer.
+            WorkerError: the source does not answer.
         """
         with self._lock:
             try:
@@ -302,8 +305,9 @@ class WeightFollower:
                 if found is None or (found[0], found[1].digest) == self._has:
                     return False
                 version, source = found
-                # A learner that came back from a checkpoint counts some versions again; what was
-                # begun under the number's first weights must not go on under the second ones.
+                # A learner resumed from a checkpoint reuses some version numbers; conversations
+                # that began under the first weights of a number must not continue under the second
+                # ones.
                 source.recounted = self.version is not None and version <= self.version
                 rule = "abort" if source.recounted else self._in_flight
                 self._worker.load_weights(source, version, rule)
@@ -320,7 +324,7 @@ class WeightFollower:
             timeout_s: most seconds.
 
         Raises:
-            WorkerError: no learner left any in time.
+            WorkerError: no learner published weights in time.
         """
         deadline = time.monotonic() + timeout_s
         while self.version is None and not self.refresh():
@@ -329,7 +333,7 @@ class WeightFollower:
             time.sleep(_POLL_S)
 
     def start(self) -> None:
-        """Look in a thread too, until :meth:`shutdown`."""
+        """Also check in a thread, until :meth:`shutdown`."""
         if self._in_flight != "wait" and not self._loop.is_running:
             self._loop.start()
 

@@ -1,7 +1,7 @@
-"""Collector: an environment and a policy, turned into batches or into rows of a buffer.
+"""Collector: rolls out a policy in an environment, into batches or a buffer.
 
-How it rolls out is in :mod:`torchrl_llm.collectors.rollout`; here are its options, its budget,
-collection next to training, versions and weights of the policy, and exact resume.
+:mod:`torchrl_llm.collectors.rollout` implements the rollout. This module has the options, the
+budget, asynchronous collection, versions and weights of the policy, and exact resume.
 """
 
 from __future__ import annotations
@@ -41,15 +41,14 @@ _POLL_S = 0.05
 
 
 def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | None = None) -> None:
-    """Put a batch into a queue, waiting while it is full.
+    """Put a batch into a queue; wait while the queue is full.
 
     Args:
         queue: has ``put(item, timeout=...)``. A queue of the standard library's :mod:`queue` gets
-            the batch, any other one its wire form: tensor by tensor, a batch would take hundreds of
-            file descriptors to another process.
+            the batch, any other queue its wire form, because sending single tensors would take
+            hundreds of file descriptors.
         batch: the batch.
-        stopping: gives the batch up when it is set, for a full queue that is never emptied must not
-            keep a thread from ending.
+        stopping: event that drops the batch, so that a full queue cannot keep a thread from ending.
     """
     in_process = isinstance(queue, (queues.Queue, queues.SimpleQueue))
     item = batch if in_process else pack_rows(split_rollout(batch))
@@ -64,40 +63,40 @@ def put_batch(queue: Any, batch: TensorDictBase, stopping: threading.Event | Non
 class LLMCollector(VersionedCollector):
     """Rolls out a policy in an environment of conversations.
 
-    Iterate over it for batches; give it a ``replay_buffer`` (or ``queue``) and iterate to fill that
-    step by step, or ``start`` it to fill it next to training.
+    Iterate over it to get batches. With a ``replay_buffer`` (or ``queue``), iterate to fill it step
+    by step, or call ``start`` to fill it asynchronously.
 
     A batch has shape ``[*B, T]``, or with ``flatten_data`` the shape ``[N]`` of rows
-    (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows, one
-    trajectory after the other, in the order in which they end.
+    (:func:`~torchrl_llm.data.rollouts.split_rollout`). Completed trajectories are always rows,
+    trajectory by trajectory, in the order of their ends.
 
     Args:
         env: an environment, or a callable that builds one.
-        policy: tensordict to tensordict; ragged output is welcome.
-        policy_factory: builds the policy; exactly one of the two.
-        dialog_turns_per_batch: turns of a batch, reached or exceeded; 1 for completed trajectories
-            if not given.
-        yield_only_last_steps: only the last row of each trajectory, which holds the whole
+        policy: a module from tensordict to tensordict; its output may be ragged.
+        policy_factory: function that builds the policy; pass exactly one of the two.
+        dialog_turns_per_batch: least number of turns per batch; 1 by default for completed
+            trajectories.
+        yield_only_last_steps: return only the last row of each trajectory, which holds the whole
             conversation. Implies completed trajectories.
-        yield_completed_trajectories: only trajectories that are done. The environment must end its
-            episodes, or nothing is ever yielded.
-        postproc: batch to batch, before it is yielded or written.
-        total_dialog_turns: turns after which the collector ends, those dropped by
-            ``yield_only_last_steps`` included; -1 for no end.
-        async_envs: the environment is an ``AsyncEnvPool`` of environments of one row each, which
-            step on their own; completed trajectories only. Found out if not given.
-        replay_buffer: gets the batches by ``extend``.
-        reset_at_each_iter: begin each batch with new conversations. A batch of completed
-            trajectories is then one of each row of the environment: those that have ended wait for
-            the others, and ``dialog_turns_per_batch`` is left out.
-        flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
-        weight_updater: brings weights to the policy, or a callable that makes it.
-            :class:`~torchrl_llm.weights.InProcessWeights` by default: weights that are shared
-            stay shared, others are copied in place.
-        queue: gets the batches by ``put``: tensordicts where it is a queue of this process, else
-            :class:`~torchrl_llm.data.wire.PackedRows`, to be unpacked by the receiver.
-        track_policy_version: stamp ``"policy_version"`` into every row, by a
-            :class:`~torchrl_llm.envs.transforms.PolicyVersion` of the collector or the given one.
+        yield_completed_trajectories: return only finished trajectories. The environment must end
+            its episodes, otherwise nothing is ever yielded.
+        postproc: function applied to each batch before it is yielded or written.
+        total_dialog_turns: turns after which the collector ends, including turns dropped by
+            ``yield_only_last_steps``; -1 for no end.
+        async_envs: whether the environment is an ``AsyncEnvPool`` of environments of one row each,
+            which step independently; completed trajectories only. Detected by default.
+        replay_buffer: batches are written into it with ``extend``.
+        reset_at_each_iter: start each batch with new conversations. A batch of completed
+            trajectories then has one trajectory per row of the environment; finished ones wait for
+            the others, and ``dialog_turns_per_batch`` must not be given.
+        flatten_data: rows instead of ``[*B, T]``; the default with a buffer or queue.
+        weight_updater: sends weights to the policy, or a callable that makes such an updater.
+            :class:`~torchrl_llm.weights.InProcessWeights` by default: shared weights stay shared,
+            others are copied in place.
+        queue: batches are sent with ``put``: tensordicts for a queue of this process, otherwise
+            :class:`~torchrl_llm.data.wire.PackedRows`, which the receiver unpacks.
+        track_policy_version: write ``"policy_version"`` into every row, with a new
+            :class:`~torchrl_llm.envs.transforms.PolicyVersion` or the given one.
         verbose: log progress.
 
     Raises:
@@ -273,7 +272,7 @@ class LLMCollector(VersionedCollector):
         return batch
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until the budget is used up; ``None`` for each that went to buffer or queue."""
+        """Batches until the budget is used up; ``None`` if written to buffer or queue."""
         if self._background is not None:
             raise ConfigError("this collector was started and fills its buffer by itself")
         while not self.exhausted:
@@ -295,10 +294,10 @@ class LLMCollector(VersionedCollector):
         """Set the post-processing of batches.
 
         Args:
-            postproc: batch to batch.
+            postproc: function from batch to batch.
 
         Raises:
-            ConfigError: there is one already.
+            ConfigError: there is already one.
         """
         if self.postproc is not None:
             raise ConfigError("this collector has a postproc already")
@@ -307,14 +306,14 @@ class LLMCollector(VersionedCollector):
     # -- next to training -------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Collect into the buffer or queue in its own thread, until :meth:`shutdown`.
+        """Collect into the buffer or queue in a separate thread, until :meth:`shutdown`.
 
         An error of policy or environment ends the thread; it is logged at once, and raised by the
         next call of :meth:`wait_for_rows`, ``update_policy_weights_``, :meth:`state_dict` or
         :meth:`shutdown`.
 
         Raises:
-            ConfigError: there is neither buffer nor queue, or it was started before.
+            ConfigError: there is neither buffer nor queue, or it was already started.
         """
         if self.replay_buffer is None and self.queue is None:
             raise ConfigError("start() needs a replay_buffer or a queue to collect into")
@@ -330,10 +329,10 @@ class LLMCollector(VersionedCollector):
         with self._batches.work(self._background.stopping) as enters:
             if enters:
                 batch = self.rollout()
-                # Written before anyone may save: a batch must not be neither here nor there.
+                # Written before a save is possible, so that no batch is missing on both sides.
                 if self.replay_buffer is not None:
                     self._deliver(batch)
-        # A full queue is waited for outside: whoever empties it may be the one that pauses.
+        # Wait for a full queue outside the lock, because its consumer may be the one that pauses.
         if enters and self.replay_buffer is None:
             self._deliver(batch)
         return True
@@ -347,20 +346,20 @@ class LLMCollector(VersionedCollector):
         """Wait until the buffer has enough rows.
 
         Args:
-            num_rows: rows that the buffer must hold.
+            num_rows: least number of rows in the buffer.
             timeout_s: seconds to wait; ``None`` for no limit.
 
         Raises:
-            TimeoutError: they have not come in time.
-            ConfigError: the collector does not run, so they will never come.
-            Exception: whatever ended the collector's thread.
+            TimeoutError: they did not arrive in time.
+            ConfigError: the collector is not running, so they will never arrive.
+            Exception: the exception that ended the collector's thread.
         """
         if self.replay_buffer is None:
             raise ConfigError("wait_for_rows needs a replay_buffer")
         deadline = time.monotonic() + (float("inf") if timeout_s is None else timeout_s)
         while len(self.replay_buffer) < num_rows:
             self._raise_failure()
-            # Asked before the length is read again: the last rows may have come in between.
+            # Checked before the length is read again, because the last rows may arrive in between.
             running = self.is_running
             if len(self.replay_buffer) >= num_rows:
                 return
@@ -380,9 +379,9 @@ class LLMCollector(VersionedCollector):
 
     @contextmanager
     def pause(self) -> Iterator[None]:
-        """No batch is collected inside this context; the one under way is written first.
+        """Context without collection; the current batch is written first.
 
-        Save collector and buffer inside it, so that they belong together.
+        Save collector and buffer inside it, so that they are consistent.
         """
         with self._batches.pause():
             yield
@@ -399,15 +398,15 @@ class LLMCollector(VersionedCollector):
     def shutdown(
         self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
-        """Stop the thread, close the environment, and raise what the thread failed of.
+        """Stop the thread, close the environment, and raise an error of the thread.
 
         Args:
-            timeout: seconds to wait for the batch under way; ``None`` for as long as it takes.
+            timeout: seconds to wait for the current batch; ``None`` for no limit.
             close_env: close the environment.
-            raise_on_error: raise an error of the thread that was not raised yet.
+            raise_on_error: raise an error of the thread that has not been raised yet.
 
         Raises:
-            TimeoutError: the thread still runs; the environment is left open then.
+            TimeoutError: the thread still runs; the environment stays open.
         """
         if self._background is not None:
             self._background.stop(timeout)
@@ -421,15 +420,15 @@ class LLMCollector(VersionedCollector):
 
     def _update(self, weights: Weights | None) -> None:
         self._raise_failure()
-        with self._calls.pause():  # after the policy call under way
+        with self._calls.pause():  # after the current policy call
             self.weight_updater.push_weights(weights)
             self.increment_version()
 
     def publish(self, weights: Weights | None = None) -> None:
-        """Bring weights to the policy without counting a version.
+        """Send weights to the policy without counting a version.
 
-        Done once before the first batch where the policy starts with other weights, and after a
-        learner came back from a checkpoint: no training made them.
+        Call it once before the first batch if the policy starts with different weights, and after a
+        resume from a checkpoint, because no training step produced these weights.
 
         Args:
             weights: see ``update_policy_weights_``.
@@ -440,7 +439,7 @@ class LLMCollector(VersionedCollector):
         self._raise_failure()
         with self._calls.pause():
             versions = self._policy.state_dict()
-            if isinstance(self.policy_version, int):  # updaters send weights under the next number
+            if isinstance(self.policy_version, int):  # updaters send weights with the next number
                 self._policy.set_version(self.policy_version - 1)
             try:
                 self.weight_updater.push_weights(weights)
@@ -455,30 +454,31 @@ class LLMCollector(VersionedCollector):
         version: int,
         in_flight: Literal["wait", "keep", "abort"] = "wait",
     ) -> list[WeightReceipt]:
-        """Take weights that somebody else numbers; what a remote collector is told.
+        """Load weights with a given version number; used for remote collectors.
 
         Args:
-            source: where they are.
-            version: their number, which later tokens carry.
-            in_flight: what becomes of conversations that have begun. ``"wait"``: the policy call
-                under way ends first, and their next turns are sampled by the new weights.
-                ``"keep"``: so are the next tokens of that very call. ``"abort"``: that call is cut
-                short where the backend can (vLLM's, and pools of it), they are dropped, even if
-                the weights then do not arrive, and others begin.
+            source: source of the weights.
+            version: their version number, which later tokens carry.
+            in_flight: what happens to unfinished conversations. ``"wait"``: the current policy call
+                ends first, and the next turns are sampled by the new weights. ``"keep"``: already
+                the next tokens of the current call are sampled by the new weights. ``"abort"``: the
+                current call is stopped if the backend supports it (vLLM and pools of it), and the
+                conversations are dropped (even if the weights then do not arrive) and new ones
+                start.
 
         Returns:
-            One receipt for each copy of the weights.
+            A receipt per copy of the weights.
 
         Raises:
-            ConfigError: the policy has no weights here, or cannot do what ``in_flight`` says.
+            ConfigError: the policy has no weights in this process, or does not support
+            ``in_flight``.
             WeightUpdateError: they did not arrive; the old ones and their version stay.
         """
         if in_flight == "abort":
             self._rollout.check_drop()
         if in_flight == "keep" and self._policy.counts_versions:
             return self._policy.load(source, version)
-        # An engine that was never told a version counts from this one on, so that a call under way
-        # has to end first.
+        # An engine without a version starts to count here, so the current call must end first.
         if in_flight == "keep" and not self._policy.begins_to_count:
             raise ConfigError(
                 "in_flight='keep' changes weights within a policy call, which needs a backend "
@@ -492,7 +492,7 @@ class LLMCollector(VersionedCollector):
         self._policy.abort()
 
     def set_policy_version(self, version: int) -> None:
-        """Name the version of weights that were changed by somebody else.
+        """Set the version of weights that were changed elsewhere.
 
         Args:
             version: its number.
@@ -501,19 +501,19 @@ class LLMCollector(VersionedCollector):
 
     @property
     def sampled_tokens(self) -> int:
-        """Tokens that the policy has sampled in this process, whatever became of them."""
+        """All tokens that the policy has sampled in this process."""
         return self._rollout.sampled
 
     @property
     def tokens_in_flight(self) -> int:
-        """How many of them belong to conversations that are in no batch yet."""
+        """Sampled tokens of conversations that are not in a batch yet."""
         return self._rollout.tokens_in_flight
 
     def take_absent(self) -> dict[str, tuple[int, float]]:
-        """Players who never acted in an episode, so that they have no row, since the last call.
+        """Players without a turn (and so without a row) in an episode, since the last call.
 
         Returns:
-            Name of the player to how often that was, and the sum of the rewards.
+            Name of the player to the number of such episodes and the sum of the rewards.
         """
         assembly = getattr(self._rollout, "assembly", None)
         if assembly is None:
@@ -522,17 +522,17 @@ class LLMCollector(VersionedCollector):
         return absent
 
     def increment_version(self) -> None:
-        """Count a new version of the policy, in the rows' stamp and in the tokens' trace."""
+        """Count a new version of the policy, in rows and in the trace of tokens."""
         self._policy.increment_version()
 
     @property
     def policy_version(self) -> int | str | None:
-        """Version of the tracker, else of the policy; ``None`` where neither has one."""
+        """Version of the tracker, otherwise of the policy; ``None`` if neither has one."""
         return self._policy.version
 
     @property
     def policy_version_tracker(self) -> PolicyVersion | None:
-        """What stamps the version into rows, where that was asked for."""
+        """The transform that writes the version into rows, if requested."""
         return self._policy.tracker
 
     @property
@@ -559,10 +559,10 @@ class LLMCollector(VersionedCollector):
         return self.env.set_seed(seed, static_seed=static_seed)
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """What the next batch depends on: trajectories in flight, environment, counts, version.
+        """State of the next batch: unfinished trajectories, environment, counts, version.
 
-        Not the policy's weights, nor the random generators, which belong to the process. Waits for
-        the batch under way.
+        Without the policy's weights and the random generators, which belong to the process. Waits
+        for the current batch.
 
         Raises:
             CheckpointError: for an ``AsyncEnvPool``.
@@ -576,10 +576,10 @@ class LLMCollector(VersionedCollector):
             )
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken, bit for bit.
+        """Restore the state of :meth:`state_dict`, bit for bit.
 
         Args:
-            state_dict: of a collector that was built alike.
+            state_dict: of a collector with the same configuration.
         """
         with self._batches.pause():
             self._rollout.load_state_dict(state_dict["rollout"])

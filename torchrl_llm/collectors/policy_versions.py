@@ -1,4 +1,4 @@
-"""Versions of a collector's policy, in the rows' stamp and in the tokens' trace."""
+"""Versions of a collector's policy, in rows and in the trace of tokens."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class VersionedCollector(BaseCollector):
     @property
     @abstractmethod
     def policy_version(self) -> int | str | None:
-        """The version of the weights; ``None`` where nothing counts it."""
+        """The version of the weights; ``None`` if not counted."""
 
     def get_policy_version(self) -> int | str | None:
-        """The same as :attr:`policy_version`, for callers that can only call methods."""
+        """Same as :attr:`policy_version`, for callers that can only call methods."""
         return self.policy_version
 
     @property
@@ -48,18 +48,19 @@ class VersionedCollector(BaseCollector):
         policy: nn.Module | None = None,
         state_dict: Mapping[str, Any] | None = None,
     ) -> None:
-        """Bring weights to whatever samples, and count a new version.
+        """Send weights to the sampler and count a new version.
 
         Args:
             policy_or_weights: the trained module, its state dict, or a tensordict of its weights.
-                Without any, the weights are taken to be in their place and the version counts up.
-            weights: the same by another name of TorchRL's.
-            policy: the same.
-            state_dict: the same.
+                Without arguments, the weights are already in place and only the version is
+                incremented.
+            weights: synonym, TorchRL's name.
+            policy: synonym.
+            state_dict: synonym.
 
         Raises:
             ConfigError: more than one source, or weights that are not the policy's.
-            WeightUpdateError: they did not arrive; the version is the old one then.
+            WeightUpdateError: they did not arrive; the version is unchanged.
         """
         named = (policy_or_weights, weights, policy, state_dict)
         given = [each for each in named if each is not None]
@@ -68,7 +69,7 @@ class VersionedCollector(BaseCollector):
         self._update(given[0] if given else None)
 
     def set_weight_updater(self, weight_updater: Any) -> bool:
-        """Replace the updater; returns ``True``, as TorchRL's does.
+        """Replace the updater; returns ``True``, as in TorchRL.
 
         Args:
             weight_updater: see the arguments of the class.
@@ -78,24 +79,24 @@ class VersionedCollector(BaseCollector):
 
     @abstractmethod
     def _update(self, weights: Weights | None) -> None:
-        """Bring weights and count a new version."""
+        """Send weights and count a new version."""
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        # An error of the block is not hidden behind one of the collector.
+        # An error of the block takes precedence over an error of the collector.
         self.shutdown(raise_on_error=error is None)
 
 
 class VersionedPolicy:
-    """A policy, and the version of its weights in both places where it is written.
+    """A policy and the version of its weights, which is stored in two places.
 
     Args:
-        policy: tensordict to tensordict; modules in it with an integer ``policy_version`` write
-            that into the trace of the tokens that they sample.
-        track: stamp rows, by a :class:`~torchrl_llm.envs.transforms.PolicyVersion` of its own or
-            the given one.
+        policy: tensordict to tensordict; modules in it with an integer ``policy_version`` write it
+            into the trace of their sampled tokens.
+        track: write the version into rows, with a new
+            :class:`~torchrl_llm.envs.transforms.PolicyVersion` or the given one.
     """
 
     def __init__(self, policy: Any, track: bool | PolicyVersion) -> None:
@@ -120,7 +121,7 @@ class VersionedPolicy:
 
     @property
     def version(self) -> int | str | None:
-        """The tracker's version, else the policy's own, ``None`` where neither has one."""
+        """The tracker's version, otherwise the policy's; ``None`` if neither has one."""
         if self.tracker is not None:
             return self.tracker.version
         return next((part.policy_version for part in self._parts()), None)
@@ -133,13 +134,13 @@ class VersionedPolicy:
             part.policy_version += 1
 
     def set_version(self, version: int) -> None:
-        """Name the version that acts from now on, in both places.
+        """Set the current version in both places.
 
         Args:
             version: its number.
 
         Raises:
-            ConfigError: rows are stamped with random names, which have no number.
+            ConfigError: rows carry random version names instead of numbers.
         """
         if self.tracker is not None:
             if not isinstance(self.tracker.version, int):
@@ -152,7 +153,7 @@ class VersionedPolicy:
             part.policy_version = version
 
     def load(self, source: WeightSource, version: int) -> list[WeightReceipt]:
-        """Take weights from a source, into the policy's backend or else its module.
+        """Load weights from a source into the policy's backend, or else its module.
 
         Args:
             source: where they are.
@@ -170,23 +171,23 @@ class VersionedPolicy:
         return receipts
 
     def abort(self) -> None:
-        """End the responses of the call under way, where the backend can."""
+        """Stop the responses of the current call, if the backend supports it."""
         if self._backend is not None:
             self._backend.abort()
 
     @property
     def counts_versions(self) -> bool:
-        """Whether its weights may change within a call, because each token has its version."""
+        """Whether weights may change within a call, because each token has its version."""
         return bool(getattr(getattr(self.policy, "backend", None), "counts_versions", False))
 
     @property
     def begins_to_count(self) -> bool:
-        """Whether that becomes true with the first update."""
+        """Whether this becomes true with the first update."""
         return bool(getattr(getattr(self.policy, "backend", None), "begins_to_count", False))
 
     @property
     def module(self) -> nn.Module:
-        """The module that holds the weights: the backend's, or the policy itself.
+        """The module with the weights: the backend's, or the policy itself.
 
         Raises:
             ConfigError: they are not in this process.
@@ -196,10 +197,10 @@ class VersionedPolicy:
         return self.policy if isinstance(self.policy, nn.Module) else self.model
 
     def stamp(self, carrier: TensorDictBase) -> TensorDictBase:
-        """Write the version into what the policy reads now.
+        """Write the version into the input of the policy.
 
-        A version that was written a step earlier is not that of the weights that act: they may
-        have changed since.
+        The version must be written at each step, because the weights may have changed since the
+        last step.
 
         Args:
             carrier: the environment's rows before the policy call.
@@ -228,10 +229,10 @@ class VersionedPolicy:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+        """Restore the state of :meth:`state_dict`.
 
         Raises:
-            CheckpointError: the policy has other parts.
+            CheckpointError: the policy has different parts.
         """
         if len(self._parts()) != len(state["parts"]):
             raise CheckpointError(

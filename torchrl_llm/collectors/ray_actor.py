@@ -1,4 +1,4 @@
-"""What runs inside the Ray actor of a :class:`~torchrl_llm.collectors.RayLLMCollector`."""
+"""Code that runs inside the Ray actor of a :class:`~torchrl_llm.collectors.RayLLMCollector`."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _THREADS = 4
 _PLACEMENT = ("memory", "scheduling_strategy", "accelerator_type", "runtime_env")
-# Where the ids of a process may begin, and how many it can give out before the next such place.
+# Possible starts of a process's ids, and the number of ids between two starts.
 _STARTS, _APART = 2**13, 2**21
 
 InFlight = Literal["wait", "keep", "abort"]
 
 
 class PackedBatch(NamedTuple):
-    """A batch on its way: its rows in wire form, and the shape that they had.
+    """A batch in transit: its rows in wire form, and its shape.
 
     Attributes:
         rows: in the order of ``batch.reshape(-1)``.
@@ -47,14 +47,14 @@ class PackedBatch(NamedTuple):
         return cls(pack_rows(split_rollout(batch)), batch.batch_size)
 
     def unpack(self) -> TensorDictBase:
-        """The batch: a lazy stack ``[N]``, or of such along the last dimension."""
+        """Restore the batch: a lazy stack ``[N]``, or lazy stacks along the last dimension."""
         return _stacked(unpack_row_list(self.rows), self.shape)
 
 
 def _stacked(rows: list[Any], shape: torch.Size) -> TensorDictBase:
     if len(shape) == 1:
         return lazy_rows(rows)
-    # Step by step, as a collector stacks them.
+    # Step by step, in the same way as a collector.
     steps = [_stacked(rows[t :: shape[-1]], shape[:-1]) for t in range(shape[-1])]
     return lazy_stack(steps, -1)
 
@@ -63,11 +63,11 @@ class CollectorHost:
     """A collector in an actor, with or without a channel.
 
     Args:
-        env: of :class:`~torchrl_llm.collectors.LLMCollector`.
+        env: see :class:`~torchrl_llm.collectors.LLMCollector`.
         options: its other arguments.
-        number: tells the ids of this process apart from those of others.
-        channel: gets what is collected by :meth:`run`.
-        name: of this worker in the channel.
+        number: makes the ids of this process unique.
+        channel: receives the rows of :meth:`run`.
+        name: name of this worker in the channel.
         claim_rows: see :class:`~torchrl_llm.collectors.collecting_worker.CollectorWorker`.
     """
 
@@ -90,13 +90,13 @@ class CollectorHost:
         self._batches = iter(self.collector)
 
     def next(self) -> tuple[bool, PackedBatch | None]:
-        """Whether there was another batch, and it, unless the actor wrote it."""
+        """Whether there was a next batch, and the batch, unless the actor wrote it."""
         for batch in self._batches:
             return True, None if batch is None else PackedBatch.of(batch)
         return False, None
 
     def run(self) -> str:
-        """Collect until :meth:`stop` or the end; returns why it ended."""
+        """Collect until :meth:`stop` or the end; returns the reason of the end."""
         if self.worker is not None:
             return self.worker.run()
         for _ in self._batches:
@@ -117,10 +117,10 @@ class CollectorHost:
     def load_weights(
         self, source: WeightSource | None, version: int, in_flight: InFlight
     ) -> list[WeightReceipt]:
-        """Take weights, or name the version of those that another process has changed.
+        """Load weights, or set the version of weights that a different process changed.
 
         Args:
-            source: where they are; ``None`` where they have their place already.
+            source: their source; ``None`` if they are already in place.
             version: their number.
             in_flight: see :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
         """
@@ -135,18 +135,18 @@ class CollectorHost:
 def actor_options(
     remote_config: Mapping[str, Any] | None, **given: Any
 ) -> tuple[ActorOptions, dict[str, Any]]:
-    """What an actor needs, from TorchRL's ``remote_config``.
+    """Options of an actor, from TorchRL's ``remote_config``.
 
     Args:
         remote_config: fields of ``ActorOptions``, and ``memory``,
             ``scheduling_strategy``, ``accelerator_type``, ``runtime_env`` of Ray.
-        given: fields that override it; ``None`` for those that were not given.
+        given: fields that override it; ``None`` if not given.
 
     Returns:
-        The options, and what is left for Ray.
+        The options, and the remaining arguments for Ray.
 
     Raises:
-        ConfigError: for another key.
+        ConfigError: for an unknown key.
 
     Example:
         >>> actor_options({"num_cpus": 2, "memory": 2**30}, num_cpus=0.5)[0].num_cpus

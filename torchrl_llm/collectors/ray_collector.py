@@ -1,7 +1,7 @@
-"""Collector in a Ray actor: the same batches, from another process.
+"""Collector in a Ray actor: the same batches from a different process.
 
-What runs in the actor is in :mod:`torchrl_llm.collectors.ray_actor`, how it comes back when it dies
-in :mod:`torchrl_llm.modules.remote.revived_actor`.
+:mod:`torchrl_llm.collectors.ray_actor` runs in the actor;
+:mod:`torchrl_llm.modules.remote.revived_actor` restarts it when it dies.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 
 _POLL_S = 0.2
 _numbers = itertools.count()
-# Process numbers from 2**15 on are those of actors; children of multiprocessing count from 1.
-# Drawn, because rows of the run that this one continues may still wait for their group.
+# Process numbers from 2**15 on belong to actors; children of multiprocessing count from 1. They are
+# random, because rows of the run that is resumed may still wait for their group.
 _NUMBERS = 2**15
 _first_number = secrets.randbelow(_NUMBERS)
 
@@ -48,67 +48,68 @@ _first_number = secrets.randbelow(_NUMBERS)
 class RayLLMCollector(VersionedCollector):
     """An :class:`~torchrl_llm.collectors.LLMCollector` in its own Ray actor.
 
-    Three ways to get what it collects:
+    There are three ways to get its rows:
 
-    - iterate over it (or call :meth:`next`): batches come here, and with a ``replay_buffer`` they
-      are written into it;
-    - :meth:`start` it with a ``replay_buffer`` that is filled next to training;
+    - iterate over it (or call :meth:`next`): batches arrive in this process; with a
+      ``replay_buffer`` they are written into it;
+    - :meth:`start` it with a ``replay_buffer`` that it fills asynchronously;
     - :meth:`start` it with a :class:`~torchrl_llm.collectors.transport.RayChannel` as ``queue``,
       for a learner with a :class:`~torchrl_llm.collectors.ChannelCollector`: rows are granted,
-      claimed and counted, so that it is known what became of each token, also of the lost ones.
+      claimed and counted, so every token is accounted for, including lost ones.
 
-    The collector is watched while it is started. Should its process die, or give no heartbeat
-    for ``worker_timeout_s``, it is killed, its claims go to others, what it had sampled and not
-    delivered is counted as lost, and it is restarted up to ``max_restarts`` times: under another
-    name, and with the latest weights before it samples anything.
+    A started collector is monitored. If its process dies, or sends no heartbeat for
+    ``worker_timeout_s``, it is killed, its claims go to other workers, and its undelivered tokens
+    count as lost. It is restarted up to ``max_restarts`` times, under a new name and with the
+    latest weights.
 
-    Weights go through Ray's object store, once for all receivers; each echoes their digest.
+    Weights are put into Ray's object store once for all receivers; each receiver returns their
+    digest.
 
     Args:
-        env: an environment or, better, a callable that builds one: it is sent to the actor.
+        env: an environment or, better, a callable that builds one; it is sent to the actor.
         total_dialog_turns: turns after which the collector ends, -1 for no end; counted from zero
             after a restart.
-        replay_buffer: of this process, or one that lives in Ray: that one is written to by the
-            actor itself.
+        replay_buffer: a buffer of this process, or one in Ray, into which the actor writes
+            directly.
         flatten_data: rows instead of ``[*B, T]``; the default where a buffer or queue is given.
-        weight_updater: brings weights to an engine that is in neither process, and runs here; by
+        weight_updater: sends weights to an engine in a third process, and runs in this process; by
             default weights are sent to the policy in the actor.
         queue: a channel of rows, or a queue of Ray (``ray.util.queue.Queue``).
-        ray_init_config: arguments of ``ray.init``, where Ray does not run yet.
-        remote_config: what the actor needs, see
+        ray_init_config: arguments of ``ray.init``, if Ray is not running yet.
+        remote_config: resources of the actor, see
             :func:`~torchrl_llm.collectors.ray_actor.actor_options`.
-        sync_iter: ``False`` collects the next batch while the caller works on the last one.
+        sync_iter: ``False`` collects the next batch while the caller processes the last one.
         num_cpus: CPUs of the actor; 1 by default.
         num_gpus: GPUs of the actor; none by default.
-        name: of this collector; begins the names of its workers in the channel.
-        claim_rows: rows that are claimed at once; the turns of a batch by default.
-        in_flight: what becomes of conversations that have begun when weights come, see
+        name: name of this collector; prefix of the names of its workers in the channel.
+        claim_rows: rows per claim; by default the turns of a batch.
+        in_flight: what happens to unfinished conversations when new weights arrive, see
             :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
-        wait_for_updates: ``False`` does not wait until weights have arrived; the next update does,
-            and raises what went wrong.
-        max_restarts: how often it may be restarted.
+        wait_for_updates: ``False`` does not wait until weights have arrived; the next update waits
+            for them and raises errors.
+        max_restarts: most restarts.
         worker_timeout_s: seconds without a heartbeat (a policy call, a claim, a delivery) after
-            which it is taken for hung; of a channel only.
-        timeout_s: most seconds that a call of it may take, :meth:`next` included.
+            which the actor counts as hung; only with a channel.
+        timeout_s: timeout of a call in seconds, including :meth:`next`.
         **options: the other arguments of :class:`~torchrl_llm.collectors.LLMCollector`, which is
             built in the actor: ``policy`` (sent there) or ``policy_factory`` (called there),
             ``dialog_turns_per_batch``, ``yield_completed_trajectories``, ``postproc``, ...
 
     Attributes:
-        worker_name: its name in the channel, another one after each restart.
-        receipts: of the last weights that were waited for.
+        worker_name: its name in the channel; a new one after each restart.
+        receipts: receipts of the last weights that were awaited.
 
     Raises:
         ConfigError: for arguments that contradict each other.
-        TypeError: an argument that neither collector has.
+        TypeError: an unknown argument.
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ResourceError: Ray is not running, or lacks the resources.
         WorkerError: it did not start in time.
-        Exception: what building environment or policy raised in the actor.
+        Exception: an exception of the environment's or policy's construction in the actor.
     """
 
     __signature__ = FullSignature(LLMCollector)
-    init_random_frames = 0  # TorchRL's trainer reads it
+    init_random_frames = 0  # read by TorchRL's trainer
 
     @checked
     def __init__(
@@ -155,7 +156,7 @@ class RayLLMCollector(VersionedCollector):
         self.replay_buffer, self.queue, self.channel = replay_buffer, queue, channel
         self.total_frames = total_dialog_turns
         self.sync_iter, self.wait_for_updates = sync_iter, wait_for_updates
-        # A buffer of this process stays here; one in Ray is written to by the actor.
+        # A buffer of this process stays here; the actor writes into one in Ray.
         self._local_buffer = isinstance(replay_buffer, CoreReplayBuffer) and not isinstance(
             replay_buffer, CoreRayReplayBuffer
         )
@@ -178,7 +179,7 @@ class RayLLMCollector(VersionedCollector):
         )
         self._needs, self._placement, self._name = needs, placement, name
         self._in_flight, self._worker_timeout_s = in_flight, worker_timeout_s
-        self._ahead: Any = None  # a batch that the actor collects already
+        self._ahead: Any = None  # a batch that the actor is already collecting
         self._run: Any = None
         self._loop: BackgroundLoop | None = None
         self._closed = False
@@ -212,7 +213,7 @@ class RayLLMCollector(VersionedCollector):
 
     @property
     def restarts(self) -> int:
-        """How often it was restarted."""
+        """Number of restarts."""
         return self._actor.restarts
 
     def pid(self) -> int:
@@ -226,11 +227,11 @@ class RayLLMCollector(VersionedCollector):
     # -- batches ----------------------------------------------------------------------------------
 
     def next(self) -> TensorDictBase | None:
-        """The next batch; ``None`` where it was written to the buffer or queue.
+        """The next batch; ``None`` if it was written to the buffer or queue.
 
         Raises:
             StopIteration: the budget of turns is used up.
-            WorkerError: the actor died, hung or did not answer in time, and may not be restarted.
+            WorkerError: the actor died, hung or timed out, and has no restarts left.
             Exception: what policy or environment raised.
         """
         if self._loop is not None:
@@ -265,10 +266,10 @@ class RayLLMCollector(VersionedCollector):
         return found
 
     def _restart(self, error: WorkerError) -> None:
-        """Restart the actor with the latest weights, or give it up.
+        """Restart the actor with the latest weights, or raise if no restart is left.
 
         Args:
-            error: what it died of.
+            error: cause of its death.
         """
         first_line = str(error).partition("\n")[0]
         logger.warning(f"{self.worker_name}: {first_line}")
@@ -289,7 +290,7 @@ class RayLLMCollector(VersionedCollector):
             )
 
     def iterator(self) -> Iterator[TensorDictBase | None]:
-        """Batches until the budget is used up; ``None`` for each that the actor wrote."""
+        """Batches until the budget is used up; ``None`` for each batch that the actor wrote."""
         while True:
             try:
                 batch = self.next()
@@ -305,11 +306,11 @@ class RayLLMCollector(VersionedCollector):
     def start(self) -> None:
         """Collect into the buffer, queue or channel until :meth:`shutdown`; returns at once.
 
-        What goes wrong in the actor is logged, and raised by the next call of
-        ``update_policy_weights_``, :meth:`check` or :meth:`shutdown`, unless it was restarted.
+        Errors in the actor are logged, and raised by the next call of ``update_policy_weights_``,
+        :meth:`check` or :meth:`shutdown`, unless it was restarted.
 
         Raises:
-            ConfigError: there is neither of them, or it was started before.
+            ConfigError: there is none of these, or it was already started.
         """
         if self.replay_buffer is None and self.queue is None:
             raise ConfigError("start() needs a replay_buffer, a queue or a channel to collect into")
@@ -319,7 +320,7 @@ class RayLLMCollector(VersionedCollector):
         self._loop.start()
 
     def _look_after(self) -> bool:
-        """One call of the actor to its end, or to that of the actor: whether others follow."""
+        """Wait for the end of one call or of the actor; returns whether more calls follow."""
         try:
             return self._collect()
         except WorkerError as error:
@@ -327,7 +328,8 @@ class RayLLMCollector(VersionedCollector):
                 self._restart(error)
             return self._actor.is_up and not self._closed
         except Exception as error:
-            # Whatever policy or environment raised ends this collector, and reaches the learner.
+            # An exception of the policy or environment ends this collector and is raised in the
+            # learner.
             logger.error(f"{self.worker_name} stopped: {type(error).__name__}: {error}")
             self._actor.fail(error)
             return False
@@ -340,7 +342,7 @@ class RayLLMCollector(VersionedCollector):
         while not ray.wait([self._run], timeout=_POLL_S)[0]:
             if self._actor.state == "ended":
                 return False
-            # With a thousand collectors each of them cannot ask five times a second.
+            # A thousand collectors cannot ask five times per second each.
             if self.channel is not None and time.time() - looked_s >= self._worker_timeout_s / 10:
                 looked_s = time.time()
                 self._check_heartbeat(begun_s)
@@ -369,15 +371,15 @@ class RayLLMCollector(VersionedCollector):
 
     @property
     def is_running(self) -> bool:
-        """Whether it was started and still collects, or is being restarted."""
+        """Whether it was started and is collecting or restarting."""
         return self._loop is not None and self._loop.is_running
 
     def check(self) -> None:
-        """Raise what ended the collector for good; nothing while it lives.
+        """Raise the error that ended the collector, if any.
 
         Raises:
             WorkerError: its process died or hung too often.
-            Exception: what policy, environment or buffer raised.
+            Exception: an exception of policy, environment or buffer.
         """
         self._actor.check()
 
@@ -393,20 +395,19 @@ class RayLLMCollector(VersionedCollector):
         self.load_weights(source, version=version)
 
     def load_weights(self, source: WeightSource | None, *, version: int) -> list[WeightReceipt]:
-        """Tell the collector in the actor where new weights are.
+        """Let the collector in the actor load new weights.
 
         Args:
-            source: where; ``None`` for weights that have their place already, so that only the
-                version is told.
+            source: their source; ``None`` if the weights are already in place and only the version
+                changes.
             version: their number.
 
         Returns:
-            What arrived; nothing where the collector is being restarted, or need not be waited
-            for.
+            The receipts; none while the collector restarts or with ``wait_for_updates=False``.
 
         Raises:
             WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: the collector is dead and may not be restarted.
+            WorkerError: the collector is dead and has no restarts left.
         """
         self._settle()
         sent = Sent(source, version, "number" if source is None else source.kind)
@@ -417,18 +418,18 @@ class RayLLMCollector(VersionedCollector):
                 ref = remote.submit("load_weights", source, version, self._in_flight)
                 self._pending = (remote, ref, sent)
             else:
-                self.check()  # being restarted, it gets them before it samples
+                self.check()  # it gets them after the restart, before it samples
         if not self.wait_for_updates:
             return []
         self.receipts = self._settle()
         return self.receipts
 
     def _settle(self) -> list[WeightReceipt]:
-        """Wait for the weights under way, and compare what arrived with what was sent.
+        """Wait for the current weights, and compare the received digest with the sent one.
 
         Raises:
             WeightUpdateError: they did not arrive, or not as they were sent.
-            WorkerError: it died, and will not be restarted.
+            WorkerError: it died and has no restarts left.
         """
         pending, self._pending = self._pending, None
         if pending is None:
@@ -444,11 +445,11 @@ class RayLLMCollector(VersionedCollector):
                         f"{self.worker_name!r}, and it got {receipt}"
                     )
         except WeightUpdateError:
-            # It samples with the old ones, and nobody may say otherwise.
+            # It samples with the old weights, so the version must not change.
             self._weights.needed = self._arrived
             raise
         except WorkerError:
-            # Whoever watches it finds the same, and brings the weights to its successor.
+            # The monitor notices the same, and sends the weights to the successor.
             if not self.is_running and self.restarts >= self._actor.max_restarts:
                 raise
             return []
@@ -456,12 +457,12 @@ class RayLLMCollector(VersionedCollector):
         return receipts
 
     def increment_version(self) -> None:
-        """Count a new version of weights that have their place already."""
+        """Count a new version of weights that are already in place."""
         self.load_weights(None, version=self.policy_version + 1)
 
     @property
     def policy_version(self) -> int:
-        """Number of the last weights that were sent."""
+        """Number of the last sent weights."""
         return self._weights.needed[-1].version
 
     # -- state and end ----------------------------------------------------------------------------
@@ -478,10 +479,10 @@ class RayLLMCollector(VersionedCollector):
     def set_postproc(self, postproc: Callable[[TensorDictBase], TensorDictBase]) -> None:
         """Set the post-processing of batches in the actor; see the arguments of the class."""
         self._actor.remote.call("collector.set_postproc", postproc)
-        self._collector_options["postproc"] = postproc  # a restarted one begins with it
+        self._collector_options["postproc"] = postproc  # a restarted collector starts with it
 
     def state_dict(self) -> OrderedDict[str, Any]:
-        """What the next batch depends on, as :meth:`LLMCollector.state_dict` has it.
+        """Everything that the next batch depends on, see :meth:`LLMCollector.state_dict`.
 
         Raises:
             WorkerError: the actor died or did not answer in time.
@@ -491,10 +492,10 @@ class RayLLMCollector(VersionedCollector):
         return OrderedDict(collector=state, version=self.policy_version)
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; the weights are to be sent again.
+        """Restore the state of :meth:`state_dict`; the weights must be sent again.
 
         Args:
-            state_dict: of a collector that was built alike.
+            state_dict: of a collector with the same configuration.
         """
         self._actor.remote.call("collector.load_state_dict", state_dict["collector"])
         self.load_weights(None, version=state_dict["version"])
@@ -508,10 +509,10 @@ class RayLLMCollector(VersionedCollector):
         """Stop collecting, close the environment, end the actor; may be called twice.
 
         Args:
-            timeout: seconds to wait for the batch under way, before the actor is ended anyway; 10
-                by default.
+            timeout: seconds to wait for the current batch before the actor is killed; 10 by
+                default.
             close_env: close the environment first.
-            raise_on_error: raise what ended the collector, if something did.
+            raise_on_error: raise the error that ended the collector, if any.
         """
         if not self._closed:
             self._closed = True
@@ -523,7 +524,7 @@ class RayLLMCollector(VersionedCollector):
         ray = require_ray("RayLLMCollector", running=False)
         if ray.is_initialized() and self._actor.is_up:
             remote = self._actor.remote
-            # A process that is dead or hangs cannot be asked, and need not be.
+            # A dead or hung process cannot and need not be called.
             with suppress(WorkerError):
                 remote.result(remote.submit("stop", lane="control"), timeout_s=limit_s)
                 if self._run is not None:
@@ -534,7 +535,7 @@ class RayLLMCollector(VersionedCollector):
             with suppress(TimeoutError):
                 self._loop.stop(limit_s)
         if ray.is_initialized():
-            with suppress(WorkerError):  # the channel may be gone before its workers
+            with suppress(WorkerError):  # the channel may end before its workers
                 self._actor.end()
 
     def __repr__(self) -> str:

@@ -1,18 +1,18 @@
 """Ways to roll out: fixed numbers of turns, whole trajectories, or a pool of environments.
 
-Each way has ``collect() -> batch`` and a state; :class:`~torchrl_llm.collectors.LLMCollector`
-chooses one and does the rest:
+Each class has ``collect() -> batch`` and a state; :class:`~torchrl_llm.collectors.LLMCollector`
+chooses one:
 
 - :class:`StepRollout`: batches of a fixed number of turns;
-- :class:`TrajectoryRollout`: starts a new conversation wherever one has ended, so that the policy
-  always has all rows to answer;
-- :class:`WaveRollout`: begins all rows of a batch together and waits for the last of them, so that
-  nothing is sampled by weights older than the batch;
+- :class:`TrajectoryRollout`: starts a new conversation when one ends, so that the policy always
+  answers all rows;
+- :class:`WaveRollout`: starts all rows of a batch together and waits for the last one, so that the
+  batch is sampled by the same weights;
 - :class:`AsyncTrajectoryRollout`: answers the environments of a pool as they become ready.
 
-Where players share an episode (:mod:`torchrl_llm.envs.players`), only those who must act are
-stepped and answered, and the reward and the end of a step in which a player did not act are brought
-to the player's last own row.
+If players share an episode (:mod:`torchrl_llm.envs.players`), only the players who must act are
+stepped and answered. Reward and end of a step in which a player did not act are added to that
+player's last row.
 
 Shape legend: ``B`` rows of the environment, ``T`` steps.
 """
@@ -49,9 +49,9 @@ Stamp = Callable[[TensorDictBase], TensorDictBase]
 
 
 def _layers(env: EnvBase) -> list[Any]:
-    """The transforms of an environment, outermost first, and what is below them.
+    """The transforms of an environment, outermost first, and the base environment.
 
-    A ``TransformedEnv`` has its transforms in ``state_dict()`` and not the environment below.
+    ``state_dict()`` of a ``TransformedEnv`` contains its transforms, but not its base environment.
     """
     if not isinstance(env, TransformedEnv):
         return [env]
@@ -59,7 +59,7 @@ def _layers(env: EnvBase) -> list[Any]:
 
 
 def env_state(env: EnvBase) -> list[dict[str, Any]]:
-    """States of an environment and of its transforms, outermost first.
+    """States of an environment and its transforms, outermost first.
 
     Args:
         env: the environment.
@@ -68,14 +68,14 @@ def env_state(env: EnvBase) -> list[dict[str, Any]]:
 
 
 def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
-    """Continue where :func:`env_state` was taken.
+    """Restore the result of :func:`env_state`.
 
     Args:
-        env: an environment that was built alike.
-        states: what :func:`env_state` returned.
+        env: an environment with the same configuration.
+        states: result of :func:`env_state`.
 
     Raises:
-        CheckpointError: the environment has another number of layers.
+        CheckpointError: the number of layers differs.
     """
     layers = _layers(env)
     if len(layers) != len(states):
@@ -88,22 +88,21 @@ def load_env_state(env: EnvBase, states: list[dict[str, Any]]) -> None:
 
 
 class Rollout(SavedState, ABC):
-    """One way to roll out.
+    """Base class of the ways to roll out.
 
     Args:
         env: the environment.
         policy: tensordict to tensordict.
-        stamp: writes the policy's version into what the policy reads.
+        stamp: writes the policy's version into the policy's input.
         turns_per_batch: turns of a batch.
-        calls: policy calls go through it, so that weights do not change within one.
+        calls: lock for policy calls, so that weights do not change within a call.
         verbose: log progress.
 
     Attributes:
-        turns: turns of the batches so far, intermediate turns that were not yielded among them.
-        sampled: tokens that the policy has sampled so far.
-        counts: those of its last call, a number for each row.
-        after_call: called after each policy call, in the thread that collects; ``None`` for
-            nothing.
+        turns: turns of all batches so far, including intermediate turns that were not yielded.
+        sampled: number of tokens sampled so far.
+        counts: sampled tokens of the last call, per row.
+        after_call: called after each policy call, in the collecting thread; may be ``None``.
     """
 
     def __init__(
@@ -126,20 +125,20 @@ class Rollout(SavedState, ABC):
     @property
     @abstractmethod
     def tokens_in_flight(self) -> int:
-        """Sampled tokens of rows that are in no batch yet."""
+        """Sampled tokens of rows that are not in a batch yet."""
 
     def check_drop(self) -> None:
-        """Raise :class:`~torchrl_llm.errors.ConfigError` where :meth:`drop` is impossible."""
+        """Raise :class:`~torchrl_llm.errors.ConfigError` if :meth:`drop` is not supported."""
         return
 
     @abstractmethod
     def drop(self) -> None:
-        """Give up what is in flight and start over, before the next step.
+        """Drop unfinished conversations and start new ones before the next step.
 
-        May be called from another thread.
+        Thread-safe.
 
         Raises:
-            ConfigError: this way to roll out cannot.
+            ConfigError: this class does not support it.
         """
 
     @abstractmethod
@@ -147,7 +146,7 @@ class Rollout(SavedState, ABC):
         """Roll out one batch."""
 
     def _act(self, carrier: TensorDictBase) -> TensorDictBase | None:
-        """The policy's answers; ``None`` where the rows were given up before or meanwhile."""
+        """The policy's answers; ``None`` if the rows were dropped before or meanwhile."""
         with self.calls.work(), torch.no_grad():
             if self._dropping:
                 return None
@@ -156,7 +155,7 @@ class Rollout(SavedState, ABC):
         self.sampled += sum(self.counts)
         if self.after_call is not None:
             self.after_call()
-        # Answers that were cut short must not become turns: they count as sampled and lost.
+        # Aborted answers must not become turns: they count as sampled and lost.
         return None if self._dropping else acted
 
     def _log(self, collected: int) -> None:
@@ -165,14 +164,14 @@ class Rollout(SavedState, ABC):
 
 
 def tokens_of_call(acted: TensorDictBase) -> list[int]:
-    """Tokens that the policy sampled in one call.
+    """Number of tokens sampled in one policy call.
 
     Args:
-        acted: what the policy returned, ``[B]`` or with further batch dimensions.
+        acted: output of the policy, ``[B]`` or with further batch dimensions.
 
     Returns:
-        A number for each row, as :func:`~torchrl_llm.data.rollouts.sampled_tokens` counts them once
-        they are rows; zeros for a policy without tokens.
+        A number per row, consistent with :func:`~torchrl_llm.data.rollouts.sampled_tokens`; zeros
+        for a policy without tokens.
     """
     if acted.batch_dims != 1:
         counted = acted.select("tokens", "trace", strict=False)
@@ -187,9 +186,9 @@ def tokens_of_call(acted: TensorDictBase) -> list[int]:
 
 
 def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
-    """What the policy writes again in every call and neither it nor the environment reads.
+    """Keys that the policy writes in every call and neither policy nor environment reads.
 
-    TorchRL carries such keys into the next step, where they are copied several times.
+    TorchRL carries such keys into the next step and copies them several times.
     """
     written, read = (
         {key if isinstance(key, str) else key[0] for key in getattr(policy, name, ())}
@@ -201,9 +200,9 @@ def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
 
 
 def _is_chat_env(env: EnvBase) -> bool:
-    """Whether an environment is a chat environment of this process, in any transforms.
+    """Whether an environment is a local chat environment, possibly with transforms.
 
-    Its ``step_and_maybe_reset`` is TorchRL's own: a step, the move to the next one, a reset.
+    Its ``step_and_maybe_reset`` is TorchRL's: step, move to the next state, reset.
     """
     return isinstance(innermost(env), ChatEnv)
 
@@ -228,22 +227,22 @@ class Lockstep(Rollout):
 
     @property
     def tokens_held(self) -> int:
-        """Sampled tokens of turns that the environment has not told of yet."""
+        """Sampled tokens of turns that the environment has not returned yet."""
         return self.env.tokens_held if isinstance(self.env, HoldsTurns) else 0
 
     def _counts_of(self, step: TensorDictBase) -> list[int]:
-        """Tokens of each turn of a step, which may be another one than that of the last call."""
+        """Tokens of each turn of a step; the turn may come from an earlier call."""
         return tokens_of_call(step) if isinstance(self.env, HoldsTurns) else self.counts
 
     def _drop_now(self) -> bool:
-        """Whether the caller has to forget its rows; the next step resets the environment."""
+        """Whether the caller must drop its rows; the next step resets the environment."""
         if not self._dropping:
             return False
         self._dropping, self.carrier = False, None
         return True
 
     def _act_for_children(self, td: TensorDictBase) -> TensorDictBase:
-        """The policy's answers to the children of a step that is under way."""
+        """The policy's answers for child episodes during a step."""
         with self.calls.work(), torch.no_grad():
             acted = self.policy(self.stamp(td))
         self.sampled += sum(tokens_of_call(acted))
@@ -258,10 +257,10 @@ class Lockstep(Rollout):
         return found
 
     def _mark_active(self, running: Tensor | None = None) -> None:
-        """Let those be stepped who are running, and where players share an episode, who must act.
+        """Mark the running rows for the step; if players share an episode, only those who must act.
 
         Args:
-            running: bool ``[B]``; all if not given.
+            running: bool ``[B]``; all by default.
         """
         active = self.carrier.get("active", None)
         steps = None if running is None else running.unsqueeze(-1).to(self.carrier.device)
@@ -271,11 +270,11 @@ class Lockstep(Rollout):
             self.carrier.set("_step", steps)
 
     def _step(self) -> TensorDictBase | None:
-        """One step of all rows; the carrier moves on only when it has succeeded.
+        """One step of all rows; the carrier advances only after success.
 
-        ``None`` where the rows were given up before the policy had answered. The policy writes into
-        the carrier, whose inner nodes may be those of the step before: split or copy a step before
-        the next one.
+        ``None`` if the rows were dropped before the policy answered. The policy writes into the
+        carrier, which may share nodes with the previous step: split or copy a step before the next
+        one.
         """
         if self.carrier is None:
             self.carrier = self.env.reset()
@@ -289,12 +288,12 @@ class Lockstep(Rollout):
         return stepped
 
     def _step_and_maybe_reset(self, acted: TensorDictBase) -> tuple[TensorDictBase, TensorDictBase]:
-        """The environment's method of that name, without what the policy writes again."""
+        """Like the environment's method, without the keys that the policy writes again."""
         env = self.env
         if not self._by_parts or acted.device != env.device:
             stepped, carrier = env.step_and_maybe_reset(acted)
             return stepped, carrier.exclude(*self._stale, inplace=True)
-        # The same parts; what is stale is dropped before it would be copied and reset.
+        # The same parts; stale keys are dropped before they would be copied and reset.
         stepped = env.step(acted)
         carrier = self.moved_on(stepped)
         if env._post_step_mdp_hooks is not None:
@@ -302,24 +301,24 @@ class Lockstep(Rollout):
         return stepped, env.maybe_reset(carrier)
 
     def moved_on(self, stepped: TensorDictBase) -> TensorDictBase:
-        """The carrier of the next step, without what the policy writes again."""
+        """The carrier of the next step, without the keys that the policy writes again."""
         return self.env.step_mdp(stepped.exclude(*self._stale))
 
     def state_dict(self) -> dict[str, Any]:
-        """The carrier between two steps, the environment's state, and what a subclass names."""
+        """The carrier, the environment's state, and the attributes of a subclass."""
         return {**super().state_dict(), "env": env_state(self.env)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Restore the state of :meth:`state_dict`."""
         load_env_state(self.env, state["env"])
         super().load_state_dict(state)
 
 
 class StepRollout(Lockstep):
-    """Batches of a fixed number of turns, whatever they begin or end.
+    """Batches with a fixed number of turns, across episode boundaries.
 
     Args:
-        reset_first: begin every batch with new conversations; those in flight are given up.
+        reset_first: start every batch with new conversations; unfinished ones are dropped.
         flatten: rows instead of ``[*B, T]``.
         **kwargs: of :class:`Rollout`.
     """
@@ -341,7 +340,7 @@ class StepRollout(Lockstep):
         """``[*B, T]`` lazily stacked steps, or ``[B * T]`` rows, row ``b * T + t`` being step t."""
         if self.reset_first and not self.steps:
             self.carrier = None
-        # Steps of a batch that an error or Ctrl-C cut short are its first steps when it goes on.
+        # If an error or Ctrl-C interrupts a batch, its steps are kept for the next call.
         while (collected := sum(step.numel() for step in self.steps)) < self.turns_per_batch:
             self._log(collected)
             if self._drop_now():
@@ -361,11 +360,11 @@ class StepRollout(Lockstep):
 
 
 def refuse_players(env: EnvBase, what: str) -> None:
-    """Refuse an environment of several players.
+    """Reject an environment with several players.
 
     Args:
         env: the environment.
-        what: how it would be rolled out.
+        what: name of the way to roll out, for the message.
 
     Raises:
         ConfigError: its players share episodes.
@@ -378,7 +377,7 @@ def refuse_players(env: EnvBase, what: str) -> None:
 
 
 class TrajectoryRollout(Lockstep):
-    """Whole trajectories, in the order in which they end.
+    """Whole trajectories, in the order of their ends.
 
     Args:
         last_only: the last turn of each trajectory only.
@@ -397,7 +396,7 @@ class TrajectoryRollout(Lockstep):
         self.assembly = Assembly(self.env.batch_size[0], last_only)
 
     def collect(self) -> TensorDictBase:
-        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns together."""
+        """Rows ``[N]`` of trajectories with at least ``turns_per_batch`` turns in total."""
         while (finished := self.assembly.finished_turns) < self.turns_per_batch:
             self._log(finished)
             if self._drop_now():
@@ -416,17 +415,17 @@ class TrajectoryRollout(Lockstep):
         return self.assembly.tokens + self.tokens_held
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; what runs outside begins again."""
+        """Restore the state of :meth:`state_dict`; external programs start again."""
         super().load_state_dict(state)
         if isinstance(self.env, HoldsTurns):
             self.assembly.clear_open()
 
 
 class WaveRollout(TrajectoryRollout):
-    """Batches of all trajectories that begin together, one a row of the environment.
+    """Batches of trajectories that start together, one per row of the environment.
 
-    Rows that have ended wait for the others: they are neither stepped nor answered. What is dropped
-    is the whole batch.
+    Finished rows wait for the others: they are neither stepped nor answered. A drop affects the
+    whole batch.
 
     Args:
         **kwargs: of :class:`TrajectoryRollout`; ``turns_per_batch`` is not used.
@@ -445,7 +444,8 @@ class WaveRollout(TrajectoryRollout):
         while self.running.any():
             self._log(self.assembly.finished_turns)
             if self._drop_now():
-                # What has ended goes with what has not: another wave cannot complete its groups.
+                # Finished rows are dropped with unfinished ones, because a new wave cannot complete
+                # their groups.
                 self.assembly = Assembly(len(self.running), self.assembly.last_only)
                 self.running = torch.ones_like(self.running)
             self._step_running()
@@ -459,7 +459,7 @@ class WaveRollout(TrajectoryRollout):
             self.carrier = self.env.reset()
         self._mark_active(None if self.running.all() else self.running)
         acted = self._act(self.carrier)
-        if acted is None:  # given up before the policy had answered
+        if acted is None:  # dropped before the policy answered
             return
         with torch.no_grad():
             stepped = self.env.step(acted)
@@ -469,17 +469,17 @@ class WaveRollout(TrajectoryRollout):
         carrier = None
         if still.any():
             carrier = self.moved_on(stepped)
-        # Of a wave, rows that have ended are not stepped either.
+        # Finished rows of a wave are not stepped either.
         counts = self._counts_of(stepped)
         self.assembly.add_step(stepped, counts, running, self.take_children())
         self.carrier, self.running = carrier, still
 
 
 class AsyncTrajectoryRollout(Rollout):
-    """Whole trajectories of a pool whose environments step on their own.
+    """Whole trajectories of a pool whose environments step independently.
 
-    While some environments run (a tool, a slow reward), the policy answers those that are ready,
-    all of them in one call.
+    While some environments are busy (a tool, a slow reward), the policy answers all ready ones in
+    one call.
 
     Args:
         last_only: the last turn of each trajectory only.
@@ -492,7 +492,7 @@ class AsyncTrajectoryRollout(Rollout):
         super().__init__(*args, **kwargs)
         refuse_players(self.env, "an AsyncEnvPool, whose members are one row each,")
         if len(self.env.batch_size) != 2 or self.env.batch_size[1] != 1:
-            # TorchRL's pool takes the rows of a larger member for members.
+            # TorchRL's pool treats the rows of a larger member as members.
             raise ConfigError(
                 "the environments of an AsyncEnvPool must have batch size (1,), got a pool of "
                 f"size {tuple(self.env.batch_size)}; put more members into the pool instead"
@@ -507,7 +507,7 @@ class AsyncTrajectoryRollout(Rollout):
 
     @property
     def running(self) -> int:
-        """Environments that are in a step."""
+        """Environments that are currently in a step."""
         return len(self._stepping)
 
     @property
@@ -516,11 +516,11 @@ class AsyncTrajectoryRollout(Rollout):
         return self.assembly.tokens + sum(self._stepping.values())
 
     def drop(self) -> None:
-        """Refused, see :meth:`check_drop`."""
+        """Not supported, see :meth:`check_drop`."""
         self.check_drop()
 
     def check_drop(self) -> None:
-        """Refused: environments are in the middle of their steps.
+        """Not supported: environments are in the middle of their steps.
 
         Raises:
             ConfigError: always.
@@ -561,7 +561,8 @@ class AsyncTrajectoryRollout(Rollout):
         self._stepping.update(zip(indices, self.counts, strict=True))
         for place, index in enumerate(indices):
             part = acted[place : place + 1]
-            # One send for each, because the pool would lay one index on all rows of a batch.
+            # One send per environment, because the pool would use one index for all rows of a
+            # batch.
             part.set("env_index", NonTensorData(index, batch_size=part.batch_size))
             self.env.async_step_and_maybe_reset_send(lazy_stack([part]))
 
@@ -577,7 +578,7 @@ class AsyncTrajectoryRollout(Rollout):
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Refused as :meth:`state_dict` is.
+        """Not supported, like :meth:`state_dict`.
 
         Raises:
             CheckpointError: always.

@@ -1,11 +1,11 @@
-"""How old the weights may be that sampled what is trained on.
+"""Rules for stale rows: how old the sampling weights may be.
 
-The trainer counts its updates: it is at version ``v`` after ``v`` of them, and trains the next
-batch with those weights. A token that version ``u`` sampled has the age ``v - u`` then. A
-:class:`StalenessRule` says which ages are trained; a :class:`Pacer` says how many rows may be
-collected ahead, so that under ``wait`` nothing ever becomes too old.
+The trainer counts its updates: after ``v`` updates it is at version ``v`` and trains the next batch
+with these weights. A token sampled by version ``u`` then has the age ``v - u``. A
+:class:`StalenessRule` decides which ages are trained. A :class:`Pacer` limits how many rows are
+collected ahead, so that with ``wait`` nothing becomes too old.
 
-Everything here is a function of versions and counts: no channel, no process, no clock.
+Everything here depends only on versions and counts, not on channels, processes or clocks.
 
 Shape legend: ``T`` tokens of a row.
 """
@@ -31,16 +31,16 @@ _FREE = 1 << 30
 
 
 def sampled_versions(row: TensorDict) -> Tensor:
-    """The versions that sampled a row's tokens.
+    """The policy versions of a row's sampled tokens.
 
     Args:
         row: with a trace.
 
     Returns:
-        int32, one for each sampled token of the row.
+        int32, one per sampled token of the row.
 
     Raises:
-        DataError: a sampled token does not say which version sampled it.
+        DataError: a sampled token has no policy version.
     """
     source, version = leaf(row, ("trace", "source")), leaf(row, ("trace", "policy_version"))
     if source is None or version is None:
@@ -58,11 +58,11 @@ def sampled_versions(row: TensorDict) -> Tensor:
 
 
 def age_histogram(rows: Iterable[TensorDict], version: int) -> dict[int, int]:
-    """Sampled tokens by their age, those only that are trained.
+    """Number of trained sampled tokens by age.
 
     Args:
         rows: with traces.
-        version: of the weights that are trained now.
+        version: current version of the trainer.
 
     Returns:
         Age in updates to number of tokens, youngest first.
@@ -81,13 +81,13 @@ def age_histogram(rows: Iterable[TensorDict], version: int) -> dict[int, int]:
 
 
 def age_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
-    """Mean and largest age of the tokens that are trained, in updates.
+    """Mean and largest age of the trained tokens, in updates.
 
     Args:
-        histogram: of :func:`age_histogram`.
+        histogram: result of :func:`age_histogram`.
 
     Returns:
-        ``train/policy_age_mean`` and ``train/policy_age_max``; NaN where nothing is trained.
+        ``train/policy_age_mean`` and ``train/policy_age_max``; NaN if no token is trained.
 
     Example:
         >>> age_metrics({0: 30, 2: 10})
@@ -103,19 +103,19 @@ def age_metrics(histogram: Mapping[int, int]) -> dict[str, float]:
 @checked
 @dataclass(frozen=True, kw_only=True)
 class StalenessRule:
-    """Which ages are trained, and what becomes of the others.
+    """Which ages are trained, and what happens to older rows.
 
     Attributes:
-        max_policy_age: updates that the weights may have moved since a token was sampled; 0 trains
-            on what the present weights sampled only.
-        on_stale: ``wait`` keeps collectors from running so far ahead that anything becomes too old
-            (:class:`Pacer`), and drops what does all the same (its worker was slow beyond all
-            limits, its group never filled). ``drop`` lets them run, and takes rows with a token
-            that is too old out: they fill their place in their group and enter no statistic.
-            ``mask`` trains the rest of such rows, and keeps their rewards in the group's baseline.
+        max_policy_age: most updates between sampling and training of a token; 0 trains only on
+            samples of the current weights.
+        on_stale: ``wait`` keeps collectors from running so far ahead that rows become too old
+            (:class:`Pacer`), and drops rows that still do (a very slow worker, a group that never
+            filled). ``drop`` does not limit collectors, and removes rows with a token that is too
+            old: they count as members of their group but are excluded from its statistics. ``mask``
+            trains the rest of such rows and keeps their rewards in the group's baseline.
 
-    A token of a version that is still to come (negative age) was sampled by weights that this
-    trainer never had: those of a run that was killed and resumed from before. It is stale, too.
+    A negative age means that the token was sampled by weights that this trainer never had: the run
+    was killed and resumed from an earlier checkpoint. Such a token is stale, too.
 
     Raises:
         ConfigError: for a negative age or an unknown rule.
@@ -134,26 +134,26 @@ class StalenessRule:
         return 0 <= age <= self.max_policy_age
 
     def stale_tokens(self, row: TensorDict, version: int) -> Tensor:
-        """Which tokens are too old, or of weights that this trainer never had.
+        """Which tokens are too old, or were sampled by weights that this trainer never had.
 
         Args:
             row: with a trace.
-            version: of the weights that are trained now.
+            version: current version of the trainer.
 
         Returns:
-            bool ``[T]``; false where a token was not sampled.
+            bool ``[T]``; false for tokens that were not sampled.
         """
-        sampled_versions(row)  # raises where they are unknown
+        sampled_versions(row)  # raises if they are unknown
         age = version - leaf(row, ("trace", "policy_version"))
         too_old = (age < 0) | (age > self.max_policy_age)
         return too_old & (leaf(row, ("trace", "source")) == Source.SAMPLED)
 
     def verdict(self, row: TensorDict, version: int) -> Literal["keep", "drop", "mask"]:
-        """What becomes of a row.
+        """The verdict on a row.
 
         Args:
             row: with a trace.
-            version: of the weights that are trained now.
+            version: current version of the trainer.
         """
         versions = sampled_versions(row)
         if not versions.numel():
@@ -164,17 +164,18 @@ class StalenessRule:
         return "mask" if self.on_stale == "mask" else "drop"
 
     def mark(self, row: TensorDict, version: int) -> Literal["keep", "drop", "mask"]:
-        """Take what is too old out of the loss, in place.
+        """Mask stale tokens, in place.
 
-        The tokens' mask reason becomes ``stale``; that of all sampled tokens, and the reward
-        invalid, where the row is dropped. A token that was masked before keeps its reason.
+        The mask reason of the tokens becomes ``stale``. If the row is dropped, all its sampled
+        tokens are masked and its reward becomes invalid. A token that was already masked keeps its
+        reason.
 
         Args:
-            row: with a trace; its nodes are replaced, not changed.
-            version: of the weights that are trained now.
+            row: with a trace; its nodes are replaced, not modified.
+            version: current version of the trainer.
 
         Returns:
-            What became of it, as :meth:`verdict` says.
+            The result of :meth:`verdict`.
         """
         verdict = self.verdict(row, version)
         if verdict == "keep":
@@ -187,24 +188,24 @@ class StalenessRule:
 
 
 class Pacer:
-    """How far collectors may run ahead of the trainer.
+    """Limits how far collectors run ahead of the trainer.
 
-    Under ``wait`` at most ``(max_policy_age + 1) * batch_rows`` rows are under way at any time:
-    granted, being collected, or waiting to be trained. Each step uses up ``batch_rows`` of them, so
-    a row that was begun at version ``v`` is trained at ``v + max_policy_age`` at the latest, if
-    the oldest are trained first and no worker is overtaken. For the workers that are,
-    :meth:`stragglers` says whom the trainer must wait for before it trains. (The bound on rows is
-    that of AReaL, arXiv:2505.24298, equation 3.)
+    With ``wait``, at most ``(max_policy_age + 1) * batch_rows`` rows are in flight at any time:
+    granted, being collected, or waiting for training. Each step uses ``batch_rows`` of them. So a
+    row started at version ``v`` is trained at ``v + max_policy_age`` at the latest, if the oldest
+    rows are trained first and no worker is overtaken. :meth:`stragglers` names the overtaken
+    workers that the trainer must wait for. (The bound is that of AReaL, arXiv:2505.24298, equation
+    3.)
 
-    Under ``drop`` and ``mask`` collectors run as far ahead as the channel has room.
+    With ``drop`` and ``mask``, collectors run ahead as far as the channel has room.
 
     Args:
-        rule: the bound.
-        batch_rows: rows that a step uses up.
-        outstanding: rows that were granted before, by a trainer that this one continues.
+        rule: the staleness rule.
+        batch_rows: rows per step.
+        outstanding: rows already granted by the run that this one resumes.
 
     Raises:
-        ConfigError: for a batch without rows.
+        ConfigError: for ``batch_rows`` below 1.
 
     Example:
         >>> pacer = Pacer(StalenessRule(max_policy_age=1), batch_rows=8)
@@ -221,40 +222,40 @@ class Pacer:
     ) -> None:
         self.rule, self.batch_rows = rule, batch_rows
         self.outstanding = outstanding
-        # Version to the deliveries that each worker had made when it ended, of busy workers only.
+        # For each version, the number of deliveries of each busy worker at the end of that version.
         self._begun: dict[int, dict[str, int]] = {}
 
     @property
     def waits(self) -> bool:
-        """Whether collectors wait for the trainer, and it for the slowest of them."""
+        """Whether collectors wait for the trainer, and the trainer for the slowest collector."""
         return self.rule.on_stale == "wait"
 
     @property
     def limit(self) -> int:
-        """Rows that may be under way."""
+        """Most rows in flight."""
         if not self.waits:
             return _FREE
         return (self.rule.max_policy_age + 1) * self.batch_rows
 
     def grant(self) -> int:
-        """Rows that may be begun now in addition; they count as under way from here on."""
+        """Number of additional rows that may start now; they count as in flight from now on."""
         more = max(0, self.limit - self.outstanding)
         self.outstanding += more
         return more
 
     def used(self, num_rows: int) -> None:
-        """Say that rows were trained or thrown away, once the update that they led to is made.
+        """Report rows that were trained or discarded, after their update.
 
         Args:
-            num_rows: how many; rows that were thrown away are used, too.
+            num_rows: number of rows, including discarded ones.
         """
         self.outstanding = max(0, self.outstanding - num_rows)
 
     def next_version(self, version: int, workers: Mapping[str, WorkerCounts]) -> None:
-        """Remember who is busy while the trainer's version changes.
+        """Record the busy workers when the trainer's version changes.
 
         Args:
-            version: the new one; what busy workers have begun is older.
+            version: the new version; rows of busy workers are older.
             workers: the channel's counts.
         """
         if not self.waits:
@@ -269,11 +270,11 @@ class Pacer:
         """Workers whose rows would be too old if they came after this step.
 
         Args:
-            version: of the weights that are trained now.
-            workers: the channel's counts; who is not there any more is not waited for.
+            version: current version of the trainer.
+            workers: the channel's counts; workers that are gone are not awaited.
 
         Returns:
-            Names; they are still at rows that they began ``max_policy_age`` updates ago.
+            Names of workers that are still collecting rows started ``max_policy_age`` updates ago.
         """
         begun = self._begun.get(version - self.rule.max_policy_age + 1, {})
         return sorted(

@@ -1,6 +1,6 @@
-"""Collector of rollouts that were kept: losses and advantage estimators run without a sampler.
+"""Collector of stored rollouts, to run losses and advantage estimators without a sampler.
 
-Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` is what it reads.
+Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` is the store.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _OF_THE_STORE = ("fate", "carried", "step", "collected")
 
 
 class StoredCollector(SavedState):
-    """Batches of finished trajectories, each the rows of one step, as they were collected.
+    """Batches of finished trajectories; each batch has the rows of one step as collected.
 
-    What training wrote is taken off again (advantages, scores, mask reasons, what made a reward
-    invalid), so that another rule may write it. A row that waited for its group comes with the step
-    that decided it, as it waited: without what ``train.max_seq_len`` cut off, and with what the
-    filters and the age of its weights had masked.
+    Everything that training wrote is removed (advantages, scores, mask reasons, invalid marks), so
+    that a different rule can write it. A row that waited for its group comes with the step that
+    completed the group, in the state in which it waited: without tokens cut by
+    ``train.max_seq_len``, and with tokens masked by filters and staleness.
 
     Args:
         store: opened for reading. With ``logging.rollouts=sample`` a batch has few rows, of whole
             groups where these have at most 16.
-        steps: which, in this order; all by default.
-        epochs: how often they are gone through.
+        steps: steps to read, in this order; all by default.
+        epochs: number of passes.
 
     Attributes:
-        policy_version: of the newest weights that sampled tokens of the last batch.
+        policy_version: version of the newest weights that sampled tokens of the last batch.
 
     Raises:
         DataError: a step that the store does not have.
@@ -75,7 +75,7 @@ class StoredCollector(SavedState):
                 yield lazy_rows(found)
 
     def update_policy_weights_(self, *weights: Any, **options: Any) -> None:
-        """Nothing samples here, so nothing takes weights."""
+        """Do nothing: there is no sampler."""
 
     def take_lost(self) -> int:
         """No tokens are lost."""
@@ -83,10 +83,10 @@ class StoredCollector(SavedState):
 
 
 def as_collected(row: TensorDict, added: Iterable[Iterable[str]] = ()) -> TensorDict:
-    """A row of a store as its collector gave it, without what training made of it.
+    """A stored row as collected, without the columns of training.
 
     Args:
-        row: of a :class:`~torchrl_llm.data.rollout_store.RolloutStore`; it is not changed.
+        row: row of a :class:`~torchrl_llm.data.rollout_store.RolloutStore`; not changed.
         added: keys that training wrote, ``store.about(step)["added"]``.
 
     Example:
@@ -105,7 +105,7 @@ def as_collected(row: TensorDict, added: Iterable[Iterable[str]] = ()) -> Tensor
 
 
 def _take_off(node: TensorDict, path: tuple[str, ...]) -> None:
-    """Delete a key below nodes that other rows may share, and nodes that it leaves empty."""
+    """Delete a key and empty nodes above it, without changing nodes shared with other rows."""
     name, *rest = path
     if not rest:
         node._tensordict.pop(name, None)

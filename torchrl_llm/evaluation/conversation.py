@@ -1,4 +1,4 @@
-"""Conversation of a person with a policy, through the environment and wrapper of training."""
+"""A user's conversation with a policy, through the environment and wrapper of training."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from torchrl_llm.tools import Tool, ToolTransform
 
 
 class Conversation:
-    """A conversation that goes on: each text is answered with all that was said before in view.
+    """A conversation with history: each answer takes all earlier messages into account.
 
-    What the policy sampled is never encoded again: its token ids stay in the conversation, as in
-    training. Calls of tools are carried out, and the policy asked again, until it answers.
+    As in training, sampled tokens are never encoded again; their ids stay in the conversation. Tool
+    calls are executed, and the policy continues until it answers.
 
     Args:
-        policy: answers, in history mode.
+        policy: the policy, in history mode.
         system_prompt: first message; none by default.
         tools: tools, functions with type hints and a docstring, or transforms with tools (of a
             task's ``make_tools``). The prompt describes them where the policy was made with their
             schemas (``TransformersWrapper(tools=...)``).
 
     Attributes:
-        system_prompt: as given; another one counts from the next :meth:`reset` on.
+        system_prompt: as given; a new value takes effect at the next :meth:`reset`.
         was_cut: whether the last answer was cut, by ``max_new_tokens`` or by the context.
 
     Example:
@@ -51,7 +51,7 @@ class Conversation:
         system_prompt: str | None = None,
         tools: Sequence[Tool | Callable[..., Any] | ToolTransform] = (),
     ) -> None:
-        # A context that is full is told to whoever speaks, whatever training does about it.
+        # A full context is always reported to the user, independently of the setting of training.
         self.policy = policy.get_new_version(input_mode="history", on_overlong="error")
         self.system_prompt = system_prompt
         self.was_cut = False
@@ -64,7 +64,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All that was said, oldest first."""
+        """All messages, oldest first."""
         return list(self._begun()) if self._td is None else list(self._chat(self._td))
 
     def _begun(self) -> Chat:
@@ -72,22 +72,22 @@ class Conversation:
         return Chat([] if self.system_prompt is None else [system])
 
     def reset(self) -> None:
-        """Begin anew, with ``system_prompt``."""
+        """Start a new conversation with ``system_prompt``."""
         self._td = None
 
     def say(self, text: str, **generate_kwargs: Any) -> str:
-        """Say something, and hear the answer.
+        """Send a message and return the answer.
 
         Args:
-            text: of the user.
+            text: message of the user.
             **generate_kwargs: arguments of generation that override those of the policy.
 
         Returns:
             The answer. Calls of tools and their results are among :attr:`messages`.
 
         Raises:
-            OverlongError: the conversation does not fit into the model's context any more. It is
-                as it was before this text.
+            OverlongError: the conversation does not fit into the model's context any more. The
+                message is not added.
         """
         said = {"role": "user", "content": text}
         if self._td is None:
@@ -104,7 +104,7 @@ class Conversation:
             td = self._env.step_mdp(td)
             if self._chat(td)[-1]["role"] == "assistant" or refused:
                 break
-            # Whoever is told to answer without tools is asked once more, and not for ever.
+            # A model that must answer without tools gets one more turn, not unlimited ones.
             refused = not td["tools", "auxiliary"].item()
         self._td, self.was_cut = td, cut
         answers = [message for message in self._chat(td) if message["role"] == "assistant"]
@@ -115,7 +115,7 @@ class Conversation:
         return td["history"].prompt.chats[0]
 
     def close(self) -> None:
-        """Let go of the tools' processes and connections."""
+        """Close the tools' processes and connections."""
         self._env.close()
 
     def __enter__(self) -> Conversation:

@@ -25,13 +25,13 @@ from torchrl_llm.errors import ConfigError
 
 
 class Outcome(NamedTuple):
-    """What came of one conversation.
+    """Result of one conversation.
 
     Attributes:
-        reward: summed over its turns; 0.0 where it is invalid.
+        reward: sum over its turns; 0.0 if invalid.
         valid: whether every turn has a valid reward.
-        success: whether it was answered rightly.
-        length: tokens of the last response; -1 where a server did not count them.
+        success: whether the answer was correct.
+        length: tokens of the last response; -1 if a server did not count them.
         cut: whether the last response was cut by its length limit.
     """
 
@@ -44,22 +44,21 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """What a policy does on held-out prompts.
+    """Results of a policy on held-out prompts.
 
     Attributes:
-        accuracy: fraction of prompts answered rightly; a prompt without a valid reward counts as
-            not answered rightly and is shown in ``invalid``.
+        accuracy: fraction of prompts answered correctly; a prompt without a valid reward counts as
+            wrong and is included in ``invalid``.
         reward: mean of the valid rewards, each summed over its turns; NaN without any.
         reward_std: their standard deviation.
         success: ``accuracy`` over the prompts with a valid reward only, as ``train/success`` is.
         invalid: fraction of prompts whose reward failed.
-        response_length: mean tokens of the last response; NaN where no server counted them.
+        response_length: mean tokens of the last response; NaN if a server did not count them.
         truncated: fraction of last responses cut by their length limit.
-        num_prompts: how many prompts were answered; fewer than were wanted where the data has no
-            more.
-        shares: of the bool keys that were asked for, the fraction of the turns in which they hold.
-        at_k: of several samples a prompt, what :func:`~torchrl_llm.evaluation.figures_at_k` gives,
-            means over prompts.
+        num_prompts: number of answered prompts; fewer than requested if the data has fewer.
+        shares: for each requested bool key, the fraction of turns in which it is true.
+        at_k: with several samples per prompt, the results of
+            :func:`~torchrl_llm.evaluation.figures_at_k`, averaged over prompts.
         conversations: the first few, as text.
     """
 
@@ -95,26 +94,27 @@ def evaluate(
     title: str = "evaluating",
     share_keys: Sequence[str] = (),
 ) -> Evaluation:
-    """Answer held-out prompts and count the right answers.
+    """Answer held-out prompts and count correct answers.
 
-    Deterministic for a greedy policy: the environment's data is started over first, so that every
-    evaluation sees the same prompts, each of them once.
+    Deterministic for a greedy policy: the environment's data restarts first, so every evaluation
+    uses the same prompts, each once.
 
     Args:
-        env: gives a reward, ends its conversations, and starts its data over by
-            ``reset_dataloader()``; batch size ``[B]``. Its ``primer``, where it has one as a
-            :class:`~torchrl_llm.envs.DatasetChatEnv` does, tells where the data ends.
-        policy: answers; pass a greedy one for greedy accuracy.
-        num_prompts: the first so many prompts of the data; all, with a warning, where it has fewer.
-        max_turns: turns after which a conversation counts as it stands. Conversations that have
-            ended wait for the others and are not answered again.
-        success_key: bool key under ``"next"`` that says whether an answer is right.
-        num_shown: how many conversations are returned as text.
-        on_answer: called for each prompt, in their order, with the row of its last turn and what
-            came of the conversation; see :func:`torchrl_llm.evaluation.answer_record`.
-        title: what the progress bar says, where there is one.
-        share_keys: bool keys under ``"next"`` of which the fraction of turns is counted in which
-            they hold, such as ``"game_legal"``.
+        env: writes a reward, ends its conversations, and restarts its data with
+            ``reset_dataloader()``; batch size ``[B]``. If it has a ``primer``, as
+            :class:`~torchrl_llm.envs.DatasetChatEnv` does, the primer reports the end of the data.
+        policy: the policy; pass a greedy one for greedy accuracy.
+        num_prompts: number of prompts, from the start of the data; all prompts, with a warning, if
+        the data has fewer.
+        max_turns: turns after which a conversation is stopped and counted. Finished conversations
+            wait for the others.
+        success_key: bool key under ``"next"`` that marks a correct answer.
+        num_shown: number of conversations to return as text.
+        on_answer: called for each prompt, in order, with the row of its last turn and the outcome
+            of the conversation; see :func:`torchrl_llm.evaluation.answer_record`.
+        title: label of the progress bar.
+        share_keys: bool keys under ``"next"``, such as ``"game_legal"``; the fraction of turns in
+            which each is true is returned.
 
     Returns:
         The counts.
@@ -185,7 +185,7 @@ def _play(
     success_key: str,
     share_keys: Sequence[str],
 ) -> tuple[dict[str, Tensor], list[tuple[TensorDictBase, int]]]:
-    """The first conversations of a batch to their end: facts by row, and where its last turn is."""
+    """Play the first conversations of a batch to their end: facts by row, and its last turn."""
     size = env.batch_size.numel()
     facts: dict[str, Tensor] = {
         "reward": torch.zeros(size, dtype=torch.float64),
@@ -200,12 +200,12 @@ def _play(
     turns = facts["turns"] = torch.zeros(size, dtype=torch.int64)
     facts |= counted
     while True:
-        # Where players share an episode, a row is asked when its player must act.
+        # If players share an episode, a row acts when it is its player's turn.
         active = td.get("active", None)
         acting = running if active is None else running & active.reshape(size).cpu()
         late = isinstance(env, HoldsTurns)
         if not (acting.any() or late):
-            break  # the one who must act has had all turns
+            break  # the player who must act has used all turns
         if late or not acting.all():
             td.set("_step", acting.to(td.device) if td.device else acting)
         td = env.step(policy(td))
@@ -255,7 +255,7 @@ def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]
 
 
 def _lengths(td: TensorDictBase, size: int) -> Tensor:
-    counted = td.get(("tokens", "response_length"), None)  # of a policy without token ids
+    counted = td.get(("tokens", "response_length"), None)  # from a policy without token ids
     if counted is not None:
         return counted.reshape(size).cpu()
     sizes = [ids.shape[0] for ids in read_rows(td, ("tokens", "response"))]
@@ -271,23 +271,23 @@ def _text(row: TensorDictBase) -> str:
     return "\n".join(f"{message['role']}: {message_text(message)}" for message in chat)
 
 
-# Tensors that environments and policies write, besides the columns of the data.
+# Tensors that environments and policies write; not columns of the data.
 _OWN = {"done", "terminated", "truncated", "truncation_reason", "group_id", "traj_id", "turn"}
 _OWN |= {"env_step", "step_count", "policy_version", "active", "_step"}
 
 
 def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
-    """What was asked, what was answered and what came of it, as JSON takes it.
+    """Prompt, answer and outcome in a form for JSON.
 
     Args:
         row: the last turn of a conversation, without batch dimension.
-        outcome: what came of the conversation.
+        outcome: result of the conversation.
 
     Returns:
         ``messages`` (the whole conversation) or ``text``, ``query``, the :class:`Outcome` field by
-        field (``reward`` is ``None`` where it is invalid), ``error``, the short columns of the data
-        set (``task_id``, ``key``, ...), and ``scores`` where the reward wrote some. ``length`` is
-        ``None`` where it is not known.
+        field (``reward`` is ``None`` if invalid), ``error``, the short columns of the dataset
+        (``task_id``, ``key``, ...), and ``scores`` if the reward wrote any. ``length`` is ``None``
+        if not known.
     """
     record: dict[str, Any] = {}
     for name, value in row.items():
@@ -313,16 +313,16 @@ def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without what only the environment needs, and what was sampled where it differs."""
+    """A message without the environment's internal fields, plus the sampled text if it differs."""
     same = message.get("raw") == message.get("content")
     left_out = {"is_complete", "raw"} if same else {"is_complete"}
     return {name: value for name, value in message.items() if name not in left_out}
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """Chance that one of ``k`` samples is right, without bias (arXiv:2107.03374, eq. 1).
+    """Unbiased chance that one of ``k`` samples is correct (arXiv:2107.03374, eq. 1).
 
-    ``1 - C(n - c, k) / C(n, k)`` with ``n`` samples of which ``c`` are right.
+    ``1 - C(n - c, k) / C(n, k)`` with ``n`` samples, of which ``c`` are correct.
 
     Args:
         num_right: ``c``.

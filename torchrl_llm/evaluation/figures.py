@@ -1,8 +1,8 @@
-"""Figures of an evaluation besides those that each has: one function each, found by its name.
+"""Additional figures of an evaluation: one function each, registered by name.
 
 A function of the answers to one prompt (records as of
-:func:`~torchrl_llm.evaluation.answer_record`) gives the prompt's value: a bool, a number, or
-``None`` where it has none. The figure is the mean over prompts.
+:func:`~torchrl_llm.evaluation.answer_record`) returns the prompt's value: a bool, a number, or
+``None`` if it has none. The figure is the mean over prompts.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from torchrl_llm._registry import register
 
 @register("figures", "pass^k")
 def all_right(answers: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether all answers to a prompt are right (arXiv:2406.12045).
+    """Whether all answers to a prompt are correct (arXiv:2406.12045).
 
     Args:
-        answers: of one prompt.
+        answers: records of one prompt.
 
     Example:
         >>> all_right([{"success": True, "valid": True}, {"success": False, "valid": True}])

@@ -1,6 +1,6 @@
-"""How well a model predicts the answers of held-out demonstrations.
+"""Measures how well a model predicts the answers of held-out demonstrations.
 
-Not what it answers itself: :func:`torchrl_llm.evaluation.evaluate` asks it.
+To evaluate the model's own answers, use :func:`torchrl_llm.evaluation.evaluate`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torchrl_llm.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """Predictions of the tokens that would be learned, a mean over all of them alike.
+    """Prediction of the trained tokens, averaged over all of them.
 
     Attributes:
-        loss: cross-entropy, nats a token.
-        token_accuracy: share of the tokens that are the model's most likely ones.
-        num_tokens: how many.
+        loss: cross-entropy, nats per token.
+        token_accuracy: share of tokens that are the model's most likely token.
+        num_tokens: number of tokens.
     """
 
     loss: float
@@ -33,7 +33,7 @@ class HeldOutLoss:
 
     @property
     def perplexity(self) -> float:
-        """``exp(loss)``; infinite where that is no number of Python's."""
+        """``exp(loss)``; infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
 
     def metrics(self) -> dict[str, float]:
@@ -49,9 +49,9 @@ def held_out_loss(
     """Score demonstrations.
 
     Args:
-        scorer: a policy, for example; it runs without dropout.
-        rows: those of which nothing is learned do not count.
-        token_budget: tokens of one forward, with padding; the result does not depend on it.
+        scorer: for example a policy; it runs without dropout.
+        rows: rows; those without trained tokens do not count.
+        token_budget: tokens per forward, including padding; the result does not depend on it.
 
     Raises:
         DataError: no token counts.

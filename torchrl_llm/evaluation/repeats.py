@@ -1,7 +1,7 @@
-"""Figures of several samples a prompt: whether one of ``k`` is right, or what most of them say.
+"""Figures for several samples per prompt: pass@k and majority@k.
 
 Samples are records as of :func:`~torchrl_llm.evaluation.answer_record`. The mean over samples,
-avg@k, is the accuracy, whatever ``k`` is.
+avg@k, equals the accuracy for every ``k``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def sample_sizes(num_samples: int) -> list[int]:
     """The ``k`` of the figures: powers of two from 2 on, and all samples.
 
     Args:
-        num_samples: of a prompt.
+        num_samples: number of samples of a prompt.
 
     Example:
         >>> sample_sizes(10), sample_sizes(1)
@@ -39,7 +39,7 @@ def figures_at_k(groups: Sequence[Sequence[Record]]) -> dict[str, list[float]]:
         groups: the samples of each prompt, in the order in which they were drawn.
 
     Returns:
-        Name to one value a prompt, each in [0, 1]; their mean is the figure.
+        Name to one value per prompt, each in [0, 1]; their mean is the figure.
 
     Example:
         >>> def sample(text, success):
@@ -59,14 +59,14 @@ def figures_at_k(groups: Sequence[Sequence[Record]]) -> dict[str, list[float]]:
 
 
 def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """Whether the answer that most of ``k`` samples give is right (arXiv:2203.11171).
+    """Whether the most frequent answer among ``k`` samples is correct (arXiv:2203.11171).
 
-    Mean over the disjoint runs of ``k`` samples, in their order: without bias, and no sample counts
-    twice. Of answers with equally many votes each counts alike.
+    Averaged over disjoint blocks of ``k`` samples, in their order, so the estimate is unbiased and
+    no sample counts twice. Answers with equally many votes share the result equally.
 
     Args:
-        votes: what each sample answers; ``None`` for nothing, which is no vote.
-        right: whether that is right.
+        votes: the answer of each sample; ``None`` for no answer, which is not a vote.
+        right: whether each answer is correct.
         k: at most the number of samples.
 
     Example:
@@ -82,19 +82,20 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
             if vote is not None:
                 given[vote].append(is_right)
         most = max(map(len, given.values()), default=0)
-        # Two samples of one spelling may be right and wrong, where more than the answer counts.
+        # Two samples with the same answer may differ in correctness, if more than the answer
+        # counts.
         runs.append(fmean([fmean(each) for each in given.values() if len(each) == most] or [0.0]))
     return fmean(runs)
 
 
 def answer_vote(record: Record) -> str | None:
-    """What a sample votes for: its marked answer, or its last number, or else all of its text.
+    """The vote of a sample: its marked answer, its last number, or its whole text.
 
-    Numbers are compared as such, other texts without case and spacing. A mark that is broken off is
-    no vote. See :func:`~torchrl_llm.rewards.answer_formats.marked_answer`.
+    Numbers are compared by value, other texts without case and spacing. An incomplete mark is not a
+    vote. See :func:`~torchrl_llm.rewards.answer_formats.marked_answer`.
 
     Args:
-        record: of the sample.
+        record: record of the sample.
 
     Example:
         >>> answer_vote({"text": "So it is <answer>$1,200.00</answer>"})

@@ -1,4 +1,4 @@
-"""Pure tensor functions: the mathematics of post-training, on torch and the standard library alone.
+"""Pure tensor functions: the mathematics of post-training. They need torch and nothing else.
 
 Every function takes tensors and returns tensors; shapes, units (nats) and papers are in the
 docstrings. Classes that read tensordicts and call models live in :mod:`torchrl_llm.objectives`.

@@ -1,17 +1,17 @@
-r"""Rewards to advantages: terms added to rewards, comparisons in a group or batch, SPO's tracker.
+r"""Turns rewards into advantages: reward terms, comparison within a group or batch, SPO's tracker.
 
-Group functions take the groups in either form: as the last dimension, ``[..., G]``, or as a flat
-``[N]`` with the group of each member next to it. Members that are not valid enter no statistic and
-get 0, whatever their reward, NaN included. Where all valid rewards of a group are equal, its
-advantages are exactly 0, not what rounding leaves of a difference divided by a tiny deviation;
-equal is what float32 cannot tell apart (:func:`are_equal`).
+Group functions accept two forms: groups as the last dimension, ``[..., G]``, or flat rewards
+``[N]`` with a group id per member. Invalid members are excluded from all statistics and get
+advantage 0, even if their reward is NaN. If all valid rewards of a group are equal, its advantages
+are exactly 0 (no rounding error divided by a tiny deviation). Rewards count as equal when float32
+cannot distinguish them (:func:`are_equal`).
 
 The tracker of Single-stream Policy Optimization (arXiv:2509.13232, section 3) gives each prompt a
 Beta distribution :math:`(\alpha, \beta)` over its success rate :math:`v = \alpha / (\alpha +
-\beta)`, the baseline of the next reward. The more the policy has moved since, the less counts what
-was seen under an older one.
+\beta)`, the baseline of the next reward. The more the policy has changed, the less older
+observations count.
 
-Floating dtypes are kept, other numbers become float32; what is between is float64.
+Floating dtypes are kept and other dtypes become float32. Intermediate results are float64.
 
 Shape legend: ``G`` members of a group, ``N`` members of all groups (or prompts), ``T`` steps.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    r"""DAPO's soft punishment of responses that come near the limit, arXiv:2503.14476 equation 13.
+    r"""DAPO's soft penalty for responses close to the length limit, arXiv:2503.14476 equation 13.
 
     .. math::
         R_\mathrm{length}(y) = \begin{cases}
@@ -37,7 +37,8 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
     Args:
         lengths: tokens of each response, any shape.
         max_length: :math:`L_\mathrm{max}`, tokens.
-        cache: :math:`L_\mathrm{cache}`, tokens before the limit over which the punishment rises.
+        cache: :math:`L_\mathrm{cache}`, number of tokens before the limit over which the penalty
+            grows.
 
     Returns:
         Between -1 and 0; float32 unless ``lengths`` is float64.
@@ -58,15 +59,15 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
 
 
 def adapted_kl_coefficient(coefficient: float, kl: float, *, target: float, gain: float) -> float:
-    r"""A step of the controller that holds a divergence at a target.
+    r"""Take one step of the controller that keeps a KL divergence near a target.
 
     arXiv:1909.08593 section 2.2: :math:`e = \mathrm{clip}((\mathrm{KL} - t) / t, -0.2, 0.2)` and
     :math:`\beta \leftarrow \beta (1 + K_\beta e)`, with :math:`K_\beta = 0.1` there.
 
     Args:
         coefficient: :math:`\beta`.
-        kl: the divergence that was measured, nats.
-        target: :math:`t`, the divergence that is wanted, nats.
+        kl: measured divergence, nats.
+        target: :math:`t`, target divergence, nats.
         gain: :math:`K_\beta`.
 
     Returns:
@@ -80,16 +81,17 @@ def adapted_kl_coefficient(coefficient: float, kl: float, *, target: float, gain
     return coefficient * (1 + gain * error)
 
 
-# A reward is rounded when it is computed, when parts are weighed, and when they are added.
+# A reward is rounded three times: when it is computed, when its parts are weighted, and when they
+# are added.
 _RESOLUTION = 4 * torch.finfo(torch.float32).eps
 
 
 def are_equal(returns: Tensor, magnitudes: Tensor) -> bool:
-    """Whether returns differ by no more than float32 resolves, in which rewards are computed.
+    """Whether returns are equal within the precision of float32, in which rewards are computed.
 
     Args:
         returns: ``[N]``, at least one.
-        magnitudes: ``[N]``, absolute values of what each was added up from, added up.
+        magnitudes: ``[N]``, for each return the sum of the absolute values of its terms.
 
     Returns:
         Whether they are within 4.8e-7 of the largest magnitude.
@@ -120,9 +122,9 @@ def group_advantages(
 ) -> Tensor:
     r"""Reward against the group's mean, :math:`A_i = (r_i - \bar r) / \max(\sigma, \epsilon)`.
 
-    GRPO, arXiv:2402.03300 section 4.1.2, which leaves open whether the deviation is that of the
-    sample or of the population; without the division, Dr. GRPO, arXiv:2503.20783. The floor on the
-    deviation follows TorchRL. TRL adds 1e-4 to the sample deviation (``eps=1e-4,
+    This is GRPO, arXiv:2402.03300 section 4.1.2; the paper does not say whether it uses the sample
+    or the population deviation. Without the division it is Dr. GRPO, arXiv:2503.20783. The floor on
+    the deviation follows TorchRL. TRL adds 1e-4 to the sample deviation (``eps=1e-4,
     eps_as="added"``), Ludic 1e-8 to the population's.
 
     Args:
@@ -133,8 +135,8 @@ def group_advantages(
             ``"none"`` for no division.
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
-        positive_only: negative advantages become 0. ``"before_std"`` does so before the division,
-            by the deviation of what is left, as Ludic does.
+        positive_only: negative advantages become 0. ``"before_std"`` sets them to 0 before the
+            deviation is computed, as Ludic does.
 
     Returns:
         Shaped like ``rewards``; all zeros in a group with fewer than two valid members.
@@ -218,7 +220,7 @@ def hybrid_advantages(
         group_ids: integers ``[N]``, equal within a group; in any order.
         valid: bool, shaped like ``rewards``; all valid by default.
         normalize: as in :func:`group_advantages`.
-        deviation_of: what the batch's deviation is taken of.
+        deviation_of: the values whose deviation is computed over the batch.
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
 
@@ -261,14 +263,14 @@ def batch_normalize(
 ) -> Tensor:
     r"""Values against the mean and deviation of the whole batch, :math:`(x - \mu) / \sigma`.
 
-    REINFORCE++, arXiv:2501.03262, the global advantage normalisation, whose batch is made of
-    tokens: give each value the number of tokens that have it as its weight. Also the advantage
-    normalisation of SPO, arXiv:2509.13232, and of PPO implementations.
+    This is the global advantage normalisation of REINFORCE++ (arXiv:2501.03262). Its batch consists
+    of tokens, so pass as weight of each value the number of tokens that have it. SPO
+    (arXiv:2509.13232) and implementations of PPO normalise in the same way.
 
     Args:
         values_N: ``[N]``.
-        weights_N: ``[N]``, how often each value counts; 0 takes it out of the statistics, and its
-            result is 0. Once each by default.
+        weights_N: ``[N]``, how often each value counts, once by default. A value with weight 0 is
+            excluded from the statistics, and its result is 0.
         center: subtract the mean.
         normalize: the deviation: ``"sample"`` (divides by the weights' sum less 1),
             ``"population"``, or ``"none"`` for no division.
@@ -344,7 +346,7 @@ def discounted_returns(
 
 
 class _Groups(NamedTuple):
-    """Flat members with the index of their group, and how many valid ones each group has."""
+    """Flat members with the index of their group, and the number of valid members per group."""
 
     values: Tensor
     index: Tensor
@@ -370,7 +372,7 @@ class _Groups(NamedTuple):
         else:
             names, index = group_ids.unique(return_inverse=True)
             number = names.shape[0]
-        values = rewards.reshape(-1).double()  # whose squares and sums are finite
+        values = rewards.reshape(-1).double()  # so that squares and sums stay finite
         valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.reshape(-1)
         count = values.new_zeros(number).index_add(0, index, valid.to(values.dtype))
         return cls(values.where(valid, 0.0), index, valid, count)
@@ -383,7 +385,7 @@ class _Groups(NamedTuple):
         return (values - mean[self.index]).where(self.valid, 0.0)
 
     def centred(self) -> Tensor:
-        """Difference to the group's mean, exactly 0 where float32 tells no members apart."""
+        """Difference to the group's mean; exactly 0 if float32 cannot distinguish the members."""
         highest, lowest = (
             self.values.new_full(self.count.shape, -sign * torch.inf).scatter_reduce(
                 0, self.index, self.values.where(self.valid, -sign * torch.inf), reduce
@@ -414,13 +416,13 @@ def _check_option(name: str, value: object, allowed: tuple[object, ...]) -> None
 def forgetting_factor(
     kl: Tensor | float, *, half_life: float = 0.1, bounds: tuple[float, float] = (0.875, 0.96)
 ) -> Tensor:
-    r"""How much of the past still counts.
+    r"""Factor by which past observations are discounted.
 
     :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`.
 
     Args:
         kl: nats, divergence of the policy now from the policy at the prompt's last visit.
-        half_life: nats after which the past counts half.
+        half_life: divergence in nats that halves the weight of the past.
         bounds: ``(rho_min, rho_max)``; the paper's, for memories of 8 to 25 samples.
 
     Returns:
@@ -441,7 +443,7 @@ def beta_update(
     Args:
         alpha: successes so far.
         beta: failures so far.
-        reward: in [0, 1]; the sum of the rewards where ``count`` of them came at one visit.
+        reward: in [0, 1]; if ``count`` rewards came at one visit, their sum.
         rho: see :func:`forgetting_factor`.
         count: rewards of this visit.
 

@@ -1,29 +1,28 @@
-"""Log-probs of tokens straight from hidden states: the logits exist one tile at a time.
+"""Computes log-probs of tokens from hidden states, one tile of logits at a time.
 
-A language-model head turns ``N`` hidden states into ``N x V`` logits of which a loss needs one
-number per row. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
+A language-model head turns ``N`` hidden states into ``N x V`` logits, but a loss needs only one
+number per token. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
 most of the memory of a training step. Here the forward walks over tiles of the vocabulary and keeps
 a running log-sum-exp; the backward computes the tiles again. No tensor is ever ``[N, V]``, unless
 it is small: up to 256 MiB of tiles are kept for the backward where all of them fit.
 
-Where they do not, and the weight gets a gradient, that gradient needs ``V x D`` numbers. They are
-allocated in the forward already and hold, until the gradient is written, as many tiles as fit (a
-share of ``D / N``), which the backward then does not compute again. The peak of forward and
-backward is the same; but a graph holds that memory until its backward, so backpropagate each
-micro-batch by itself.
+If they do not fit and the weight needs a gradient, that gradient takes ``V x D`` numbers. The
+forward already allocates this memory and stores as many tiles in it as fit (a share of ``D / N``),
+so that the backward need not compute them again. The peak memory stays the same. But the graph
+holds this memory until its backward, so backpropagate each micro-batch separately.
 
-Tiles are slices of the *vocabulary* rather than of the tokens: each slice of the weight is read
-once, its gradient is written once, and the running sums over it stay in cache.
+Tiles are slices of the *vocabulary*, not of the tokens: each slice of the weight is read once, its
+gradient is written once, and the running sums stay in the cache.
 
-On a GPU, with products in bfloat16 or float16 and neither bias nor soft-cap, the kernels of
-:mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile is kept.
+On a GPU, if products are in bfloat16 or float16 and the head has no bias and no soft-cap, the
+kernels of :mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile is kept.
 
-``torch.compile`` sees one operator and one for its backward, and nothing inside: tiles share their
-memory, which a compiler must not order anew (torch 2.11 computes wrong gradients if it looks), and
-a loop over tiles would become a graph as long as the vocabulary. These operators keep no tiles.
+``torch.compile`` sees one operator for the forward and one for the backward, and does not trace
+into them. There are two reasons: tiles share memory, so their operations must not be reordered
+(torch 2.11 computes wrong gradients when it traces them), and a loop over tiles would become a very
+long graph. These operators keep no tiles.
 
-Not here: how the head of a given model is found and what it multiplies its logits with; that is
-:mod:`torchrl_llm.modules.backends.head`.
+:mod:`torchrl_llm.modules.backends.head` finds the head of a given model and its logit scale.
 
 Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of an adapter.
 """
@@ -79,11 +78,11 @@ def chunked_log_probs(
     With :math:`z = s (h W^\top + u B^\top + b)`, capped to :math:`c \tanh(z / c)` where a soft-cap
     is given, the result is :math:`\log \mathrm{softmax}(z / \tau)` at the target. Gradients reach
     ``hidden_ND``, ``weight_VD``, ``bias`` and both parts of ``low_rank``, through the log-probs and
-    through the entropy; they are exact, logits that were not kept being computed again.
+    through the entropy; they are exact: logits that were not kept are computed again.
 
     Everything but the matrix products is float32. The products are float32 on a CPU; on a CUDA
-    device they take the autocast type, else the promoted type of states and weight, and give
-    float32. States or weights in float64 make everything float64.
+    device they use the autocast dtype if there is one, otherwise the promoted dtype of states and
+    weight, and return float32. States or weights in float64 make everything float64.
 
     Args:
         hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.
@@ -96,11 +95,11 @@ def chunked_log_probs(
         temperature: a positive number, or float32 ``[N]``, one per token.
         entropy: also return the entropy of each distribution.
         chunk_size: the most logits that are alive at once (tokens x vocabulary entries). ``None``
-            computes as many as suit the device, and keeps up to 256 MiB of them for the backward.
-        in_place_head_grad: add the weight's gradient to ``weight_VD.grad`` in the backward instead
-            of handing it to autograd, which would hold one more tensor of the weight's size. The
-            weight must be a leaf; its gradient hooks do not run, so this is for one process. Under
-            ``torch.compile`` autograd gets it all the same.
+            chooses a number for the device, and keeps up to 256 MiB of logits for the backward.
+        in_place_head_grad: add the weight's gradient to ``weight_VD.grad`` in the backward. This
+            saves one tensor of the weight's size, which autograd would hold otherwise. The weight
+            must be a leaf. Its gradient hooks do not run, so use this in a single process only.
+            Ignored under ``torch.compile``.
 
     Returns:
         The scores; ``entropy`` is ``None`` unless asked for.
@@ -157,7 +156,7 @@ def chunked_greedy_ids(
         chunk_size: the most logits that are alive at once; chosen by device when ``None``.
 
     Returns:
-        int64 ``[N]``; of equal logits the lowest id.
+        int64 ``[N]``; the lowest id where logits are equal.
 
     Example:
         >>> h, w = torch.eye(2), torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
@@ -182,16 +181,16 @@ def chunked_greedy_ids(
 
 
 def check_head(hidden: Tensor, weight: Tensor, temperature: Any, whose: str = "") -> None:
-    """Refuse states, a weight and a temperature that do not fit.
+    """Check that the shapes of states, weight and temperature match.
 
     Args:
-        hidden: to be ``[N, D]``.
-        weight: to be ``[V, D]``.
-        temperature: to be a number above 0 or ``[N]``.
-        whose: for the message, as ``" of the teacher"``.
+        hidden: must be ``[N, D]``.
+        weight: must be ``[V, D]``.
+        temperature: must be a number above 0 or ``[N]``.
+        whose: suffix for the error message, such as ``" of the teacher"``.
 
     Raises:
-        ValueError: what does not fit.
+        ValueError: something does not match.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -227,7 +226,7 @@ def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
 
 
 def _will_return(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether there will be a backward that needs the tiles again."""
+    """Whether a backward will need the tiles."""
     return torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
 
@@ -261,7 +260,7 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 8
         temperature = temperature_N if temperature_N is not None else ctx.temperature
-        # The first backward overwrites what is kept; the tiles also lack log p.
+        # The first backward overwrites the kept tiles, and they do not contain log p.
         kept, ctx.kept = ctx.kept, None
         upstream = _Upstream(targets, log_sum, grad_log_probs, grad_entropy, entropy)
         grads = _gradients(
@@ -271,7 +270,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _score(inputs, targets, temperature, settings: HeadSettings):
-    """Log-probs, entropy, log-sum-exp, and the tiles that are kept."""
+    """Log-probs, entropy, log-sum-exp and the kept tiles."""
     with without_autocast(inputs[0].device.type):
         head = HeadTiles(*inputs, temperature, settings)
         kept = KeptTiles.of(head, inputs[1]) if settings.keep else None
@@ -279,7 +278,7 @@ def _score(inputs, targets, temperature, settings: HeadSettings):
 
 
 def _gradients(inputs, upstream: _Upstream, temperature, settings, needs, leaf=None, kept=None):
-    """Gradients of the five inputs, ``None`` where none is needed."""
+    """Gradients of the five inputs; ``None`` for inputs that need none."""
     with without_autocast(inputs[0].device.type):
         head = HeadTiles(*inputs, temperature, settings)
         grads = HeadGradients(head, inputs, needs, leaf, kept)
@@ -333,14 +332,14 @@ def _scan(head: HeadTiles, targets: Tensor, with_entropy: bool, kept: KeptTiles 
                 kept.tops[rows.start, columns.start] = new
     log_total = total.log()
     log_sum = top + log_total
-    # Rounding may leave a certain token a hair above log 1.
+    # Rounding may make the log-prob of a certain token slightly positive.
     log_probs = (picked - log_sum).clamp_(max=0.0)
     entropy = (log_total - moment / total).clamp_(min=0.0) if with_entropy else None
     return log_probs, entropy, log_sum
 
 
 def _index(targets: Tensor, rows: slice, columns: slice) -> tuple[Tensor, Tensor]:
-    """Which targets lie in the columns, and where; an index that is valid for the others too."""
+    """Which targets lie in the columns, and at which index; valid for all targets."""
     index = targets[rows] - columns.start
     size = columns.stop - columns.start
     return (index >= 0) & (index < size), index.clamp_(0, size - 1)
@@ -403,7 +402,7 @@ def _tile_gradient(
     return grad if capped is None else head.uncap(grad, capped, rows)
 
 
-# -- operators that torch.compile does not look into ----------------------------------------------
+# -- operators that torch.compile does not trace ----------------------------------------------
 
 _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter, Tensor? adapter_weight, "

@@ -1,10 +1,10 @@
-r"""Divergence between two models over the whole vocabulary, from their states before the head.
+r"""Computes the divergence of two models over the whole vocabulary from their hidden states.
 
-A sampled token tells of one entry of two distributions; here all entries are compared, exactly and
-without noise. Both models' logits exist one tile at a time (as in
-:mod:`torchrl_llm.functional.chunked_head`, also under ``torch.compile``), so nothing is ever
-``[N, V]``, and the backward computes them again. The gradient goes to the first model alone; the
-other is a constant.
+An estimate from a sampled token compares one entry of two distributions. These functions compare
+all entries, exactly and without noise. Both models' logits exist one tile at a time (as in
+:mod:`torchrl_llm.functional.chunked_head`, also under ``torch.compile``), so no tensor is ever
+``[N, V]``; the backward computes the tiles again. Only the first model gets a gradient; the other
+is a constant.
 
 Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size of the model, ``E`` that of the
 teacher, ``R`` rank of an adapter.
@@ -38,9 +38,9 @@ def divergence_from_logits(
 
     ``"reverse"`` is :math:`\mathrm{KL}(p \| q) = \sum_v p_v (\log p_v - \log q_v)` with the model
     :math:`p` and the teacher :math:`q`, ``"forward"`` is :math:`\mathrm{KL}(q \| p)`. The reverse
-    one seeks the teacher's modes and is what on-policy distillation minimises (arXiv:2306.13649,
-    arXiv:2306.08543 equation 1); the forward one covers all that the teacher says. They are the
-    ends, beta 1 and 0, of the generalised Jensen-Shannon divergence of TRL's ``GKDTrainer``.
+    one seeks the teacher's modes; on-policy distillation minimises it (arXiv:2306.13649,
+    arXiv:2306.08543 equation 1). The forward one covers all modes of the teacher. They are the two
+    ends (beta 1 and 0) of the generalised Jensen-Shannon divergence of TRL's ``GKDTrainer``.
 
     Args:
         logits_NV: ``[..., V]`` of the model.
@@ -108,7 +108,7 @@ def chunked_divergence(
         teacher_low_rank: as ``low_rank``, of the teacher.
         teacher_scale: as ``scale``, of the teacher.
         teacher_softcap: as ``softcap``, of the teacher.
-        temperature: of both: a positive number, or float32 ``[N]``.
+        temperature: temperature of both models: a positive number, or float32 ``[N]``.
         chunk_size: the most logits of each model that are alive at once.
 
     Returns:
@@ -234,7 +234,7 @@ def _gradients(tensors, temperature, settings, teacher_settings, direction, resu
 
 
 def _tiles(tensors, temperature, settings, teacher_settings) -> tuple[HeadTiles, HeadTiles]:
-    """Tiles of both heads, cut alike."""
+    """Tiles of both heads with the same boundaries."""
     model = HeadTiles(*tensors[:5], temperature, settings)
     return model, HeadTiles(*tensors[5:10], temperature, teacher_settings)
 
@@ -244,7 +244,7 @@ def _scan(first: HeadTiles, second: HeadTiles) -> tuple[Tensor, Tensor, Tensor]:
 
     With running maxima ``m`` and ``n`` of the logits ``x`` and ``y``: ``s = sum exp(x - m)``, ``r =
     sum exp(y - n)`` and ``a = sum exp(x - m) ((x - m) - (y - n))``; then ``KL = a / s - log s +
-    log r``. Differences to the maxima keep their digits where the logits are large.
+    log r``. Differences to the maxima stay precise for large logits.
     """
     count = first.hidden.shape[0]
     top = first.hidden.new_full((count,), -torch.inf, dtype=first.settings.sum_dtype)
@@ -270,12 +270,12 @@ def _scan(first: HeadTiles, second: HeadTiles) -> tuple[Tensor, Tensor, Tensor]:
             total[rows] = total[rows] * decay + weights.sum(0)
             top[rows], other_top[rows] = new, other_new
     log_total, other_log_total = total.log(), other_total.log()
-    # Rounding may leave equal distributions a hair below zero.
+    # Rounding may make the divergence of equal distributions slightly negative.
     value = (moment / total - log_total + other_log_total).clamp_(min=0.0)
     return value, top + log_total, other_top + other_log_total
 
 
-# -- operators that torch.compile does not look into ----------------------------------------------
+# -- operators that torch.compile does not trace ----------------------------------------------
 
 _ARGUMENTS = (
     "Tensor hidden, Tensor weight, Tensor? bias, Tensor? adapter, Tensor? adapter_weight, "

@@ -1,8 +1,8 @@
 r"""Values of tokens: generalised advantage estimation, and the critic's loss.
 
-Every sampled token is a step: its state is everything before it, its action the token. The tokens
-of all trajectories lie end to end, with the trajectory of each in ``row_N``; what was not sampled
-(prompts, tool results) is not among them.
+Every sampled token is a step: the state is everything before it, the action is the token. The
+tokens of all trajectories are concatenated, and ``row_N`` holds the trajectory of each. Only
+sampled tokens are included, no prompts and no tool results.
 
 Shape legend: ``N`` tokens, ``S`` trajectories.
 """
@@ -39,10 +39,10 @@ def gae(
     r"""Generalised advantage estimation over the tokens of trajectories.
 
     arXiv:1506.02438 equation 16: :math:`A_t = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{t+l}` with
-    :math:`\delta_t = r_t + \gamma V_{t+1} - V_t` within one trajectory; behind its last token
-    stands :math:`V = 0` when it terminated, and the value of the state that it was cut in when it
-    was truncated. With both factors 1 (the defaults, usual for language models, whose reward comes
-    at the end) this is the return minus the value.
+    :math:`\delta_t = r_t + \gamma V_{t+1} - V_t` within one trajectory. After its last token,
+    :math:`V` is 0 if the trajectory terminated, and the value of its last state if it was
+    truncated. With both factors 1 (the defaults, usual for language models, whose reward comes at
+    the end) the advantage is the return minus the value.
 
     The sum is taken by doubling (1, 2, 4, ... steps at once), so there is no loop over tokens.
 
@@ -53,7 +53,7 @@ def gae(
             and next to each other.
         gamma: discount per token.
         lmbda: decay of the sum; 0 is one-step TD, 1 Monte Carlo.
-        bootstrap_S: ``[S]``, the value behind the last token of each trajectory; 0 when ``None``.
+        bootstrap_S: ``[S]``, the value after the last token of each trajectory; 0 when ``None``.
 
     Returns:
         Advantages and value targets in the dtype of ``values_N``, without gradient.
@@ -93,12 +93,13 @@ def value_loss(
     r"""The critic's squared error, :math:`(V - R)^2 / 2`.
 
     With ``clip`` as in OpenAI's code of PPO (not in arXiv:1707.06347; see arXiv:2005.12729 section
-    3): the larger of this and of the same with :math:`V` held within ``clip`` of its old value.
+    3): the larger of this error and the error with :math:`V` clamped to within ``clip`` of its old
+    value.
 
     Args:
         values: ``[N]``, with gradients.
         targets: ``[N]``, constants.
-        old_values: ``[N]``, constants, the values that the advantages were made of.
+        old_values: ``[N]``, constants, the values from which the advantages were computed.
         clip: how far a value may move from its old one.
 
     Returns:
@@ -120,6 +121,6 @@ def value_loss(
     old = old_values.detach()
     moved = values - old
     held = (old + moved.clamp(-clip, clip) - targets).square() / 2
-    # Within the clip the two differ by rounding alone.
+    # Within the clip the two differ only by rounding.
     cut = (moved.abs() > clip) & (held > loss)
     return torch.where(cut, held, loss), cut.detach()

@@ -27,7 +27,7 @@ tl: Any = None  # triton.language, from the first use on
 
 
 def available(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether tiles on a device are read by these kernels; the first call there tries them.
+    """Whether these kernels run for tiles on a device; the first call per device tests them.
 
     Args:
         device: of the tile.
@@ -40,9 +40,9 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
 
 @cache
 def works(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels run on a device and give what torch's operations give.
+    """Whether the kernels run on a device and match torch's operations.
 
-    Warns where they do not, for the head is slower there.
+    Logs a warning if they do not, because the head is slower without them.
 
     Args:
         device: any that Triton knows.
@@ -66,7 +66,7 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
         )
         close &= torch.equal(picked, tile.gather(0, targets[None])[0])
         problem = "give other values than torch"
-    except Exception as error:  # Triton needs a compiler at run time, which a machine may lack
+    except Exception as error:  # Triton needs a compiler at run time, which a machine may not have
         close, problem = False, f"do not run: {error}"
     if not close:
         warnings.warn(f"the kernels of the chunked head {problem}; torch's operations take over")
@@ -89,7 +89,7 @@ def fold(
         first: vocabulary entry of the tile's first row.
         sums: float32 ``[n]`` each: the maximum ``m``, the sums of ``exp(x - m)`` and of
             ``exp(x - m) (x - m)``, and the logit of the target.
-        entropy: whether the third is wanted.
+        entropy: whether to compute the third sum.
     """
     width, count = tile_VN.shape
     assert tile_VN.t().is_contiguous()
@@ -128,7 +128,7 @@ def gradient(
     assert tile_VN.t().is_contiguous()
     result = torch.empty_like(tile_VN, dtype=dtype)
     has_log_probs, has_entropy = grad_log_probs_N is not None, grad_entropy_N is not None
-    # What is not there is not read.
+    # Masked entries are not read.
     grads = [log_sum_N if g is None else g.contiguous() for g in (grad_log_probs_N, grad_entropy_N)]
     with torch.cuda.device_of(tile_VN):
         _compiled(_gradient)[(count, -(-width // _BLOCK))](
@@ -168,7 +168,7 @@ def _fold(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program a token.
+    # One program per token.
     token = tl.program_id(0).to(tl.int64)
     tile += token * width
     top, total = tl.load(tops + token), tl.load(totals + token)
@@ -210,7 +210,7 @@ def _gradient(
     ENTROPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    # One program a token and block of entries.
+    # One program per token and block of entries.
     token = tl.program_id(0).to(tl.int64)
     entry = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     logits = tl.load(tile + token * width + entry, mask=entry < width, other=0.0)

@@ -1,9 +1,9 @@
-"""Tiles of the logits of a language-model head, and where some of them wait for the backward.
+"""Tiles of the logits of a language-model head; some are kept for the backward.
 
 The arithmetic on tiles is in :mod:`torchrl_llm.functional.chunked_head`.
 
 Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of an adapter; a tile is
-``v`` vocabulary entries by ``n`` tokens, in this order, which is the faster one for the products.
+``v`` vocabulary entries by ``n`` tokens, in this order, because products are faster in it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from torchrl_llm.functional.logit_form import LogitForm
 # tokens fill the device; their float32 logits and bfloat16 gradients are 96 MiB.
 _TILE = {"cpu": 1 << 21, "cuda": 1 << 24}
 _MAX_ROWS = {"cpu": 1024, "cuda": 8192}
-# Matrix products of a GPU are fast where the sides of a tile are multiples of it.
+# Matrix products on a GPU are fast when both sides of a tile are multiples of this.
 _ALIGNED = 128
-# Logits that are kept for the backward instead of being computed twice, 256 MiB of float32.
+# Number of logits kept for the backward instead of being computed twice: 256 MiB of float32.
 _KEPT = 1 << 26
 
 
 class HeadSettings(NamedTuple):
-    """What a head does besides its matrix product, and how it is computed.
+    """Settings of a head: its logit form, and how it is computed.
 
     Attributes:
-        form: what it does to the logits.
-        entropy: whether entropies are asked for.
+        form: scale and soft-cap of the logits.
+        entropy: whether to compute entropies.
         chunk_size: the most logits alive at once, or ``None`` for the device's default.
         in_place: add the weight's gradient to ``weight.grad`` in the backward.
-        keep: keep tiles for the backward, where there is memory for them.
+        keep: keep tiles for the backward if there is memory for them.
         dtype: type of the factors of the matrix products.
     """
 
@@ -56,11 +56,11 @@ class HeadSettings(NamedTuple):
 def logits_bytes(
     num_tokens: int, num_entries: int, *, chunk_size: int | None = None, kind: str = "cpu"
 ) -> int:
-    """Bytes of the float32 logits that a head holds at once, with a backward to come.
+    """Bytes of the float32 logits that a head holds at once in training.
 
-    They do not grow with tokens times vocabulary: that is a tile, and all of them only where they
-    fit into ``chunk_size``. On a GPU, for products in bfloat16 or float16, it is a tile and its
-    gradient in their type.
+    Usually this is one tile, so it does not grow with tokens times vocabulary; all logits are held
+    only if they fit into ``chunk_size``. On a GPU with products in bfloat16 or float16 it is one
+    tile and its gradient in that dtype.
 
     Args:
         num_tokens: tokens of the forward.
@@ -109,7 +109,7 @@ def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def without_autocast(kind: str) -> AbstractContextManager:
-    """A context in which the products take the types that they are given.
+    """Context in which products keep the dtypes of their inputs.
 
     Args:
         kind: type of the device.
@@ -131,12 +131,12 @@ def _sums(into: Tensor, factor: Tensor) -> bool:
 
 
 def _widens(into: Tensor, factor: Tensor) -> bool:
-    """Whether a product of short factors is summed into float32, which only a GPU can."""
+    """Whether a product of 16-bit factors is summed in float32; only a GPU can do this."""
     return into.dtype is torch.float32 and factor.dtype in (torch.bfloat16, torch.float16)
 
 
 def write_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """``into = left @ right``, summed in float32 or more whatever the factors are."""
+    """``into = left @ right``, summed in at least float32 for all dtypes."""
     if _sums(into, left):
         torch.mm(left, right, out=into)
     elif _widens(into, left):
@@ -146,7 +146,7 @@ def write_product(into: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
-    """``into += left @ right``, summed in float32 or more whatever the factors are."""
+    """``into += left @ right``, summed in at least float32 for all dtypes."""
     if _sums(into, left):
         into.addmm_(left, right)
     elif _widens(into, left) and not torch.compiler.is_compiling():  # which cannot trace it
@@ -174,8 +174,8 @@ class HeadTiles:
     Attributes:
         rows: slices of the tokens.
         columns: slices of the vocabulary.
-        factor: what the states were multiplied with: a number, or ``[N]``.
-        fused: tiles are read by :mod:`torchrl_llm.functional.head_kernels`.
+        factor: factor by which the states were multiplied: a number, or ``[N]``.
+        fused: whether :mod:`torchrl_llm.functional.head_kernels` reads the tiles.
     """
 
     def __init__(self, hidden, weight, bias, adapter, adapter_weight, temperature, settings):
@@ -189,7 +189,8 @@ class HeadTiles:
         plain = bias is None and not settings.form.squashes
         self.fused = plain and head_kernels.available(hidden.device, settings.dtype)
         self._buffer = None
-        # Without a cap all factors are one factor a row, and it is cheaper on the [N, D] side.
+        # Without a cap, all factors reduce to one per row, which is cheaper to apply to the [N, D]
+        # states.
         self.late = None
         factor = settings.form.scale
         if isinstance(temperature, Tensor):
@@ -213,7 +214,7 @@ class HeadTiles:
         return self.late[rows] if isinstance(self.late, Tensor) else self.late
 
     def buffer(self, rows: slice, columns: slice) -> Tensor:
-        """Memory for one tile ``[v, n]``, in the type of the sums; the same for all."""
+        """Memory for one tile ``[v, n]``, in the dtype of the sums; all tiles reuse it."""
         height, width = columns.stop - columns.start, rows.stop - rows.start
         if self._buffer is None:
             self._buffer = torch.empty(
@@ -224,7 +225,7 @@ class HeadTiles:
         return flat.view(width, height).t() if self.fused else flat.view(height, width)
 
     def logits(self, rows: slice, columns: slice, weight: Tensor, into: Tensor) -> Tensor:
-        """What the softmax sees ``[v, n]``, written into ``into``."""
+        """Input of the softmax ``[v, n]``, written into ``into``."""
         write_product(into, weight, self.hidden[rows].t())
         if self.adapter is not None:
             add_product(into, self.slice_of_adapter(columns), self.adapter[rows].t())
@@ -235,7 +236,7 @@ class HeadTiles:
         return into if self.late is None else into.mul_(self._late(rows))
 
     def uncap(self, grad: Tensor, logits: Tensor, rows: slice) -> Tensor:
-        """Gradient before the cap, in place, from the one after it."""
+        """Turn the gradient after the cap into the gradient before it, in place."""
         if self.late is not None:
             late = self._late(rows)
             grad.mul_(late)
@@ -252,22 +253,21 @@ class HeadTiles:
 
 
 class KeptTiles:
-    """Exponentials of tiles that wait for the backward, which then need not compute them again.
+    """Exponentials of tiles that are kept, so that the backward need not compute them again.
 
-    Where all logits fit into ``chunk_size`` (by default into 256 MiB), all are kept. Where they do
-    not, the first ones are, in memory that is needed anyway: that of the weight's gradient. The
-    backward takes tiles and writes gradients in one order, both from the first column on. Kept
-    tiles are packed against the end of the memory, one tile's columns short of it, so that what is
-    written never reaches a tile that has not been taken. With ``b`` columns done, ``c`` kept and
-    ``v`` a tile: ``(b + v) D <= V D - (c - b) N``, which is linear in ``b`` and checked at both
-    ends.
+    If all logits fit into ``chunk_size`` (256 MiB by default), all are kept. Otherwise the first
+    ones are kept, in the memory of the weight's gradient, which is needed anyway. The backward
+    reads tiles and writes gradients in the same order, from the first column on. Kept tiles are
+    packed towards the end of the memory, with a gap of one tile's columns, so that a write never
+    overwrites a tile that has not been read. With ``b`` columns done, ``c`` kept and ``v`` a tile:
+    ``(b + v) D <= V D - (c - b) N``, which is linear in ``b`` and checked at both ends.
 
     Args:
         flat: the memory.
         start: where the first tile lies in it.
         columns: vocabulary entries that are kept.
         count: ``N``.
-        gradient: the memory as the weight's gradient ``[V, D]``, if it is that.
+        gradient: the memory as the weight's gradient ``[V, D]``, if it is used for that.
 
     Attributes:
         gradient: as given.
@@ -283,11 +283,11 @@ class KeptTiles:
 
     @classmethod
     def of(cls, head: HeadTiles, weight: Tensor) -> KeptTiles | None:
-        """What can be kept of a head's tiles; ``None`` where there is no memory for any.
+        """The tiles of a head that can be kept; ``None`` if there is no memory for any.
 
         Args:
             head: the tiles.
-            weight: ``[V, D]`` as it takes gradients.
+            weight: ``[V, D]``, the parameter that takes gradients.
         """
         if head.fused:
             return None  # none fits beside gradients in bfloat16, unless the inputs are small
@@ -318,7 +318,7 @@ class KeptTiles:
 
 
 def empty_gradients(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Memory like that of the gradients of :class:`HeadGradients`, of the needed ones only.
+    """Memory for the gradients of :class:`HeadGradients`, for the needed ones only.
 
     Args:
         inputs: as there.
@@ -339,8 +339,8 @@ class HeadGradients:
         head: the tiles.
         inputs: hidden states, weight, bias, adapter's states and weight; the last three may be
             ``None``.
-        needs: of each input, whether it takes a gradient.
-        leaf: the weight, when its gradient is to be added in place.
+        needs: whether each input needs a gradient.
+        leaf: the weight, if its gradient is added in place.
         kept: tiles whose memory the weight's gradient takes over.
     """
 
@@ -394,7 +394,7 @@ class HeadGradients:
             add_product(self.adapter_weight[columns], grad_VN, head.adapter[rows])
 
     def finish(self) -> list[Tensor | None]:
-        """Gradients of the five inputs, in their types; ``None`` where none is needed."""
+        """Gradients of the five inputs, in their dtypes; ``None`` for inputs that need none."""
         hidden, _, bias, adapter, adapter_weight = self.inputs
         factor = self.head.factor
         for states in (self.hidden, self.adapter):

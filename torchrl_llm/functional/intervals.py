@@ -1,4 +1,4 @@
-"""Confidence intervals of what an evaluation counts: Wilson's, and the bootstrap over prompts.
+"""Confidence intervals for evaluations: Wilson's, and the bootstrap over prompts.
 
 Shape legend: ``P`` prompts, ``S`` resamples.
 """
@@ -31,12 +31,12 @@ def wilson_interval(num_right: Tensor, num_trials: Tensor, *, level: float = 0.9
     """Wilson's score interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22, p. 209).
 
     ``(p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)`` with ``p = c / n``. It
-    stays within 0 and 1 and has a width also where none or all are right.
+    stays within 0 and 1, and its width is above 0 even if none or all are right.
 
     Args:
         num_right: ``c``, any shape.
         num_trials: ``n`` independent trials, the same shape; without any the interval is 0 to 1.
-        level: share of such intervals that hold the true proportion.
+        level: share of such intervals that contain the true proportion.
 
     Returns:
         The interval, of the same shape.
@@ -76,22 +76,22 @@ def bootstrap_interval(
 ) -> Interval:
     """Percentile bootstrap of a mean whose independent units are prompts (Efron 1979).
 
-    Prompts are drawn with replacement, each with all that belongs to it, so that samples of one
-    prompt, which are alike, do not make the interval narrower. The statistic is
-    ``sum(totals) / sum(counts)``. Uses its own generator: user seeds do not change the draw, nor
-    does it change what they draw.
+    Whole prompts are drawn with replacement, each with all its samples. Samples of one prompt are
+    similar, so they must not make the interval narrower. The statistic is ``sum(totals) /
+    sum(counts)``. The function uses its own generator, so it neither depends on the user's seed nor
+    changes the user's random state.
 
     Args:
-        totals_P: float ``[P]``, the sum of what belongs to each prompt, or its one value.
-        counts_P: ``[P]``, how much belongs to each prompt; 1 if not given. Resamples in which
-            nothing counts are left out.
-        level: share of such intervals that hold the true mean, for many prompts.
+        totals_P: float ``[P]``, the sum of the values of each prompt, or its single value.
+        counts_P: ``[P]``, number of values of each prompt; 1 by default. Resamples whose counts are
+            all 0 are left out.
+        level: share of such intervals that contain the true mean, for many prompts.
         num_resamples: ``S``.
         seed: of the generator.
 
     Returns:
-        The interval; NaN where all prompts that count have one value, or there is one alone: a
-        bootstrap sees no spread there, and an interval without width would be a lie.
+        The interval. NaN if there is only one prompt, or if all prompts have the same value: a
+        bootstrap sees no spread then, and an interval of width 0 would be wrong.
 
     Raises:
         ValueError: shapes that differ, or an impossible level or number.

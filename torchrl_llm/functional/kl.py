@@ -1,15 +1,16 @@
 r"""Estimates of a KL divergence from one sampled token.
 
-Direction, always the same: with ``log_ratio`` :math:`= \log q(x) - \log p(x)` and :math:`x \sim p`,
-the mean of each estimate is an estimate of :math:`\mathrm{KL}(p \| q)`. So for the divergence of
-the current policy from a reference, ``log_ratio = ref_log_probs - log_probs``, on tokens of the
-current policy.
+The direction is always the same: with ``log_ratio`` :math:`= \log q(x) - \log p(x)` and :math:`x
+\sim p`, the mean of each estimate is an estimate of :math:`\mathrm{KL}(p \| q)`. So for the
+divergence of the current policy from a reference, ``log_ratio = ref_log_probs - log_probs``, on
+tokens of the current policy.
 
-The names are John Schulman's (http://joschu.net/blog/kl-approx.html). As *losses* they differ more
-than as estimates, where ``p`` is trained and the samples are its own: the mean gradient of ``k1``
-is zero whatever ``q`` is; that of ``k2`` is the gradient of :math:`\mathrm{KL}(p \| q)`; that of
-``k3`` (the one of GRPO, arXiv:2402.03300 equation 4) is the gradient of the other direction,
-:math:`\mathrm{KL}(q \| p)`. ``weighted_k3`` mends both that and samples of an older policy.
+The names are John Schulman's (http://joschu.net/blog/kl-approx.html). As *losses*, where ``p`` is
+trained on its own samples, they differ more than as estimates: the mean gradient of ``k1`` is zero
+for every ``q``; that of ``k2`` is the gradient of :math:`\mathrm{KL}(p \| q)`; that of ``k3`` (the
+one of GRPO, arXiv:2402.03300 equation 4) is the gradient of the other direction,
+:math:`\mathrm{KL}(q \| p)`. ``weighted_k3`` corrects this direction, and also corrects for samples
+of an older policy.
 """
 
 from __future__ import annotations
@@ -81,10 +82,10 @@ def weighted_k3(log_ratio: Tensor, log_weight: Tensor) -> Tensor:
     r"""``k3`` times the ratio of current to sampling probability, both with gradients.
 
     arXiv:2512.02556 (DeepSeek-V3.2), the unbiased KL estimate; TRL does so by default. Samples may
-    be of any policy that covers ``p``: the mean is :math:`\mathrm{KL}(p \| q)`, and so is the mean
-    of the gradient that of this direction. At ratio one it is the gradient of ``k2``. Log-weights
-    above 20 count as 20; a token that ``p`` has all but given up, whose weight is beyond the
-    smallest number and ``k3`` beyond the largest, has their product.
+    come from any policy that covers ``p``: the mean is :math:`\mathrm{KL}(p \| q)`, and the mean
+    gradient is the gradient of this direction. At ratio one it is the gradient of ``k2``.
+    Log-weights above 20 count as 20. For a token to which ``p`` gives almost no probability, where
+    the weight underflows and ``k3`` overflows, the result is still their exact product.
 
     Args:
         log_ratio: log q(x) - log p(x), nats, any shape, x drawn from the sampler.
@@ -108,4 +109,4 @@ def weighted_k3(log_ratio: Tensor, log_weight: Tensor) -> Tensor:
 
 
 KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {"k1": k1, "k2": k2, "k3": k3}
-"""The estimates of :data:`KLEstimator` by name; a new one is entered in both."""
+"""The estimates of :data:`KLEstimator` by name; add a new one to both."""

@@ -1,4 +1,4 @@
-"""What a head does to its logits before the softmax: a factor, and a squash between two bounds."""
+"""Transformation of a head's logits before the softmax: a factor and a soft cap."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class LogitForm(NamedTuple):
-    r"""Logits as a model's head forms them: :math:`z = c \tanh(s x / c)`, or :math:`s x` alone.
+    r"""How a model's head forms its logits: :math:`z = c \tanh(s x / c)`, or only :math:`s x`.
 
     Attributes:
         scale: the factor ``s`` on the logits.
@@ -27,11 +27,11 @@ class LogitForm(NamedTuple):
 
     @property
     def squashes(self) -> bool:
-        """Whether there is more to it than the factor."""
+        """Whether there is a cap."""
         return self.softcap is not None
 
     def squash(self, logits: Tensor) -> Tensor:
-        """Scaled logits between the bounds.
+        """Apply the cap to scaled logits.
 
         Args:
             logits: scaled, of any shape.
@@ -39,7 +39,7 @@ class LogitForm(NamedTuple):
         return torch.tanh(logits / self.softcap) * self.softcap if self.squashes else logits
 
     def squash_(self, logits: Tensor) -> Tensor:
-        """The same in place, without a gradient.
+        """Apply the cap in place, without a gradient.
 
         Args:
             logits: scaled, of any shape.
@@ -47,9 +47,9 @@ class LogitForm(NamedTuple):
         return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.squashes else logits
 
     def slope(self, squashed: Tensor) -> Tensor:
-        """Derivative of the squash.
+        """Derivative of the cap.
 
         Args:
-            squashed: what it has returned.
+            squashed: output of :meth:`squash`.
         """
         return 1.0 - (squashed / self.softcap).square_()

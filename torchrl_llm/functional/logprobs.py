@@ -1,7 +1,7 @@
-r"""Log-probs and entropy of tokens: over the vocabulary, or over the ids that sampling kept.
+r"""Log-probs and entropy of tokens over the whole vocabulary or over the ids that sampling kept.
 
-Use the functions of logits where logits are at hand (small vocabularies, tests, another library's
-output). From a model's hidden states,
+Use the functions on logits if you have logits (small vocabularies, tests, output of another
+library). From a model's hidden states,
 :func:`~torchrl_llm.functional.chunked_head.chunked_log_probs` gives the same numbers without ever
 holding the logits.
 
@@ -11,10 +11,10 @@ no prediction and is 0.0.
 
 Top-k, top-p or min-p sampling draws from the kept ids :math:`K` with probability
 :math:`\exp z_x / \sum_{v \in K} \exp z_v`. A loss that divides by the sum over the whole vocabulary
-instead has a ratio that differs from one for the very policy that sampled. The kept ids are few, so
-scoring on them is also cheaper than the whole head: only their rows of the weight are read. A
-support is two flat tensors: ``token_ids`` ``[S]``, the kept ids of one token after the other, and
-``counts`` ``[N]``, how many each token has; a count of 0 stands for the whole vocabulary.
+has a ratio different from one even for the policy that sampled. Scoring on the kept ids is also
+cheaper, because it reads only their rows of the weight. A support is two flat tensors:
+``token_ids`` ``[S]``, the kept ids of one token after the other, and ``counts`` ``[N]``, how many
+each token has; a count of 0 stands for the whole vocabulary.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary, ``N`` flat tokens, ``S`` kept ids of all
 tokens together, ``D`` hidden size, ``R`` rank of an adapter; in a chunk, ``n`` tokens and ``k``
@@ -35,7 +35,7 @@ from torchrl_llm.functional.logit_form import LogitForm
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """Log-softmax at one index a row, without keeping the whole log-softmax.
+    """Log-softmax at one index per row, without storing the whole log-softmax.
 
     Args:
         logits: ``[..., V]`` of any floating type; the sum is taken in float32.
@@ -58,7 +58,7 @@ def token_log_probs(logits_BTV: Tensor, ids_BT: Tensor, *, temperature: float = 
     Args:
         logits_BTV: ``[B, T, V]`` logits; those at position ``t`` predict token ``t + 1``.
         ids_BT: int64 ``[B, T]`` token ids.
-        temperature: what the logits are divided by first.
+        temperature: divisor of the logits.
 
     Returns:
         float32 ``[B, T]`` in nats, log p(x_t | x_<t); index 0 is 0.0.
@@ -102,7 +102,7 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return torch.special.entr(log_probs.exp()).sum(-1)
 
 
-# Numbers of gathered weight rows alive at once, as (ids x hidden size).
+# Most numbers of gathered weight rows in memory at once (ids x hidden size).
 _GATHERED = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
@@ -151,12 +151,12 @@ def take_support(token_ids_S: Tensor, counts_N: Tensor, index_M: Tensor) -> tupl
 
 
 def restrict_logits(logits_NV: Tensor, token_ids_S: Tensor, counts_N: Tensor) -> Tensor:
-    """Logits with ``-inf`` outside the support; the slow twin of :func:`support_log_probs`.
+    """Set logits outside the support to ``-inf``; the slow twin of :func:`support_log_probs`.
 
     Args:
         logits_NV: ``[N, V]``.
         token_ids_S: ``[S]``.
-        counts_N: ``[N]``; rows with 0 stay as they are.
+        counts_N: ``[N]``; rows with 0 are unchanged.
 
     Example:
         >>> restrict_logits(torch.zeros(1, 3), torch.tensor([0, 2]), torch.tensor([2]))
@@ -186,8 +186,8 @@ def support_log_probs(
     r"""Log-probs (and entropy) of targets under the softmax over each token's kept ids.
 
     :math:`\log p = z_x / \tau - \log \sum_{v \in K} \exp(z_v / \tau)` with the logits :math:`z` of
-    :func:`~torchrl_llm.functional.chunked_log_probs`, to which tokens of count 0 are handed.
-    Gradients are exact and reach the same five tensors; types are those of that function.
+    :func:`~torchrl_llm.functional.chunked_log_probs`, which also computes the tokens of count 0.
+    Gradients are exact and reach the same five tensors; dtypes are the same as there.
 
     Args:
         hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.
@@ -207,7 +207,7 @@ def support_log_probs(
         The scores ``[N]``; a target outside its support has log-prob ``-inf``.
 
     Raises:
-        ValueError: for ids and counts that do not belong together or to the targets.
+        ValueError: for ids and counts that do not match each other or the targets.
 
     Example:
         >>> hidden, weight = torch.ones(1, 1), torch.tensor([[0.0], [0.0], [5.0]])
@@ -279,7 +279,7 @@ class _Settings(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Tokens of about the same count: their indices, ids, which of these are real, and slices."""
+    """Tokens with similar counts: their indices, ids, the mask of real ids, and slices."""
 
     index_n: Tensor
     ids_nk: Tensor
@@ -305,7 +305,7 @@ def _chunks(ids_S: Tensor, counts_N: Tensor, size: int) -> Iterator[_Chunk]:
 
 
 class _SupportHead(torch.autograd.Function):
-    """Chunks of gathered rows of the head; the logits of the kept ids wait for the backward."""
+    """Chunks of gathered rows of the head; stores the logits of the kept ids for the backward."""
 
     @staticmethod
     def forward(
@@ -371,7 +371,7 @@ def _per_token(temperature: float | Tensor, index: Tensor) -> float | Tensor:
 
 
 def _capped_logits(chunk: _Chunk, tensors: tuple, s: _Settings) -> Tensor:
-    """Logits of the kept ids before the temperature, ``[n, k]``; anything where not valid."""
+    """Logits of the kept ids before the temperature, ``[n, k]``; undefined where not valid."""
     hidden, weight, bias, adapter, adapter_weight = tensors
     kind = s.sums
     logits = torch.empty(chunk.ids_nk.shape, dtype=kind, device=hidden.device)

@@ -1,9 +1,9 @@
-"""Streams of rows of different length, and attention that keeps the rows apart.
+"""Streams of rows of different lengths, and attention that keeps the rows separate.
 
-A stream is a sequence of rectangles ("blocks") of rows that are padded to one width. What acts on
-each token alone sees the stream as it is; attention runs block by block, so that no mask over the
-whole stream is ever written. A block may continue rows of an earlier one (responses that share a
-prompt): its rows then see their own prefix and, causally, themselves.
+A stream is a sequence of rectangles ("blocks") of rows that are padded to one width. Layers that
+act per token run on the stream directly. Attention runs block by block, so that no mask over the
+whole stream is ever built. A block may continue rows of an earlier block (responses that share a
+prompt): its rows then attend to their own prefix and, causally, to themselves.
 
 Shape legend: ``S`` tokens of the stream, ``H`` heads, ``K`` key-value heads, ``D`` size of a head,
 ``n`` rows of a block, ``T`` its width, ``P`` width of the prefix.
@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class Prefix(NamedTuple):
-    """What the rows of a block continue.
+    """The rows that a block continues.
 
     Attributes:
         block: index of the block that holds the prefixes.
@@ -38,7 +38,7 @@ class AttentionBlock(NamedTuple):
     Attributes:
         rows: ``n``.
         width: ``T``; rows that are shorter are padded on the right.
-        prefix: what the rows continue, or ``None`` when they begin here.
+        prefix: the prefix that the rows continue, or ``None`` if they begin here.
     """
 
     rows: int
@@ -47,13 +47,13 @@ class AttentionBlock(NamedTuple):
 
 
 class PrefixView(NamedTuple):
-    """A prefix as attention reads it.
+    """A prefix in the form that attention reads.
 
     Attributes:
         block: index of the block that holds the prefixes.
         owner: int64 ``[n]``, rows of that block.
-        mask: what is added to the scores, ``[n, 1, T, P + T]``, or ``[1, 1, T, P + T]`` where all
-            rows see equally much: 0 for what is seen, minus infinity for what is not.
+        mask: term added to the scores, ``[n, 1, T, P + T]``, or ``[1, 1, T, P + T]`` if all rows
+            share one mask: 0 for visible keys, minus infinity for hidden keys.
     """
 
     block: int
@@ -62,11 +62,11 @@ class PrefixView(NamedTuple):
 
 
 class RowCosts(NamedTuple):
-    """What the parts of a forward and backward cost, in any one unit.
+    """Costs of the parts of a forward and backward, in any common unit.
 
     Attributes:
         token: of one token outside of attention.
-        pair: of one query and key that attention compares.
+        pair: of one pair of query and key in attention.
         call: of calling the model once.
         block: of running attention once more within a call, over all layers.
     """
@@ -80,10 +80,10 @@ class RowCosts(NamedTuple):
 def length_buckets(
     lengths: Sequence[int], *, token: float, pair: float, cut: float
 ) -> list[list[int]]:
-    """Cut rows into buckets of like length, padding against cuts.
+    """Split rows into buckets of similar length, weighing padding against the number of buckets.
 
-    Rows are taken from the longest on; a bucket ends where its padding begins to cost more than
-    one more bucket would. The total is at most twice the best one.
+    Rows are taken from longest to shortest. A bucket ends when its padding would cost more than a
+    new bucket. The total cost is at most twice the optimum.
 
     Args:
         lengths: tokens in each row.
@@ -130,7 +130,7 @@ def blocks_cost(blocks: Sequence[AttentionBlock], costs: RowCosts, *, calls: int
         if block.prefix is None:
             pairs += area * block.width / 2
         else:
-            # Attention with a mask does not skip what it hides.
+            # Attention with a mask computes the hidden keys too.
             pairs += area * (block.width + max(block.prefix.lengths))
     extra = len(blocks) - calls
     return costs.token * tokens + costs.pair * pairs + costs.call * calls + costs.block * extra
@@ -155,7 +155,7 @@ def block_attention(
         value: ``[1, K, S, D]``.
         blocks: the stream; their areas sum to ``S``.
         prefixes: :func:`prefix_views` of the blocks, where several layers share them.
-        dropout_p: as in ``scaled_dot_product_attention``, as are the next two.
+        dropout_p: as in ``scaled_dot_product_attention``, like the next two.
         scale: factor on the scores.
         enable_gqa: ``K`` divides ``H`` instead of being equal.
 
@@ -172,7 +172,8 @@ def block_attention(
     """
     attend = torch.nn.functional.scaled_dot_product_attention
     settings = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    # One split each: the backward of as many slices would fill as many streams of zeros.
+    # One split per tensor: the backward of single slices would allocate a whole stream of zeros for
+    # each.
     sizes = [block.rows * block.width for block in blocks]
     queries, keys, values = (
         [_rectangle(part, block) for part, block in zip(x.split(sizes, dim=2), blocks, strict=True)]
@@ -201,7 +202,7 @@ def _rectangle(part: Tensor, block: AttentionBlock) -> Tensor:
 
 
 def prefix_views(blocks: Sequence[AttentionBlock], like: Tensor) -> list[PrefixView | None]:
-    """What blocks see of those that they continue; ``None`` for blocks that continue none.
+    """The prefixes that blocks attend to; ``None`` for blocks without a prefix.
 
     Args:
         blocks: the stream.
@@ -219,8 +220,7 @@ def _view(block: AttentionBlock, before: AttentionBlock, like: Tensor) -> Prefix
     lengths = block.prefix.lengths
     lengths = lengths[:1] if len(set(lengths)) == 1 else lengths
     device = like.device
-    # Two short lists are copied, for which the host does not wait; the masks are made where they
-    # are needed.
+    # Only two short lists are copied, without blocking the host; the masks are built on the device.
     sizes, owner = (
         torch.tensor(x).to(device, non_blocking=True) for x in (lengths, block.prefix.owner)
     )
@@ -234,7 +234,7 @@ def _view(block: AttentionBlock, before: AttentionBlock, like: Tensor) -> Prefix
 
 
 def block_mask(blocks: Sequence[AttentionBlock], device: torch.device | None = None) -> Tensor:
-    """The mask that :func:`block_attention` never writes: what each token of a stream sees.
+    """The mask that :func:`block_attention` never builds: which tokens each token attends to.
 
     Returns:
         bool ``[S, S]``, queries first.

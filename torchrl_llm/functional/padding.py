@@ -1,4 +1,4 @@
-"""Flat values with lengths, padded rectangles, masks, half-open spans, and the ways between them.
+"""Conversions between flat values with lengths, padded rectangles, masks and half-open spans.
 
 Masks come from lengths, never from ids.
 
@@ -19,12 +19,12 @@ Side = Literal["left", "right"]
 def length_mask(
     lengths_B: Tensor | Sequence[int], max_length: int | None = None, *, side: Side = "right"
 ) -> Tensor:
-    """True at the tokens of each row, false at its padding.
+    """Mask that is true at the tokens of each row and false at its padding.
 
     Args:
         lengths_B: ``B`` lengths.
         max_length: ``T``; the longest row by default.
-        side: where the padding is.
+        side: side of the padding.
 
     Returns:
         bool ``[B, T]``.
@@ -89,13 +89,13 @@ def pad_flat(
     *,
     side: Side = "right",
 ) -> Tensor:
-    """Lay flat values out in a padded rectangle; gradients pass through.
+    """Copy flat values into a padded rectangle; gradients pass through.
 
     Args:
         values_N: ``[N, ...]``, row after row.
         lengths_B: ``B`` lengths that sum to ``N``.
-        value: what fills the gaps.
-        side: where the padding goes.
+        value: padding value.
+        side: side of the padding.
 
     Returns:
         ``[B, T, ...]``.
@@ -176,7 +176,7 @@ def spans_to_mask(spans: Iterable[tuple[int, int]], length: int) -> Tensor:
         bool ``[T]``.
 
     Raises:
-        ValueError: for a span that is reversed or leaves the row.
+        ValueError: for a span that is reversed or reaches outside the row.
 
     Example:
         >>> spans_to_mask([(1, 3), (4, 5)], 5).tolist()

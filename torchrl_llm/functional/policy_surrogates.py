@@ -1,23 +1,22 @@
 """Policy-gradient losses per token, unreduced; smaller is better.
 
-A surrogate says what one token costs. The mask says which tokens count, and
-:mod:`torchrl_llm.functional.reduce` how they are averaged. Everything works on flat tokens without
-padding, keeps the dtype it is given, and compiles as one graph. What bounds a step:
+A surrogate computes the loss of each token. The mask selects the tokens, and
+:mod:`torchrl_llm.functional.reduce` averages them. All functions work on flat tokens without
+padding, keep the dtype of their inputs, and compile as one graph. They limit the size of a step in
+different ways:
 
 - the ratio of each token, by a hard clip or a soft gate: :func:`ppo_clip`, :func:`sapo`;
 - one ratio per sequence: :func:`gspo`, :func:`gspo_token`, :func:`gmpo`;
-- a constant weight on the score function: :func:`reinforce`, :func:`cispo`, :func:`topr`. They lose
-  no token's gradient to a clip: the weight is bounded, and autograd sees only the log-prob.
+- a constant weight on the score function: :func:`reinforce`, :func:`cispo`, :func:`topr`. No token
+  loses its gradient to a clip: the weight is bounded, and autograd sees only the log-prob.
 
 At ratio one all of them have the gradient of :func:`reinforce`. :func:`policy_gradient_loss` is
-what is left of every loss there, on padded rows: the teaching path of
-``sota-implementations/pico``.
+this common case on padded rows; ``sota-implementations/pico`` teaches with it.
 
 A sequence's ratio, and the gradient that its tokens share, are sums over all of its tokens. They
 are computed in float64, one number per token, and the loss has the dtype of its inputs: gradients
-of rows of 100,000 tokens agree with float64 to one part in a million. Each token carries the value
-of its sequence, so a mean over the tokens of a sequence is that value, and
-``aggregate(..., "sequence_mean")`` is the papers' mean over sequences.
+of rows of 100,000 tokens agree with float64 to one part in a million. Each token gets the value of
+its sequence. So ``aggregate(..., "sequence_mean")`` is the papers' mean over sequences.
 
 Shape legend: ``N`` tokens, ``S`` sequences; in padded rows ``B`` rollouts, ``T`` tokens.
 """
@@ -32,8 +31,8 @@ from torch import Tensor
 from torchrl_llm.functional import ratios
 
 MAX_LOG_RATIO = 20.0
-"""Larger log-ratios count as this one: exp(20) = 5e8 is far beyond any ratio that means something
-and well below overflow."""
+"""Larger log-ratios count as this one: exp(20) = 5e8 is far above any meaningful ratio and far
+below overflow."""
 
 
 def ppo_clip(
@@ -73,9 +72,9 @@ def sapo(
 
     arXiv:2511.20347, the objective and its gate in section 3. :math:`\tau` is ``tau_pos`` where
     the advantage is positive and ``tau_neg`` otherwise. The gradient is that of :math:`-r A` times
-    :math:`4 p (1 - p)` with :math:`p = \sigma(\tau (r - 1))`: one at ratio one, fading on both
-    sides, faster for a larger :math:`\tau`. (The gate's *value* does not peak at ratio one; there
-    it is :math:`2 / \tau`.)
+    :math:`4 p (1 - p)` with :math:`p = \sigma(\tau (r - 1))`: it is 1 at ratio one and falls on
+    both sides, faster for a larger :math:`\tau`. (The gate's *value* does not peak at ratio one;
+    there it is :math:`2 / \tau`.)
 
     Args:
         log_ratio: ``[N]``, log of current over sampling probability, nats.
@@ -147,9 +146,9 @@ def gspo_token(
     r"""GSPO's token variant: the sequence's ratio in value, the token's own gradient.
 
     arXiv:2507.18071 equations 13 and 14,
-    :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage per sequence its
-    value, clip and gradient are those of :func:`gspo`; with an advantage per token, each token is
-    moved by its own.
+    :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage per sequence, its
+    value, clip and gradient are those of :func:`gspo`. With an advantage per token, each token
+    follows its own advantage.
 
     Args:
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
@@ -191,15 +190,15 @@ def gmpo(
     .. math:: -\mathrm{sgn}(A) \Bigl(\prod_t \bigl| \min(r_t A,
         \mathrm{clip}(r_t, e^{-l}, e^{h}) A) \bigr|\Bigr)^{1/n}.
 
-    With one advantage a sequence that is :math:`-A \exp(\frac{1}{n} \sum_t c_t)`, where
+    With one advantage per sequence this is :math:`-A \exp(\frac{1}{n} \sum_t c_t)`, where
     :math:`c_t = \min(\log r_t, h)` for a positive advantage and :math:`\max(\log r_t, -l)` for a
-    negative one: both bounds act, each on one sign. A token that is cut adds nothing to the
-    gradient; all others share that of the sequence.
+    negative one: each bound acts on one sign. A clipped token adds nothing to the gradient; the
+    other tokens share the gradient of the sequence.
 
     The bounds are in log space (the paper's range is :math:`e^{-0.4}` to :math:`e^{0.4}`). Ludic's
-    code has ``high`` for both signs, which is ``low=high`` here; TRL's agrees with the paper. For
-    advantages that differ between the tokens of a sequence, which the paper does not have, each
-    token is cut by its own sign and weighs its own advantage.
+    code uses ``high`` for both signs, which is ``low=high`` here; TRL's code agrees with the paper.
+    The paper has one advantage per sequence. If the tokens of a sequence have different advantages,
+    each token is clipped by the sign of its own advantage and weighted by it.
 
     Args:
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
@@ -236,7 +235,7 @@ def reinforce(log_probs: Tensor, advantage: Tensor, weights: Tensor | None = Non
             :func:`sequence_weights`.
 
     Returns:
-        ``[N]``. Its value means little; its gradient is what counts.
+        ``[N]``. Only its gradient is meaningful, not its value.
 
     Example:
         >>> reinforce(torch.tensor([-1.0, -2.0]), torch.tensor([1.0, -0.5]))
@@ -252,8 +251,8 @@ def sequence_weights(
     r"""Importance weight of each token's sequence, :math:`\min(\prod_t r_t, c)`, a constant.
 
     The product is the weight of a trajectory in REINFORCE with importance sampling. It is unbiased
-    and explodes with the length, which is what ``maximum`` is for. Products above exp(20) count as
-    that.
+    but grows exponentially with the length; ``maximum`` bounds it. Products above exp(20) count as
+    exp(20).
 
     Args:
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
@@ -269,7 +268,7 @@ def sequence_weights(
         >>> sequence_weights(log_ratio, row, 2, 2.0)
         tensor([2.0000, 2.0000, 0.3679])
     """
-    # The exponent stays float64: of a sum near 20, float32 leaves a ratio six digits.
+    # The exponent stays float64: for a sum near 20, float32 would leave the ratio only six digits.
     log_weights = ratios.sequence_log_ratio(log_ratio_N.detach().double(), row_N, num_rows)
     weights = log_weights.clamp(max=MAX_LOG_RATIO).exp().clamp(max=maximum)
     return weights.to(log_ratio_N.dtype)[row_N]
@@ -322,16 +321,15 @@ def topr(
     r"""Tapered off-policy REINFORCE, :math:`-\mathrm{sg}[\rho]_a^b A \log \pi`.
 
     arXiv:2503.14286, the TOPR gradient of section 3. :math:`\rho = \prod_t r_t` is the ratio of the
-    whole sequence, clipped to bounds that depend on the sign of its advantage. By default good
-    sequences are learnt from as in supervised learning (weight 1), and bad ones are pushed away
-    with a weight in [0, 1] that fades as they become unlikely, so that nothing has to be bounded by
-    a divergence. The paper's sum over the log-probs of a trajectory and mean over trajectories is
-    ``aggregate(..., "sequence_sum")``.
+    whole sequence, clipped to bounds that depend on the sign of its advantage. By default, good
+    sequences have weight 1 as in supervised learning. Bad sequences have a weight in [0, 1] that
+    falls as they become unlikely, so no KL term is needed. The paper's sum over the log-probs of a
+    trajectory and mean over trajectories is ``aggregate(..., "sequence_sum")``.
 
     Args:
         log_probs_N: ``[N]``, nats, with gradients.
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
-        advantage_N: ``[N]``, a constant: the reward, or what is left of it above a baseline.
+        advantage_N: ``[N]``, a constant: the reward, or the reward minus a baseline.
         row_N: int64 ``[N]``, the sequence of each token.
         num_rows: ``S``.
         positive: bounds ``(a, b)`` where the advantage is at least 0.
@@ -361,19 +359,19 @@ def policy_gradient_loss(
 ) -> Tensor:
     r"""REINFORCE with a baseline, :math:`-\frac1B \sum_i A_i \sum_t m_{it} \log \pi(y_{it})`.
 
-    The update of GRPO (arXiv:2402.03300, equation 3) on fresh rollouts, where all ratios are one,
-    without division by the length as in Dr. GRPO (arXiv:2503.20783, section 3.2).
+    This is the update of GRPO (arXiv:2402.03300, equation 3) on fresh rollouts, where all ratios
+    are one. Like Dr. GRPO (arXiv:2503.20783, section 3.2), it does not divide by the length.
 
     Args:
-        log_probs_BT: ``[B, T]``, log p(y_t | y_<t) in nats, with gradients; anything outside the
-            mask, NaN included.
+        log_probs_BT: ``[B, T]``, log p(y_t | y_<t) in nats, with gradients; values outside the mask
+            are ignored, even NaN.
         advantages_B: ``[B]``, constants.
         mask_BT: bool ``[B, T]``, the tokens that the policy sampled.
-        normalize_by_tokens: the mean over a rollout's tokens instead of their sum (the code of
-            picoRL; long answers then weigh less a token).
+        normalize_by_tokens: average over a rollout's tokens instead of summing, as picoRL's code
+            does; tokens of long answers then have less weight.
 
     Returns:
-        A scalar. Rollouts without a sampled token add nothing and count in ``B``.
+        A scalar. Rollouts without sampled tokens add nothing to the sum but count in ``B``.
 
     Raises:
         ValueError: for shapes that do not fit.

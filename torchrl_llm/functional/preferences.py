@@ -1,7 +1,8 @@
-r"""Losses that compare answers: of the pairs of which one was chosen, and of answers with a label.
+r"""Losses that compare answers: in pairs of chosen and rejected, or one by one with a label.
 
-What is compared is a number of each answer, nats: its log-prob, the log-ratio to a reference, the
-mean per token, the log-odds. :math:`d` is that of the chosen answer minus that of the rejected one.
+They compare one number per answer, in nats: its log-prob, its log-ratio to a reference, its mean
+log-prob per token, or its log-odds. :math:`d` is the number of the chosen answer minus that of the
+rejected one.
 
 Shape legend: ``P`` pairs, ``B`` answers.
 """
@@ -43,10 +44,10 @@ def pair_loss(
     Args:
         difference_P: ``[P]``, nats.
         form: one of the table.
-        beta: slope; larger holds the policy closer.
+        beta: slope; larger values keep the policy closer to the reference.
         label_smoothing: :math:`\epsilon`, the share of labels that are wrong; read by ``"sigmoid"``
             and ``"robust"``.
-        target_margin: :math:`\gamma`, what a pair should differ by (arXiv:2405.14734).
+        target_margin: :math:`\gamma`, target difference of a pair (arXiv:2405.14734).
 
     Returns:
         ``[P]``.
@@ -77,16 +78,16 @@ def log_odds(log_probs_B: Tensor) -> Tensor:
     r"""Log-odds :math:`\log \frac{p}{1 - p}` of log-probs (arXiv:2403.07691, equation 4).
 
     Args:
-        log_probs_B: ``[B]``, at most 0, nats: of ORPO the mean per token.
+        log_probs_B: ``[B]``, at most 0, nats; ORPO uses the mean per token.
 
     Returns:
-        ``[B]``; exact near 0, too, where ``log1p(-exp(x))`` has no digit left.
+        ``[B]``; also exact near 0, where ``log1p(-exp(x))`` loses all digits.
 
     Example:
         >>> log_odds(torch.tensor([0.5]).log())
         tensor([0.])
     """
-    # A probability of 1 has infinite odds, of which no gradient is left.
+    # A probability of 1 has infinite odds and no gradient.
     x = log_probs_B.clamp(max=-torch.finfo(log_probs_B.dtype).tiny)
     near = x > -math.log(2)
     small = torch.log(-torch.expm1(torch.where(near, x, torch.full_like(x, -1.0))))
@@ -103,7 +104,7 @@ def kto_loss(log_ratios_B: Tensor, is_good_B: Tensor, kl: Tensor, *, beta: float
     Args:
         log_ratios_B: ``[B]``, log-prob of each answer minus that of the reference, nats.
         is_good_B: bool ``[B]``, the label.
-        kl: a number, or ``[B]``: nats an answer.
+        kl: a number, or ``[B]``: nats per answer.
         beta: slope.
 
     Returns:
@@ -144,16 +145,16 @@ def bradley_terry(
 
 
 def calibration_error(margins_P: Tensor, *, num_bins: int = 10) -> Tensor:
-    r"""Expected calibration error of what the scores of pairs say (arXiv:1706.04599, equation 3).
+    r"""Expected calibration error of the scores of pairs (arXiv:1706.04599, equation 3).
 
-    :math:`\sigma(m)` is the probability that the chosen answer is the better one, so that the
-    confidence of a pair is :math:`\sigma(|m|)`, between a half and 1, and it is right where
-    :math:`m > 0` (half right at 0). Pairs are put into bins of equal width by their confidence; the
-    error is the mean over pairs of :math:`|\mathrm{accuracy} - \mathrm{confidence}|` of their bin.
+    :math:`\sigma(m)` is the probability that the chosen answer is the better one, so the confidence
+    of a pair is :math:`\sigma(|m|)`, between 0.5 and 1. The pair is correct where :math:`m > 0` and
+    counts half at 0. Pairs are sorted into bins of equal width by their confidence; the error is
+    the mean over pairs of :math:`|\mathrm{accuracy} - \mathrm{confidence}|` of their bin.
 
     Args:
         margins_P: ``[P]``, score of the chosen answer minus that of the rejected one; at least one.
-        num_bins: between a half and 1.
+        num_bins: number of bins between 0.5 and 1.
 
     Returns:
         A float64 scalar.

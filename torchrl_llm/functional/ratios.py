@@ -1,14 +1,14 @@
-r"""Importance ratios in log space, the weights made of them, and what they say of two policies.
+r"""Importance ratios in log space, importance weights, and measures of policy mismatch.
 
-A sampler with other kernels, another precision or older weights draws from :math:`\mu` and not from
-the proximal policy :math:`\pi_\mathrm{prox}` (the trainer's own, before the update). Its tokens are
-reweighted by :math:`w = \pi_\mathrm{prox} / \mu`, of a token or of its sequence. The weight is
-bounded: cut (:func:`truncated_weights`) or dropped (:func:`masked_weights`). Weights are constants
-for autograd.
+A sampler with different kernels, a different precision or older weights draws from :math:`\mu`, not
+from the proximal policy :math:`\pi_\mathrm{prox}` (the trainer's policy before the update). Its
+tokens get weights :math:`w = \pi_\mathrm{prox} / \mu`, per token or per sequence. The weight is
+either truncated (:func:`truncated_weights`) or set to 0 outside bounds (:func:`masked_weights`).
+Weights are constants for autograd.
 
 Everything works on flat tokens: ``values_N`` with the row index of each token in ``row_N``. Sums
-over a sequence are accumulated in float64, whatever the dtype of the values: float32 loses 0.1 % of
-a sum of 100,000 equal numbers.
+over a sequence are always accumulated in float64: float32 loses 0.1 % of a sum of 100,000 equal
+numbers.
 
 Shape legend: ``N`` tokens, ``S`` sequences.
 """
@@ -140,7 +140,7 @@ def level_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int, level: Le
     """
     if level == "token":
         return log_ratio_N
-    # The backward pass of the indexing is a sum over the sequence, too.
+    # The backward pass of the indexing is also a sum over the sequence.
     wide_N = log_ratio_N.double()
     if level == "sequence":
         return sequence_log_ratio(wide_N, row_N, num_rows)[row_N].to(log_ratio_N.dtype)
@@ -179,7 +179,7 @@ _LOG_RATIO_LIMIT = 20.0
 
 
 def ess_moments(log_ratio_N: Tensor) -> Tensor:
-    """What the effective sample size of importance weights is made of; additive over batches.
+    """Moments for the effective sample size of importance weights; they add up over batches.
 
     Log-ratios beyond +-20 count as 20, so that the sums of different batches have one scale and
     none overflows.
@@ -204,7 +204,7 @@ def ess_from_moments(moments: Tensor) -> Tensor:
     r"""Effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
 
     Args:
-        moments: ``[..., 3]``, sums of what :func:`ess_moments` gave for the parts of a batch.
+        moments: ``[..., 3]``, sums of the results of :func:`ess_moments` over the parts of a batch.
 
     Returns:
         ``[...]``, in (0, 1]; 0 for a batch without tokens.
@@ -227,8 +227,8 @@ def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
         log_ratio_N: ``[N]`` log importance weights, nats.
 
     Returns:
-        A scalar in (0, 1] without gradient: 1 when all weights are equal, 1/N when one has it all;
-        0 without weights.
+        A scalar in (0, 1] without gradient: 1 when all weights are equal, 1/N when one weight
+        dominates; 0 without weights.
 
     Example:
         >>> import torch
@@ -243,7 +243,7 @@ class PolicyMismatch(NamedTuple):
 
     Attributes:
         k1: mean of sampled minus current log-prob, nats.
-        k3: the same divergence by the estimate that is never negative, nats.
+        k3: estimate of the same divergence that is never negative, nats.
         max_ratio: largest current / sampling probability.
         min_ratio: smallest.
         ess: effective sample size as a share.

@@ -1,7 +1,7 @@
-r"""Averages of losses per token into one number, so that micro-batches add up.
+r"""Averages token losses into one number, such that micro-batches add up to the batch.
 
-Only tokens that count are ever passed in, flat: ``values_N`` with the row of each in ``row_N``.
-Padding and prompts are not there, so they cannot dilute a mean.
+The functions take only the tokens that count, flat: ``values_N`` with the row of each in ``row_N``.
+Padding and prompts are left out, so they cannot dilute a mean.
 
 Each mode is a weight per token, :math:`\sum_n w_n x_n`:
 
@@ -19,10 +19,9 @@ mode               weight                       meaning
 The counts are those of a :class:`Normalizer`. With the counts of the *whole* batch, the results of
 its micro-batches, split in any way between rows, add up to the result of the whole batch.
 
-A sequence counts when at least one of its tokens does. Ludic and TRL divide by all rows of a batch,
-those of which no token counts included; ``count_empty=True`` does so too (and counts a prompt of
-which no token counts). Such a row adds nothing to the sum either way, so it makes the result
-smaller.
+A sequence counts if at least one of its tokens counts. Ludic and TRL divide by all rows of a batch,
+including rows without a counting token; ``count_empty=True`` does the same (also for prompts). Such
+a row adds nothing to the sum, so it makes the result smaller.
 
 Shape legend: ``N`` tokens, ``S`` rows.
 """
@@ -43,16 +42,16 @@ MODES: tuple[str, ...] = get_args(Mode)
 
 
 class Normalizer(NamedTuple):
-    """What a batch is divided by.
+    """The denominators of a batch.
 
-    Where rows have weights, as :class:`~torchrl_llm.objectives.SFTLoss` reads them, the counts are
-    sums of weights.
+    If rows have weights (see :class:`~torchrl_llm.objectives.SFTLoss`), the counts are sums of
+    weights.
 
     Attributes:
         num_tokens: tokens that count.
-        num_sequences: rows with at least one token that counts; all rows where empty ones count.
-        group_tokens: tokens that count of each prompt group that has any, by its id; for
-            ``prompt_mean`` only, else ``None``. 0 for the others where empty rows count.
+        num_sequences: rows with at least one token that counts; all rows with ``count_empty``.
+        group_tokens: number of counting tokens per prompt group, by its id; ``None`` unless needed
+            for ``prompt_mean``. Groups without such tokens are included as 0 with ``count_empty``.
 
     Example:
         >>> Normalizer(10, 2, {7: 10}).plus(Normalizer(5, 1, {7: 2, 8: 3}))
@@ -87,9 +86,9 @@ class Normalizer(NamedTuple):
         """Counts of a batch.
 
         Args:
-            lengths: for each row how many of its tokens count.
+            lengths: number of counting tokens of each row.
             group_ids: the prompt group of each row, for ``prompt_mean``.
-            count_empty: rows of which no token counts are sequences, and their groups are groups.
+            count_empty: also count rows and groups without counting tokens.
 
         Example:
             >>> Normalizer.of([3, 0]).num_sequences, Normalizer.of([3, 0], count_empty=True)[1]
@@ -112,12 +111,12 @@ def token_weights(
     *,
     constant_length: int | None = None,
 ) -> float | Tensor:
-    """Weight of each token under a mode, a number where all are the same.
+    """Weight of each token under a mode; a single number if all are equal.
 
     Args:
-        lengths_N: ``[N]``, in the dtype that the weights are to have: for each token how many
-            tokens of its row count (``sequence_mean``), or of its prompt group in the whole batch
-            (``prompt_mean``). Not read by the other modes.
+        lengths_N: ``[N]``, in the dtype of the result: for each token the number of counting tokens
+            in its row (``sequence_mean``) or in its prompt group over the whole batch
+            (``prompt_mean``). The other modes ignore it.
         mode: one of ``MODES``.
         normalizer: counts of the whole batch.
         constant_length: the length that ``constant`` divides by.
@@ -182,19 +181,19 @@ def aggregate(
         row_N: int64 ``[N]``, the row of each, in ``[0, num_rows)``.
         num_rows: ``S``.
         mode: one of ``MODES``.
-        normalizer: counts of the whole batch when these rows are a part of it; their own by
-            default.
+        normalizer: counts of the whole batch if these rows are a part of it; by default the counts
+            of these rows.
         constant_length: the length that ``constant`` divides by.
         group_S: int64 ``[S]``, the prompt group of each row, for ``prompt_mean``.
-        count_empty: without a normalizer, rows without tokens are sequences of the denominator;
-            with one it is the normalizer that says so.
+        count_empty: count rows without tokens in the denominator; with a normalizer, its own
+            setting decides.
 
     Returns:
         A scalar in the dtype of the values, summed in float64.
 
     Raises:
-        ValueError: when no token counts, the normalizer does not count the groups that are there,
-            or as :func:`token_weights`.
+        ValueError: when no token counts, when the normalizer lacks groups of these rows, or for the
+            reasons of :func:`token_weights`.
 
     Example:
         >>> import torch
@@ -228,7 +227,7 @@ def _own_weights(
     group_S: Tensor | None,
     count_empty: bool,
 ) -> float | Tensor:
-    """Weights of tokens that are a whole batch; counts stay tensors, so that this compiles."""
+    """Weights of the tokens of a whole batch; counts stay tensors, so that it compiles."""
     if not row_N.shape[0]:
         raise ValueError("nothing to average over: no token counts")
     there_S = lengths_S.new_ones(lengths_S.shape) if count_empty else (lengths_S > 0)
@@ -236,7 +235,7 @@ def _own_weights(
     num_groups = None
     if mode == "prompt_mean":
         same_SS = (group_S[:, None] == group_S).to(lengths_S.dtype)
-        # Each group counts once: as the sum over its rows of one over how many rows it has.
+        # Each group counts once: the sum over its rows of 1 / (number of its rows).
         num_groups = (there_S / (same_SS @ there_S).clamp(min=1)).sum()
         lengths_S = same_SS @ lengths_S
     counts = (row_N.shape[0], there_S.sum(), num_groups)

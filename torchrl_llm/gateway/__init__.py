@@ -1,4 +1,4 @@
-"""An endpoint over any policy: programs that own their loop are sessions, sessions are rows."""
+"""Gateway: an HTTP endpoint for any policy; each program session becomes a row."""
 
 from torchrl_llm._imports import lazy
 

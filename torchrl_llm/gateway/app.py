@@ -1,6 +1,6 @@
-"""ASGI application of the gateway: finds the session of a request, and answers it by its port.
+"""ASGI application of the gateway: routes each request to the port of its session.
 
-It knows no model and no template. Next: :mod:`torchrl_llm.gateway.server` runs it.
+It does not depend on models or templates. Next: :mod:`torchrl_llm.gateway.server` runs it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PROTOCOLS: tuple[Protocol, ...] = (_CHAT, Completions(), Responses(), _ANTHROPI
 _MOST_LEVELS = 100
 _LONGEST_ERROR = 2000
 _MOST_KINDS = 100
-_CLIENT_GONE = 499  # nobody reads it
+_CLIENT_GONE = 499  # the client does not read it
 
 
 @checked
@@ -48,17 +48,17 @@ def make_app(
     max_body_bytes: Annotated[int, Ge(1)] = 16 * 2**20,
     max_calls: Annotated[int, Ge(1)] = 4096,
 ) -> Starlette:
-    """The application that answers all protocols.
+    """Make the application for all protocols.
 
-    The key of a session comes in a header (``Authorization: Bearer KEY`` or ``x-api-key: KEY``) or
-    in the path (``/session/KEY/v1/...``). Next to a key in the path, a header may say anything but
-    the key of another session.
+    The key of a session is in a header (``Authorization: Bearer KEY`` or ``x-api-key: KEY``) or in
+    the path (``/session/KEY/v1/...``). With a key in the path, the header must not contain the key
+    of a different session.
 
     Args:
-        find_port: key to the port of its session; ``None`` for a key that is not known. A request
-            without a key has the key ``""``.
-        max_body_bytes: a longer request is refused (413).
-        max_calls: most calls that may wait for their answers; a further one is refused (429).
+        find_port: function from a key to the port of its session; ``None`` for an unknown key. A
+            request without a key has the key ``""``.
+        max_body_bytes: a longer request is rejected (413).
+        max_calls: most calls that may wait for answers; further ones are rejected (429).
 
     Raises:
         MissingExtraError: the extra ``gateway`` is not installed.
@@ -84,7 +84,7 @@ def _starlette(part: str) -> ModuleType:
 
 
 class _ClientGoneError(Exception):
-    """There is nobody to answer."""
+    """The client has disconnected."""
 
 
 class _Gateway:
@@ -102,7 +102,7 @@ class _Gateway:
         self._gone = (_ClientGoneError, _starlette("requests").ClientDisconnect)
 
     def answers_by(self, protocol: Protocol) -> Endpoint:
-        """The endpoint that answers calls in a protocol."""
+        """The endpoint for calls in a protocol."""
 
         async def answer(request: Request) -> Response:
             body = await self._body(request)
@@ -116,12 +116,12 @@ class _Gateway:
         return self.guarded(answer, protocol)
 
     async def count_tokens(self, request: Request) -> Response:
-        """How many tokens the prompt of a call in Anthropic's protocol has."""
+        """Number of prompt tokens of a call in Anthropic's protocol."""
         call = _ANTHROPIC.parse_count(await self._body(request))
         return self._json({"input_tokens": self._port(request).count_tokens(call)})
 
     async def models(self, request: Request) -> Response:
-        """The one model of a session, as OpenAI and Anthropic describe it."""
+        """The model of a session, in the form of OpenAI and Anthropic."""
         card = _model_card(self._port(request).model)
         name = request.path_params.get("name")
         if name is None:
@@ -132,21 +132,21 @@ class _Gateway:
         return self._json(card)
 
     async def health(self, request: Request) -> Response:
-        """That the gateway is there."""
+        """Health check."""
         return self._json({"status": "ok"})
 
     async def no_route(self, request: Request, error: HTTPException) -> Response:
-        """The answer to a path or method that there is not."""
+        """The answer for an unknown path or method."""
         why = f"there is no {request.method} {request.url.path:.100}"
         refused = RefusedCallError(why, kind="missing")
         return self._json(_spoken(request).refusal(refused, error.status_code), error.status_code)
 
     def guarded(self, endpoint: Endpoint, protocol: Protocol | None = None) -> Endpoint:
-        """An endpoint whose errors become answers.
+        """Wrap an endpoint so that its errors become answers.
 
         Args:
-            endpoint: may raise any.
-            protocol: of the answers; by default the one that the client seems to speak.
+            endpoint: may raise any error.
+            protocol: protocol of the answers; by default detected from the client.
         """
 
         async def guard(request: Request) -> Response:
@@ -156,7 +156,7 @@ class _Gateway:
                 refused = error
             except self._gone:
                 return self._response(status_code=_CLIENT_GONE)
-            except Exception as error:  # the program is told, and other calls go on
+            except Exception as error:  # the program gets the error, and other calls continue
                 refused = self._failed(error)
             status = STATUS[refused.kind]
             return self._json((protocol or _spoken(request)).refusal(refused, status), status)
@@ -164,7 +164,7 @@ class _Gateway:
         return guard
 
     def _failed(self, error: Exception) -> RefusedCallError:
-        """What is told of an unexpected error; the first of each kind is logged, too."""
+        """The answer for an unexpected error; the first of each kind is also logged."""
         name = type(error).__name__
         kind = (name, place_of(error))
         if kind not in self._shown and len(self._shown) < _MOST_KINDS:
@@ -181,7 +181,7 @@ class _Gateway:
         return self._response(json.dumps(body), status, media_type="application/json")
 
     def _port(self, request: Request) -> Port:
-        """The port of the session that a request belongs to."""
+        """The port of the session of a request."""
         in_path, headers = request.path_params.get("key"), request.headers
         scheme, _, bearer = headers.get("authorization", "").partition(" ")
         keys = {in_path, bearer.strip() * (scheme.lower() == "bearer"), headers.get("x-api-key")}
@@ -194,7 +194,7 @@ class _Gateway:
         return next(iter(ports.values()))
 
     async def _body(self, request: Request) -> dict[str, Any]:
-        """The body of a request; one that is too long is read to its end, but not kept."""
+        """The body of a request; a body that is too long is read to its end but not kept."""
         chunks, size = [], 0
         async for chunk in request.stream():
             size += len(chunk)
@@ -206,7 +206,7 @@ class _Gateway:
         return read_json(b"".join(chunks))
 
     async def _answers(self, request: Request, port: Port, call: Call) -> Sequence[Answer]:
-        """Wait for the answers, or for the client to leave, which cancels them."""
+        """Wait for the answers; if the client disconnects, cancel them."""
         if self._num_calls >= self._max_calls:
             raise RefusedCallError(f"{self._num_calls} calls wait for answers", kind="busy")
         self._num_calls += 1
@@ -224,24 +224,25 @@ class _Gateway:
             work.cancel()
             await asyncio.wait({work})
             if not work.cancelled():
-                work.exception()  # it is looked at, or asyncio would log it
+                work.exception()  # retrieve the exception, otherwise asyncio would log it
             self._num_calls -= 1
 
 
 async def _left(request: Request) -> None:
-    """Wait for the client to leave, the one thing that a server reports after the body."""
+    """Wait for the client to disconnect, the only event after the body."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
 
 def read_json(text: bytes) -> dict[str, Any]:
-    """The JSON object that a text is.
+    """Parse a JSON object.
 
     Args:
         text: in UTF-8.
 
     Raises:
-        RefusedCallError: it is none, has more than 100 levels, or text that is no Unicode.
+        RefusedCallError: it is not a JSON object, has more than 100 levels, or contains invalid
+            Unicode.
 
     Example:
         >>> read_json(b'{"n": 2}')
@@ -250,7 +251,7 @@ def read_json(text: bytes) -> dict[str, Any]:
     try:
         body = json.loads(text.decode(), parse_constant=_no_number)
         if b"\\ud" in text.lower():
-            json.dumps(body, ensure_ascii=False).encode()  # lone surrogates have no bytes
+            json.dumps(body, ensure_ascii=False).encode()  # lone surrogates cannot be encoded
     except (ValueError, RecursionError) as error:
         raise RefusedCallError(f"the body is not JSON: {error!s:.200}") from None
     if not isinstance(body, dict):
@@ -274,7 +275,7 @@ def _check_levels(body: dict[str, Any]) -> None:
 
 
 def _spoken(request: Request) -> Protocol:
-    """The protocol of a client, where the path does not say it."""
+    """The protocol of a client, if the path does not determine it."""
     return _ANTHROPIC if "anthropic-version" in request.headers else _CHAT
 
 

@@ -1,7 +1,8 @@
-"""One request to the gateway and its answers, whichever protocol they came by.
+"""A request to the gateway and its answers, independent of the protocol.
 
 A protocol (:mod:`torchrl_llm.gateway.protocols`) reads a :class:`Call` from a request's body and
-writes :class:`Answer` objects as its response. A :class:`Port` answers calls and knows no protocol.
+writes :class:`Answer` objects as its response. A :class:`Port` answers calls and does not depend on
+a protocol.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ Kind = Literal["invalid", "context", "key", "missing", "size", "busy", "server"]
 
 
 class RefusedCallError(TorchRLLLMError, ValueError):
-    """A request that the gateway does not answer; each protocol has its own form of it.
+    """The gateway rejects a request; each protocol has its own form of the error.
 
     Args:
-        message: what is wrong, what was expected and what to do.
-        kind: ``"invalid"`` (a field that is wrong or cannot be honoured, HTTP 400), ``"context"``
-            (the prompt is longer than the model's context, 400), ``"key"`` (an unknown or foreign
-            key, 401), ``"missing"`` (no such path, 404), ``"size"`` (a body that is too long, 413),
-            ``"busy"`` (429) or ``"server"`` (500).
-        field: the name of the field that is at fault, as the client wrote it.
+        message: the problem, the expectation and what to do.
+        kind: ``"invalid"`` (a field is wrong or cannot be honoured, HTTP 400), ``"context"`` (the
+            prompt is longer than the model's context, 400), ``"key"`` (an unknown key or the key of
+            a different session, 401), ``"missing"`` (no such path, 404), ``"size"`` (the body is
+            too long, 413), ``"busy"`` (429) or ``"server"`` (500).
+        field: name of the wrong field, as the client wrote it.
     """
 
     def __init__(self, message: str, *, kind: Kind = "invalid", field: str | None = None) -> None:
@@ -42,12 +43,12 @@ class Call:
 
     Args:
         messages: the conversation in canonical form
-            (:func:`~torchrl_llm.data.messages.canonical_message`); empty where ``prompt`` is given.
-        prompt: a text or token ids that the model continues, instead of messages.
+            (:func:`~torchrl_llm.data.messages.canonical_message`); empty if ``prompt`` is given.
+        prompt: a text or token ids to continue, instead of messages.
         tools: schemas of functions in OpenAI's form, in the order of the request.
-        sampling: the fields of :class:`~torchrl_llm.modules.SamplingParams` that the request sets,
-            by their names there; what it leaves out is decided by the port.
-        num_samples: how many answers are wanted.
+        sampling: the fields of :class:`~torchrl_llm.modules.SamplingParams` that the request sets;
+            the port decides the others.
+        num_samples: number of requested answers.
     """
 
     messages: tuple[Mapping[str, Any], ...] = ()
@@ -61,11 +62,11 @@ class Answer(NamedTuple):
     """One answer to a call.
 
     Attributes:
-        message: of the assistant, in canonical form, without ``raw``; a stop string of the request
-            is not in its content, and each tool call has an ``id``.
+        message: the assistant's message in canonical form, without ``raw``. Its content does not
+            include a stop string of the request, and each tool call has an ``id``.
         finish_reason: how it ended.
         prompt_ids: int64 ``[P]``.
-        token_ids: int64 ``[R]``, all that were sampled, those of a stop string too.
+        token_ids: int64 ``[R]``, all sampled ids, including those of a stop string.
         log_probs: float32 ``[R]``, log p(x_t | x_<t) in nats.
     """
 
@@ -80,14 +81,14 @@ class Port(ABC):
     """Answers the calls of one session."""
 
     model: str = "policy"
-    """The name that ``/v1/models`` lists."""
+    """Name of the model in ``/v1/models``."""
 
     @abstractmethod
     async def answer(self, call: Call) -> Sequence[Answer]:
-        """Answer a call; cancelled where the client has gone away.
+        """Answer a call; cancelled if the client disconnects.
 
         Raises:
-            RefusedCallError: it cannot be answered.
+            RefusedCallError: the call cannot be answered.
         """
 
     @abstractmethod
@@ -100,7 +101,7 @@ class Port(ABC):
 
     @abstractmethod
     def count_tokens(self, call: Call) -> int:
-        """How many tokens the prompt of a call has.
+        """Number of tokens in the prompt of a call.
 
         Raises:
             RefusedCallError: the template cannot express it.

@@ -1,10 +1,10 @@
-"""The conversations of one session: which of them a call continues, and why it continues none.
+"""The conversations of one session: finds the one that a call continues, or why there is none.
 
-A client sends whole conversations. :class:`ConversationTree` finds the longest one that the model
-has answered and that the call extends, so that its sampled ids are continued. A call that extends
-none begins a new conversation, or edits an old one: then it says why.
+A client sends whole conversations. :class:`ConversationTree` finds the longest answered
+conversation that the call extends, so that its sampled ids are continued. A call that extends none
+starts a new conversation or edits an old one; in the second case, the tree records why.
 
-Next: :mod:`torchrl_llm.gateway.session` makes prompts of what is found here.
+Next: :mod:`torchrl_llm.gateway.session` makes prompts from the result.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ BRANCHED, EDITED, OTHER_TOOLS = "branched", "history_changed", "tools_changed"
 
 
 class Place(NamedTuple):
-    """Where a call stands in the conversations of its session.
+    """The position of a call in the conversations of its session.
 
     Attributes:
-        chat: the messages of the call; those that the model has answered before are the recorded
-            ones, and the chat has their record.
-        cause: why the call does not extend the last conversation; ``None`` where it does, and for a
-            conversation of its own.
-        turns: turns of the model in what was given up.
-        digest: names the messages of the call.
-        before: names those in front of the last, where that is an answer which is gone on with.
+        chat: the messages of the call; earlier answers of the model are replaced by the recorded
+            ones, with their records.
+        cause: why the call does not extend the last conversation; ``None`` if it does, and for a
+            separate conversation.
+        turns: turns of the model in the abandoned part.
+        digest: digest of the messages of the call.
+        before: digest of the messages before the last one, if the last one is a partial answer to
+            be continued.
     """
 
     chat: Chat
@@ -55,7 +56,7 @@ class ConversationTree:
     """Answered conversations, found again by their messages.
 
     Args:
-        max_answers: how many are kept, the youngest; ``None`` for all.
+        max_answers: number of answers to keep, the newest; ``None`` for all.
 
     Example:
         >>> tree = ConversationTree()
@@ -73,16 +74,16 @@ class ConversationTree:
         self._answers: dict[bytes, _Answered] = {}
         # First messages of conversations, with the digest of their tools and their turns.
         self._begun: dict[bytes, tuple[bytes, int]] = {}
-        # Calls that extend nothing, with the turns of what they have edited; all that was answered.
+        # Calls that extend nothing, with the turns of the edited conversation; all answered ones.
         self._asked: dict[bytes, int] = {}
         self._said: dict[bytes, None] = {}
 
     def find(self, messages: Sequence[Message], tools: Sequence[Message] = ()) -> Place:
-        """Where a call stands.
+        """Find the position of a call.
 
         Args:
             messages: of the call, in canonical form.
-            tools: schemas of the call; a conversation with other tools is another one.
+            tools: schemas of the call; conversations with different tools are different.
         """
         root = _digest(b"", list(tools)) if tools else b""
         above = digest = root
@@ -91,7 +92,8 @@ class ConversationTree:
             above, digest = digest, _digest(digest, _spoken(message))
             answered = self._answers.get(digest)
             if answered is not None:
-                # An answer may come back in several forms; they are one conversation.
+                # A client may send an answer back in several forms; they count as the same
+                # conversation.
                 digest, found, covered = answered.digest, answered, count
         before = above if messages[-1].get("is_complete") is False else None
         if found is None:
@@ -105,11 +107,11 @@ class ConversationTree:
     def _edit(
         self, messages: Sequence[Message], root: bytes, digest: bytes
     ) -> tuple[str | None, int]:
-        """Why a call extends nothing, and the turns of what it has edited."""
+        """Why a call extends nothing, and the turns of the edited conversation."""
         if digest in self._asked:
             return BRANCHED, self._asked[digest]
         before, turns = self._begun.setdefault(_beginning(messages), (root, 0))
-        # A window that slides over a conversation begins otherwise each time.
+        # A sliding window over a conversation starts differently each time.
         own = sum(_digest(b"", _spoken(message)) in self._said for message in messages)
         turns = self._asked[digest] = max(turns, own)
         if before != root:
@@ -119,13 +121,13 @@ class ConversationTree:
     def add(
         self, place: Place, chat: Chat, sent: Message, other_forms: Iterable[Message] = ()
     ) -> None:
-        """Remember an answer.
+        """Store an answer.
 
         Args:
-            place: what :meth:`find` said of its call.
+            place: result of :meth:`find` for its call.
             chat: the conversation with the answer, and its record.
-            sent: what the client was given.
-            other_forms: of the whole answer, in which a client may send it back.
+            sent: the message sent to the client.
+            other_forms: other forms of the answer in which a client may send it back.
         """
         answer, before = chat.messages[-1], place.before or place.digest
         node = _Answered(chat, before, _digest(before, _spoken(answer)))
@@ -133,7 +135,7 @@ class ConversationTree:
         for above, form, is_own in (*forms, *((before, form, False) for form in other_forms)):
             for each in (form, {**form, "reasoning_content": None}):
                 digest = _digest(above, _spoken(each))
-                # What was cut and then went on with nothing that is shown is still what was cut.
+                # A cut answer whose continuation shows nothing new still counts as the cut answer.
                 if is_own or digest not in self._answers:
                     self._answers[digest] = node
                 self._said[_digest(b"", _spoken(each))] = None
@@ -147,14 +149,14 @@ class ConversationTree:
 
 
 def _beginning(messages: Sequence[Message]) -> bytes:
-    """Names a conversation by what stands up to its first message of the user."""
+    """Digest of a conversation up to its first user message."""
     roles = [message.get("role") for message in messages]
     stop = roles.index("user") + 1 if "user" in roles else len(messages)
     return _digest(b"", [_spoken(message) for message in messages[:stop]])
 
 
 def _spoken(message: Message) -> list[Any]:
-    """What two forms of the same message have in common."""
+    """The common part of two forms of the same message."""
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = message_text({"content": content})

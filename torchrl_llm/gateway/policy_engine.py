@@ -1,6 +1,6 @@
-"""Engine that answers prompts by a policy of this process: of a server, or of programs alone.
+"""Engine that answers prompts with a policy of this process.
 
-While the model samples, further prompts wait; those that are to be sampled alike are then sampled
+While the model samples, further prompts wait; prompts with equal sampling settings are then sampled
 together. A backend outside this process takes many calls at once and batches them itself.
 """
 
@@ -24,11 +24,11 @@ _THREADS = 64
 
 
 def limits_of(policy: LLMWrapperBase, *, trains: bool = False) -> EngineLimits:
-    """What calls may ask of a policy.
+    """Limits of calls to a policy.
 
     Args:
         policy: in history mode.
-        trains: whether answers are trained on.
+        trains: whether answers are used for training.
     """
     params = policy.sampling_defaults
     return EngineLimits(
@@ -41,14 +41,14 @@ def limits_of(policy: LLMWrapperBase, *, trains: bool = False) -> EngineLimits:
 
 
 class PolicyEngine(Engine):
-    """Samples with a policy's backend, in threads of its own.
+    """Samples with a policy's backend, in separate threads.
 
     Args:
-        policy: in history mode; its generation arguments are those of calls that set none.
+        policy: in history mode; its generation arguments are the defaults of calls.
         max_batch: most prompts of one call of the model.
-        max_waiting: prompts that may wait; others are refused as ``"busy"``.
-        patience_s: where several prompts came the last time, a model of this process waits for
-            further ones as long as each comes within so many seconds of the one before.
+        max_waiting: most waiting prompts; further ones are rejected as ``"busy"``.
+        patience_s: if several prompts came the last time, a model of this process waits for further
+            ones as long as each arrives within this many seconds of the previous one.
 
     Example:
         >>> from torchrl_llm.modules import FakeWrapper, load_tokenizer
@@ -94,16 +94,16 @@ class PolicyEngine(Engine):
             self._changed.notify()
 
     def withdraw(self, pending: Pending) -> None:
-        """See :meth:`Engine.withdraw`; what the model has begun ends after a step or a few.
+        """See :meth:`Engine.withdraw`; sampling in progress ends after a few steps.
 
-        Where the backend cannot do that, it is sampled to its end.
+        If the backend does not support this, the answer is sampled to its end.
         """
         with self._changed:
             if pending in self._waiting:
                 self._waiting.remove(pending)
 
     def close(self) -> None:
-        """Answer what has begun, and refuse the rest."""
+        """Finish the prompts in progress, and reject the rest."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = list(self._waiting), deque()
@@ -152,7 +152,7 @@ class PolicyEngine(Engine):
             )
             completions = [completion for [completion] in found]
             outcomes: list[Any] = respond_records(prompts, completions, self.policy.policy_version)
-        except Exception as error:  # a backend call that failed is told to who waits
+        except Exception as error:  # waiting callers get the error of a failed backend call
             logger.error(f"the gateway's model call failed: {type(error).__name__}: {error}")
             outcomes = [RefusedCallError(f"the model call failed: {error}", kind="server")] * len(
                 batch

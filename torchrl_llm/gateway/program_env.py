@@ -1,9 +1,8 @@
-"""Environment whose rows are programs that own their loop: the policy answers their calls.
+"""Environment whose rows are programs with their own loop; the policy answers their calls.
 
-The task around which it stands gives rows and the reward, and nothing else. At each step the policy
-answers the calls that wait. A turn is told of when what comes of it is known: the program has
-called again, or has ended. Until then its row is not stepped, so that programs wait for their own
-tools and for nobody else's.
+The wrapped task provides only rows and the reward. At each step the policy answers the waiting
+calls. A turn is returned once its outcome is known: the program has made its next call, or has
+ended. Until then its row is not stepped, so no program waits for the tools of another one.
 
 Next: :mod:`torchrl_llm.gateway.program_sessions` runs the programs and collects their calls.
 
@@ -41,13 +40,13 @@ _NEVER_CALLED = "the program ended without an answer of the model"
 
 
 class ProgramTransform(Transform):
-    """Begins programs, puts their calls into prompts, and says how they ended.
+    """Starts programs, turns their calls into prompts, and records how they ended.
 
-    It stands in front of the reward, which scores the last turn of programs that return nothing. It
-    writes ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy),
-    ``"sampling"`` (what the call sets) and, at each step, ``"reward"``, ``"success"``,
-    ``"reward_valid"``, ``"error"`` and ``"reward_refused"`` as a gate does, and ``"program"``, the
-    named numbers that a program has returned.
+    It precedes the reward, which scores the last turn of programs that return nothing. It writes
+    ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy), ``"sampling"`` (the
+    settings of the call) and, at each step, ``"reward"``, ``"success"``, ``"reward_valid"``,
+    ``"error"`` and ``"reward_refused"`` like a gate, and ``"program"``, the named numbers that a
+    program returned.
 
     Args:
         sessions: runs the programs.
@@ -72,11 +71,11 @@ class ProgramTransform(Transform):
         return tensordict_reset
 
     def begin(self, td: TensorDictBase, places: Sequence[bool]) -> None:
-        """Run the programs of some rows, each with the columns of the data and how its task begins.
+        """Start the programs of some rows, each with its columns and its task's first prompt.
 
         Args:
             td: all rows.
-            places: which of them.
+            places: indices of the rows.
         """
         base, keys = self.parent.base_env, self.container.primer.data_keys
         columns = {key: reward_parser.read_column(td, key) for key in keys}
@@ -89,10 +88,10 @@ class ProgramTransform(Transform):
                 self.sessions.begin(place, row)
 
     def ask(self, td: TensorDictBase) -> None:
-        """Put the calls that are asked next into the prompts.
+        """Put the next calls into the prompts.
 
         Args:
-            td: what a reset or step has written; changed in place.
+            td: result of a reset or step; changed in place.
         """
         rollouts = self.sessions.rollouts
         for rollout in rollouts:
@@ -135,11 +134,11 @@ class ProgramTransform(Transform):
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """Adds them to what a step reads."""
+        """Adds them to the inputs of a step."""
         return self.transform_observation_spec(state_spec)
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the reward, and that it is not to be scored."""
+        """Adds the reward, and the flag that it must not be scored again."""
         spec = reward_parser.add_reward_specs(reward_spec, ["reward"], "success")
         spec["reward_refused"] = Unbounded(
             shape=spec.shape, dtype=torch.bool, device=reward_spec.device
@@ -154,7 +153,7 @@ class ProgramTransform(Transform):
 
 
 def _outcome(rollout: Rollout) -> Ended:
-    """How a program ended; one that was never answered has failed."""
+    """Outcome of a program; a program that never got an answer has failed."""
     ended = rollout.ended
     if ended.failure is None and not rollout.num_answers:
         return Ended(None, Failure.told("NoCallError", _NEVER_CALLED, source=PROGRAM))
@@ -178,7 +177,7 @@ def _write_outcomes(
     next_td.set("reward", torch.tensor(rewards, device=device).view(cell))
     next_td.set("success", torch.tensor([s for _, s in scores], device=device).view(cell))
     next_td.set("reward_valid", torch.tensor([not f.kind for f in failures], device=device))
-    # The task's reward is for whole rollouts that bring none of their own.
+    # The task's reward is for whole rollouts without their own reward.
     scored = [e is not None and e.failure is None and e.value is None for e in ended]
     next_td.set("reward_refused", torch.tensor([not each for each in scored], device=device))
     values = [None if e is None else e.value for e in ended]
@@ -188,7 +187,7 @@ def _write_outcomes(
 
 
 def _score(ended: Ended) -> tuple[float, bool]:
-    """Reward and success of what a program returned."""
+    """Reward and success from a program's return value."""
     value = ended.value
     if value is None:
         return 0.0, False
@@ -202,7 +201,7 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
     """A task whose rows are programs; see :class:`~torchrl_llm.agents.ProgramAgent`.
 
     Args:
-        task: gives rows and the reward; in history mode.
+        task: provides rows and the reward; in history mode.
         sessions: runs the programs.
     """
 
@@ -214,19 +213,19 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
 
     @property
     def tokens_held(self) -> int:
-        """Sampled tokens of turns that are not told of yet."""
+        """Sampled tokens of turns that have not been returned yet."""
         held = (each.held for each in self.sessions.rollouts if each is not None)
         return sum(sampled_tokens(row) for row in held if row is not None)
 
     def step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Give the answers to the programs, and step the rows of which the outcome is known.
+        """Pass the answers to the programs, and step the rows with a known outcome.
 
         Args:
-            tensordict: all rows, as the policy left them.
+            tensordict: all rows after the policy.
 
         Returns:
-            All rows; ``"_step"`` says which of them this step is one of, with the turn that it is
-            about in the place of the present one.
+            All rows; ``"_step"`` marks the stepped rows, which contain the completed turn instead
+            of the current one.
         """
         rollouts, rows = self.sessions.rollouts, split_batch(tensordict.exclude("_step", "next"))
         lost = [
@@ -246,19 +245,19 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
             self.sessions.take(rollout)
             if rollout.held is not None and (rollout.asked or rollout.ended):
                 told[place] = rollout.held
-            elif rollout.ended and rollout.asked is None:  # it never called
+            elif rollout.ended and rollout.asked is None:  # it never made a call
                 told[place] = rows[place]
         out = self._told(_with_rows(tensordict.exclude("_step", "next"), told), told)
         self.programs.ask(out.get("next"))
         return out
 
     def _told(self, td: TensorDictBase, told: Mapping[int, TensorDict]) -> TensorDictBase:
-        """A step of the rows of which the outcome is known."""
+        """Step the rows with a known outcome."""
         steps = torch.zeros(*self.batch_size, 1, dtype=torch.bool, device=td.device)
         steps[list(told)] = True
         if told:
             td = super().step(td.set("_step", steps.clone()))
-        else:  # calls wait, and nothing else has happened
+        else:  # only new calls are waiting
             next_td = self._skip_tensordict(td)
             next_td.set("reward_valid", torch.ones(self.batch_size, dtype=torch.bool))
             td.set("next", next_td)
@@ -266,11 +265,11 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
 
 
 def _with_rows(node: TensorDictBase, rows: Mapping[int, Any]) -> Any:
-    """A batch with other rows in some places.
+    """A batch with some rows replaced.
 
     Args:
         node: ``[B]``, dense or lazy.
-        rows: plain rows by place.
+        rows: plain rows by index.
     """
     if isinstance(node, LazyStackedTensorDict):
         return lazy_rows([rows.get(at, old) for at, old in enumerate(node.tensordicts)])

@@ -1,13 +1,12 @@
-"""Process that runs programs of users: a file of the standard library alone, for any Python.
+"""Host process for programs of users; uses only the standard library, for any Python.
 
-It reads jobs from its standard input, a line of JSON each, and writes what came of them to its
-standard output: ``{"ready"}`` once (whether a program that does not end stops the others), then for
-each job ``{"group"}`` (the process group of a
-command) and ``{"value"}`` or ``{"error"}``. ``{"id", "row", "base_url", "api_key"}`` runs the
-program, ``{"stop": id}`` ends one. Where the input ends, which it does with the process at its
-other end, everything ends.
+It reads jobs from standard input, one line of JSON each, and writes results to standard output:
+``{"ready"}`` once (its value: whether a program that does not end blocks the others), then for each
+job ``{"group"}`` (the process group of a command) and ``{"value"}`` or ``{"error"}``. ``{"id",
+"row", "base_url", "api_key"}`` starts a job, ``{"stop": id}`` ends one. When the input ends,
+because the parent process has ended, all jobs end.
 
-Next: :mod:`torchrl_llm.gateway.program_runner` is that other end.
+Next: :mod:`torchrl_llm.gateway.program_runner` is the parent.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _FUTURES = concurrent.futures._base.__file__
 
 
 class Stopped(BaseException):
-    """Raised inside a program that took too long."""
+    """Raised inside a program that exceeded its time limit."""
 
 
 def tell(out, lock, **message):
-    """Write what came of a job."""
+    """Write the result of a job."""
     line = json.dumps(message) + "\n"
     with lock:
         out.write(line.encode())
@@ -48,7 +47,7 @@ def tell(out, lock, **message):
 
 
 def checked(value):
-    """What a program may return: a number, named numbers, or nothing."""
+    """Check a program's return value: a number, named numbers, or nothing."""
     if value is None:
         return None
     items = value.items() if isinstance(value, dict) and value else [("reward", value)]
@@ -67,12 +66,12 @@ def checked(value):
 
 
 class Functions:
-    """Runs a function of a file, once for each job: in a thread, or a coroutine in one loop."""
+    """Runs a function of a file for each job: in a thread, or as a coroutine in one loop."""
 
     def __init__(self, target, done):
         file, _, name = target.rpartition(":")
         path = Path(file).resolve()
-        # The user's folder in the place of ours, whose files have names that packages have, too.
+        # The user's folder instead of this one, whose file names clash with packages.
         sys.path[0] = str(path.parent)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -110,7 +109,7 @@ class Functions:
         return await self.call(job)
 
     def client(self, base_url, api_key):
-        """A client of the session, which shares its connections with those of others."""
+        """A client for the session; all clients share connections."""
         if self.shared is None:
             import openai
 
@@ -119,29 +118,29 @@ class Functions:
         return self.shared.with_options(base_url=base_url, api_key=api_key)
 
     def end(self, number, result):
-        """Tell what came of a job."""
+        """Report the result of a job."""
         try:
             told = {"value": checked(result())}
-        except BaseException as error:  # a program may raise anything, SystemExit too
+        except BaseException as error:  # a program may raise anything, even SystemExit
             told = {"error": failure(error)}
         self.running.pop(number, None)
         self.done(id=number, **told)
 
     def stop(self, number):
-        """Interrupt a job, once it runs Python or waits in its loop again."""
+        """Interrupt a job when it next runs Python or waits in its loop."""
         run = self.running.get(number)
         if isinstance(run, threading.Thread):
             raised = ctypes.py_object(Stopped)
             ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(run.ident), raised)
-        elif run is not None:  # by its loop, so that one that is blocked tells of no end
+        elif run is not None:  # from its loop, so that a blocked job reports no end
             self.loop.call_soon_threadsafe(run.cancel)
 
     def close(self):
-        """Nothing to end: threads go with the process."""
+        """Do nothing: threads end with the process."""
 
 
 class Commands:
-    """Runs a command, once for each job, in a process group of its own."""
+    """Runs a command for each job, in its own process group."""
 
     is_async = False
 
@@ -175,7 +174,7 @@ class Commands:
     def wait(self, number, process, folder, result, log):
         """Tell what came of a job."""
         status = process.wait()
-        kill(process)  # what it has left behind
+        kill(process)  # its remaining processes
         self.running.pop(number, None)
         try:
             if status:
@@ -203,7 +202,7 @@ class Commands:
 
 
 def variables(job, result):
-    """What a command finds in its environment; it may write what it returns to a file."""
+    """Environment of a command; it may write its return value to a file."""
     url, key = job["base_url"], job["api_key"]
     return {
         "OPENAI_BASE_URL": url,
@@ -238,10 +237,10 @@ def failure(error):
 def main(runs):
     """Answer jobs until the input ends.
 
-    Its argument is a class that runs jobs. Those of the process are what it runs, and a folder that
-    goes with it.
+    The first argument is the class that runs jobs. The arguments of the process are the target and
+    a temporary folder.
     """
-    # What programs print goes to the log of the run, not among the answers; they read no jobs.
+    # Output of programs goes to the log of the run, not to the results; programs cannot read jobs.
     jobs, out = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
@@ -249,7 +248,7 @@ def main(runs):
     target, tempfile.tempdir = sys.argv[1:]
     try:
         runner = runs(target, lambda **message: tell(out, lock, **message))
-    except BaseException as error:  # the file of the user may raise anything
+    except BaseException as error:  # the user's file may raise anything
         tell(out, lock, error=failure(error))
         return
     tell(out, lock, ready=True, shares_loop=runner.is_async)
@@ -261,7 +260,7 @@ def main(runs):
             runner.start(job)
     runner.close()
     shutil.rmtree(tempfile.tempdir, ignore_errors=True)
-    if os.getpgrp() == os.getpid():  # what functions have left behind goes too
+    if os.getpgrp() == os.getpid():  # also end processes that functions left behind
         os.killpg(0, signal.SIGKILL)
     os._exit(0)
 

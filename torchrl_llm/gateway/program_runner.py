@@ -1,9 +1,9 @@
-"""Runs programs that own their loop, many at once, in processes that can be killed.
+"""Runs many programs with their own loop in parallel, in processes that can be killed.
 
 A program is a function of a file or a command. :class:`ProgramRunner` keeps a few host processes
-(:mod:`torchrl_llm.gateway.program_host`), under this Python or another one, and gives each job to
-the host with the fewest. What a program returns, raises, or leaves behind when it dies comes back
-as a :class:`Ended`.
+(:mod:`torchrl_llm.gateway.program_host`), under this or a different Python, and sends each job to
+the host with the fewest jobs. A return value, an exception or a crash is reported as
+:class:`Ended`.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ sys.path[0] = sys.argv.pop(1)
 from torchrl_llm.gateway import program_host, sandboxed_commands
 program_host.main(sandboxed_commands.SandboxedCommands)
 """
-# A thread that does not end stays in its host; a host with so many takes no more jobs. A coroutine
-# that does not end stops the others of its host.
+# A thread that does not end stays in its host; a host with this many takes no more jobs. A
+# coroutine that does not end blocks the others of its host.
 _MOST_STUCK_THREADS = 8
 ADAPTERS = {"verifiers": VerifiersEnv.PROGRAM}
-"""Programs that ship with the package, by the name that ``program`` can be."""
+"""Programs of this package, by their names for ``program``."""
 
 
 class Ended(NamedTuple):
     """How a program ended.
 
     Attributes:
-        value: what it returned: a number, numbers by name, or ``None``.
-        failure: why it did not end well.
+        value: return value: a number, numbers by name, or ``None``.
+        failure: the failure, if any.
     """
 
     value: float | Mapping[str, float] | None = None
@@ -53,7 +53,7 @@ class Ended(NamedTuple):
 
 
 class _Host:
-    """One host process, and the jobs in it."""
+    """One host process and its jobs."""
 
     def __init__(self, words: list[str], on_end: Callable[[int, Ended], None]) -> None:
         self._folder = tempfile.mkdtemp(prefix="programs-")
@@ -77,14 +77,14 @@ class _Host:
         return self.process.poll() is None and len(self.stopped) < self._most_stuck
 
     def add(self, number: int) -> bool:
-        """Whether it takes a job, of which it then tells how it ended."""
+        """Try to add a job; returns whether the host accepts it and will report its end."""
         with self._lock:
             if not self._is_over:
                 self.jobs.add(number)
             return not self._is_over
 
     def send(self, **message: Any) -> None:
-        # A host that has died is told of by the thread that reads from it.
+        # The reader thread reports a dead host.
         with contextlib.suppress(BrokenPipeError, ValueError), self._lock:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
@@ -126,7 +126,7 @@ class _Host:
     def kill(self) -> None:
         self.jobs.clear()
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()  # it ends what it runs, and itself
+            self.process.stdin.close()  # it ends its jobs and itself
         try:
             self.process.wait(5)
         except subprocess.TimeoutExpired:
@@ -143,17 +143,17 @@ class ProgramRunner:
     """Runs one program for many rows.
 
     Args:
-        on_end: called with the number of a job and how it ended, from a thread of its host.
+        on_end: called with the number of a job and its outcome, from the host's thread.
         program: ``FILE.py:FUNCTION``; sync, or a coroutine function; or a name of
             :data:`ADAPTERS`.
-        command: words of a shell, instead of ``program``; no shell reads them.
-        python: the Python that runs ``program``; this one if not given.
-        num_hosts: processes that run functions; commands are processes of their own.
-        box: the sandbox of ``command``; none if not given.
+        command: a command line instead of ``program``; it runs without a shell.
+        python: the Python for ``program``; by default this one.
+        num_hosts: number of processes for functions; each command is its own process.
+        box: the sandbox of ``command``; none by default.
 
     Raises:
-        ConfigError: neither or both are given, or there is no such file, function or Python.
-        ResourceError: this machine does not have the sandbox.
+        ConfigError: neither or both are given, or the file, function or Python does not exist.
+        ResourceError: this machine does not support the sandbox.
     """
 
     def __init__(
@@ -183,10 +183,10 @@ class ProgramRunner:
             number: of the job.
             row: of the dataset; JSON.
             base_url: of the gateway, ending in ``/v1``.
-            api_key: of its session.
+            api_key: key of its session.
         """
         while not (host := self._host()).add(number):
-            pass  # it has died meanwhile
+            pass  # it died meanwhile
         host.send(id=number, row=row, base_url=base_url, api_key=api_key)
 
     def _host(self) -> _Host:
@@ -201,7 +201,7 @@ class ProgramRunner:
         return min(usable, key=lambda host: len(host.jobs))
 
     def stop(self, number: int) -> None:
-        """End a job; nobody is told.
+        """End a job without a report.
 
         Args:
             number: of the job.
@@ -222,7 +222,7 @@ class ProgramRunner:
 def check_program(
     program: str | None, command: str | None, python: str | None, box: Box | None = None
 ) -> None:
-    """Refuse what cannot be run.
+    """Check that a program or command can be run.
 
     Args:
         program: ``FILE.py:FUNCTION``.
@@ -231,7 +231,7 @@ def check_program(
         box: the sandbox of a command.
 
     Raises:
-        ConfigError: neither or both of the first are given, or something is not there.
+        ConfigError: neither or both of the first two are given, or something does not exist.
         ResourceError: this machine does not have the sandbox.
     """
     if (program is None) == (command is None):
@@ -239,7 +239,7 @@ def check_program(
             "agent=program needs agent.program=FILE.py:FUNCTION or agent.command='...', one of both"
         )
     if program is None:
-        inside = box is not None and box.kind == "container"  # where an image has its own
+        inside = box is not None and box.kind == "container"  # because an image has its own
         if not command.split() or not (inside or shutil.which(command.split()[0])):
             raise ConfigError(f"agent.command={command!r}: there is no such command")
         if python is not None:

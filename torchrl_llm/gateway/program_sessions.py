@@ -1,8 +1,8 @@
-"""Rollouts of programs: one session a row of an environment, and what is known of it.
+"""Rollouts of programs: one session per row of an environment.
 
-A :class:`ProgramSessions` is the engine of these sessions: the calls of a program wait here until
-the environment (:mod:`torchrl_llm.gateway.program_env`) asks the policy for all that wait. It also
-owns the server that programs call, and the processes that run them.
+A :class:`ProgramSessions` is the engine of these sessions: calls wait here until the environment
+(:mod:`torchrl_llm.gateway.program_env`) sends all waiting calls to the policy. It also owns the
+server and the host processes.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torchrl_llm.gateway.program_runner import Ended, ProgramRunner
 from torchrl_llm.gateway.session import Engine, EngineLimits, Formatters, GatewaySession, Pending
 
 _POLL_S = 0.25
-# A step with few calls costs as much as one with many.
+# A step with few calls costs as much as a step with many.
 _SHARE = 0.2
 _GONE = "this session has ended"
 
 
 @dataclass(eq=False)
 class Rollout:
-    """One program that runs for a row.
+    """A program that runs for a row.
 
     Args:
         number: of its job.
@@ -38,13 +38,13 @@ class Rollout:
         session: its calls.
 
     Attributes:
-        waiting: calls that nobody has been asked yet, oldest first.
-        asked: the call that the policy answers next.
-        held: the row of the last answer, until what comes of it is known.
-        num_answers: answers that it was given.
+        waiting: calls not yet sent to the policy, oldest first.
+        asked: the call that the policy is answering.
+        held: the row of the last answer, until its outcome is known.
+        num_answers: number of answers so far.
         ended: how the program ended.
-        own_s: seconds that it has run without waiting for an answer.
-        since: when it was last left to itself; ``None`` while it waits for an answer.
+        own_s: seconds it has run without waiting for an answer.
+        since: start of its current own work; ``None`` while it waits for an answer.
     """
 
     number: int
@@ -60,20 +60,20 @@ class Rollout:
 
     @property
     def is_silent(self) -> bool:
-        """Whether the program runs, and neither waits nor has ended."""
+        """Whether the program is running: it neither waits nor has ended."""
         return self.ended is None and not self.waiting and self.asked is None
 
     @property
     def is_known(self) -> bool:
-        """Whether what comes of the last answer is known: another call, or the end."""
+        """Whether the outcome of the last answer is known: the next call, or the end."""
         return bool(self.waiting) or self.ended is not None
 
     def used_s(self, now: float) -> float:
-        """Seconds that the program has taken by itself."""
+        """Seconds of the program's own work."""
         return self.own_s + (0.0 if self.since is None else now - self.since)
 
     def pause(self, now: float) -> None:
-        """The program waits for an answer."""
+        """Stop the clock: the program waits for an answer."""
         self.own_s, self.since = self.used_s(now), None
 
 
@@ -81,15 +81,15 @@ class ProgramSessions(Engine):
     """Runs a program for each row of an environment, and collects its calls.
 
     Args:
-        limits: what calls may ask for.
+        limits: limits of calls.
         formatters: encode conversations.
         size: ``B``, rows.
         program: arguments of :class:`~torchrl_llm.gateway.program_runner.ProgramRunner`.
-        timeout_s: seconds that a program may take without waiting for an answer.
-        max_calls: calls of a session.
-        patience_s: once a call waits, others are waited for as long as each comes within so many
-            seconds of the one before; or within a fifth of what the policy and a step take, where
-            that is longer.
+        timeout_s: time limit in seconds for a program's own work, without waiting for answers.
+        max_calls: most calls of a session.
+        patience_s: once a call waits, further calls are waited for as long as each arrives within
+            this many seconds of the previous one, or within a fifth of the time of policy and step,
+            if that is longer.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class ProgramSessions(Engine):
             self._happened()
 
     def withdraw(self, pending: Pending) -> None:
-        """See :meth:`Engine.withdraw`; a call that the policy has been asked stays a turn."""
+        """See :meth:`Engine.withdraw`; a call that was sent to the policy stays a turn."""
         with self._changed:
             rollout = self._by_session.get(pending.session)
             if rollout is not None and pending in rollout.waiting:
@@ -157,11 +157,11 @@ class ProgramSessions(Engine):
     # -- rollouts, from the thread that collects --------------------------------------------------
 
     def begin(self, place: int, row: Mapping[str, Any]) -> None:
-        """Run the program for a row, in place of what ran there.
+        """Start the program for a row; replaces the previous one.
 
         Args:
-            place: of the row in the environment.
-            row: what the program is given.
+            place: index of the row in the environment.
+            row: input of the program.
         """
         self._open()
         self.forget(place)
@@ -175,10 +175,10 @@ class ProgramSessions(Engine):
         self._runner.start(rollout.number, row, f"{self._server.url}/v1", rollout.key)
 
     def forget(self, place: int) -> None:
-        """End what runs for a row, and drop its calls.
+        """End the program of a row, and drop its calls.
 
         Args:
-            place: of the row.
+            place: index of the row.
         """
         rollout, self.rollouts[place] = self.rollouts[place], None
         if rollout is None:
@@ -195,7 +195,7 @@ class ProgramSessions(Engine):
             self._runner.stop(rollout.number)
 
     def wait(self) -> None:
-        """Wait until a program has called or ended, and while others keep doing so."""
+        """Wait until a program has made a call or ended, and as long as more do so."""
         self._wait(max(self._patience_s, self._cycle_s * _SHARE))
         self._waited_at = time.monotonic()
 
@@ -225,28 +225,28 @@ class ProgramSessions(Engine):
         self._runner.stop(rollout.number)
 
     def take(self, rollout: Rollout) -> None:
-        """Ask the oldest call that waits, if there is one and none is asked.
+        """Take the oldest waiting call, if no other call is being answered.
 
         Args:
-            rollout: whose call.
+            rollout: rollout of the call.
         """
         with self._changed:
             while rollout.asked is None and rollout.waiting:
                 pending = rollout.waiting.popleft()
                 rollout.asked = None if pending.is_given_up else pending
             if rollout.asked is None and rollout.since is None and rollout.ended is None:
-                rollout.since = time.monotonic()  # all were given up
+                rollout.since = time.monotonic()  # all were withdrawn
 
     def answered(self) -> None:
-        """The policy has answered what was asked since the last wait."""
+        """Record that the policy has answered."""
         self._cycle_s = time.monotonic() - self._waited_at
 
     def answer(self, rollout: Rollout, row: TensorDict) -> None:
-        """Give an answer to the program.
+        """Send an answer to the program.
 
         Args:
-            rollout: whose call was asked.
-            row: as the policy left it.
+            rollout: rollout of the call.
+            row: row after the policy.
         """
         with self._changed:
             pending, rollout.asked, rollout.held = rollout.asked, None, row

@@ -1,7 +1,7 @@
-"""Commands of programs, each in a sandbox of its own.
+"""Runs each command of a program in its own sandbox.
 
-A command sees its working directory, read-only, and may write in a folder in memory, which goes
-with it. It shares the network of the machine, where the gateway listens.
+A command sees its working directory, read-only, and may write into a folder in memory, which is
+removed at its end. It shares the network of the machine, where the gateway listens.
 
 Next: :mod:`torchrl_llm.sandbox` has the sandboxes.
 """
@@ -26,12 +26,12 @@ from torchrl_llm.sandbox.contained_process import Program
 from torchrl_llm.sandbox.local_process import ProcessSandbox
 
 _KINDS = ("bubblewrap", "container")
-# The session of a command ends it long before.
+# The session of a command ends it much earlier.
 _LONGEST_S = 7 * 86400.0
 _LONGEST_TEXT = 4000
 _CLOSE_S = 4.0
 _RESULT = "/sandbox/reward.json"
-# What the command prints goes one way, and what it returns the other.
+# Separate pipes for the command's output and its return value.
 _SCRIPT = f'"$@" >&2; status=$?; cat {_RESULT} 2> /dev/null; exit $status'
 
 
@@ -40,9 +40,9 @@ class Box(NamedTuple):
 
     Attributes:
         kind: ``"bubblewrap"`` or ``"container"``.
-        memory_bytes: that each process may use, and a container as a whole.
-        image: of the container; that of :class:`~torchrl_llm.sandbox.ContainerSandbox` if not
-            given.
+        memory_bytes: limit per process, and for a container as a whole.
+        image: image of the container; by default that of
+            :class:`~torchrl_llm.sandbox.ContainerSandbox`.
     """
 
     kind: str
@@ -50,15 +50,15 @@ class Box(NamedTuple):
     image: str | None = None
 
     def open(self, command: str) -> ProcessSandbox:
-        """The sandbox, which has been tried.
+        """Make the sandbox and test it.
 
         Args:
-            command: words; their Python is shown inside.
+            command: arguments; their Python is visible inside.
 
         Raises:
-            ConfigError: no such kind, an image without a container, or a working directory that
-                would hide what a sandbox has there.
-            ResourceError: this machine does not have it.
+            ConfigError: unknown kind, an image without a container, or a working directory that
+                would hide a folder of the sandbox.
+            ResourceError: this machine does not support it.
         """
         if self.kind not in _KINDS:
             raise ConfigError(f"agent.sandbox is one of {_KINDS}, got {self.kind!r}")
@@ -88,11 +88,11 @@ class Box(NamedTuple):
 
 
 class SandboxedCommands:
-    """Runs a command, once for each job, as :mod:`~torchrl_llm.gateway.program_host` asks.
+    """Runs a command for each job, with the interface of :mod:`~torchrl_llm.gateway.program_host`.
 
     Args:
         target: the command and the values of its :class:`Box`; JSON.
-        done: tells what came of a job.
+        done: reports the result of a job.
     """
 
     is_async = False
@@ -121,7 +121,7 @@ class SandboxedCommands:
         self._done(id=number, **told)
 
     def _told(self, job: Mapping[str, Any]) -> dict[str, Any]:
-        """What came of a job."""
+        """The result of a job."""
         program = Program(
             argv=["/bin/sh", "-c", _SCRIPT, "sh", *self._words],
             limits=self._sandbox.limits,

@@ -1,4 +1,4 @@
-"""HTTP server of the gateway: runs its application in a thread of this process.
+"""HTTP server that runs the gateway's application in a thread of this process.
 
 Next: :mod:`torchrl_llm.gateway.app` is the application.
 """
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp
 
 _BACKLOG = 2048
-# Longer than clients keep a connection (5 s), which would otherwise be closed as they use it.
+# Longer than clients keep a connection (5 s), so that the server does not close it first.
 _KEEP_ALIVE_S = 60
 _CLOSE_S = 10.0
 
 
 class GatewayServer:
-    """Serves an application over HTTP, from a thread with an event loop of its own.
+    """Serves an application over HTTP, from a thread with its own event loop.
 
     Args:
         app: the application, see :func:`~torchrl_llm.gateway.app.make_app`.
-        host: the address to listen on; only this machine reaches the default.
+        host: the address to listen on; the default is reachable only from this machine.
         port: the port to listen on; 0 takes a free one.
-        max_connections: a request on a further connection is refused (503).
+        max_connections: requests on further connections are rejected (503).
 
     Raises:
         MissingExtraError: the extra ``gateway`` is not installed.
@@ -58,7 +58,7 @@ class GatewayServer:
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="critical",  # its warnings are of broken requests and of calls cut at the end
+            log_level="critical",  # it warns of broken requests and calls cancelled at the end
             access_log=False,
             server_header=False,
             proxy_headers=False,
@@ -73,18 +73,18 @@ class GatewayServer:
 
     @property
     def url(self) -> str:
-        """Where clients find it, without ``/v1``."""
+        """URL for clients, without ``/v1``."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}"
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop that ports run on, for ``call_soon_threadsafe`` of other threads."""
+        """The event loop of the ports, for ``call_soon_threadsafe`` from other threads."""
         assert self._loop is not None, "start() comes first"
         return self._loop
 
     def start(self) -> None:
-        """Begin to answer; when it returns, clients can connect.
+        """Start the server; when it returns, clients can connect.
 
         Raises:
             ConfigError: it cannot listen on this host and port.
@@ -101,7 +101,7 @@ class GatewayServer:
         ready.wait()
 
     def close(self) -> None:
-        """End; calls that wait for answers are cancelled after a second."""
+        """Stop the server; waiting calls are cancelled after a second."""
         if self._thread is not None:
             self._server.should_exit = True
             self._thread.join(_CLOSE_S)
@@ -119,7 +119,8 @@ class GatewayServer:
             family, kind, protocol, _, address = socket.getaddrinfo(
                 self.host, self.port, proto=socket.IPPROTO_TCP
             )[0]
-            # Only a socket that names TCP gets TCP_NODELAY; without, an answer takes 40 ms more.
+            # Only a socket created with the TCP protocol gets TCP_NODELAY; without it an answer
+            # takes 40 ms longer.
             listener = socket.socket(family, kind, protocol)
         except OSError as error:
             raise self._refused(error) from error

@@ -1,9 +1,9 @@
-"""One rollout of a program: its calls, the conversations that they make, and what becomes of them.
+"""One rollout of a program: its calls and the conversations that they form.
 
 A :class:`GatewaySession` is a :class:`~torchrl_llm.gateway.calls.Port`. It turns each call into a
-:class:`Pending` prompt, whose ids continue what the model has sampled before, and hands it to an
-:class:`Engine`. A session of training is one row of an environment
-(:mod:`torchrl_llm.gateway.program_env`), one of a server asks a policy directly
+:class:`Pending` prompt, whose ids continue the previously sampled ids, and submits it to an
+:class:`Engine`. In training, a session is one row of an environment
+(:mod:`torchrl_llm.gateway.program_env`); in a server, it calls a policy directly
 (:mod:`torchrl_llm.gateway.policy_engine`).
 """
 
@@ -32,15 +32,15 @@ from torchrl_llm.modules.policies.row_readers import TextCodec
 
 
 class EngineLimits(NamedTuple):
-    """What the calls of a gateway may ask for.
+    """Limits of the calls of a gateway.
 
     Attributes:
         longest_prompt: tokens of a prompt; ``None`` without a limit.
-        max_new_tokens: of an answer; a call that asks for more is cut there.
-        vocab_size: ids must lie below it.
-        keeps_support: whether what top-k, top-p and min-p leave is recorded, so that such answers
-            can be trained on.
-        trains: whether answers are trained on.
+        max_new_tokens: most tokens of an answer; a larger request is reduced to it.
+        vocab_size: ids must be below it.
+        keeps_support: whether the kept ids of top-k, top-p and min-p are recorded, which training
+            on such answers needs.
+        trains: whether answers are used for training.
     """
 
     longest_prompt: int | None
@@ -55,11 +55,11 @@ class Pending:
     """A prompt that waits for its answer.
 
     Args:
-        session: whose call it is.
+        session: session of the call.
         chat: the conversation, with the record of the prompt.
-        sampling: the sampling fields that the call sets.
-        loop: where the answer is waited for.
-        is_text: the program has written the prompt itself, and not messages.
+        sampling: sampling fields of the call.
+        loop: event loop that waits for the answer.
+        is_text: whether the program sent a plain prompt instead of messages.
 
     Attributes:
         answered: the record of prompt and answer.
@@ -77,14 +77,14 @@ class Pending:
 
     @property
     def is_given_up(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether the caller no longer waits for it."""
         return self.answered.cancelled()
 
     def resolve(self, outcome: TokenRecord | Exception) -> None:
-        """Give the answer to who waits; called from any thread.
+        """Deliver the answer to the caller; thread-safe.
 
         Args:
-            outcome: the record of prompt and answer, or why there is none.
+            outcome: the record of prompt and answer, or the error.
         """
         if not self.is_given_up:  # its loop may be closed by now
             self.loop.call_soon_threadsafe(self._resolve, outcome)
@@ -102,36 +102,36 @@ class Engine(ABC):
     """Answers prompts of many sessions.
 
     Attributes:
-        limits: what calls may ask for.
+        limits: limits of calls.
     """
 
     limits: EngineLimits
 
     @abstractmethod
     def submit(self, pending: Pending) -> None:
-        """Take a prompt, to be resolved later.
+        """Accept a prompt, which is resolved later.
 
         Raises:
-            RefusedCallError: it takes no more.
+            RefusedCallError: the engine accepts no more prompts.
         """
 
     def withdraw(self, pending: Pending) -> None:
-        """Forget a prompt whose client has gone away; nothing by default."""
+        """Drop a prompt whose client disconnected; does nothing by default."""
 
 
 class Formatters:
-    """The formatter of a policy, one for each set of tools that calls bring.
+    """The formatters of a policy, one per set of tools in calls.
 
     Args:
         tokenizer: of the policy.
-        show_tools: whether prompts describe the tools of calls. Without, a model has to know them;
-            its calls are read all the same.
-        kept: how many sets of tools are remembered.
+        show_tools: whether prompts describe the tools of calls. If not, the model must already know
+            them; its calls are parsed in both cases.
+        kept: number of cached sets of tools.
         **template: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
 
     Attributes:
         tokenizer: as given.
-        codec: of texts that are no conversations.
+        codec: codec of plain texts.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Formatters:
         self._made: dict[str, ChatFormatter] = {}
 
     def shown(self, tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-        """Those of the tools that prompts describe: all or none.
+        """The tools that prompts describe: all or none.
 
         Args:
             tools: of a call.
@@ -154,7 +154,7 @@ class Formatters:
         """The formatter for some tools.
 
         Args:
-            tools: that prompts describe.
+            tools: tools in the prompt.
 
         Raises:
             TemplateError: the chat template cannot express them.
@@ -175,11 +175,11 @@ class GatewaySession(Port):
     Args:
         engine: answers prompts.
         formatters: encode conversations.
-        max_answers: answers that are remembered, to be continued; ``None`` for all.
-        max_calls: calls that are answered; ``None`` for any number.
+        max_answers: number of stored answers that can be continued; ``None`` for all.
+        max_calls: most answered calls; ``None`` for no limit.
 
     Attributes:
-        num_calls: answers that were asked for so far.
+        num_calls: number of answers requested so far.
     """
 
     def __init__(
@@ -198,10 +198,10 @@ class GatewaySession(Port):
         self._closed = ""
 
     def close(self, why: str) -> None:
-        """Answer no more calls.
+        """Reject further calls.
 
         Args:
-            why: what later calls are told.
+            why: message for later calls.
         """
         self._closed = why
 
@@ -220,7 +220,7 @@ class GatewaySession(Port):
         try:
             return list(await asyncio.gather(*jobs))
         finally:
-            for job in jobs:  # where one is refused, nobody waits for the others
+            for job in jobs:  # if one is rejected, the others are not awaited
                 job.cancel()
 
     def count_tokens(self, call: Call) -> int:
@@ -294,7 +294,7 @@ class GatewaySession(Port):
     # -- prompts ----------------------------------------------------------------------------------
 
     def _prompt(self, call: Call, formatter: ChatFormatter) -> tuple[Place | None, Chat]:
-        """Where a call stands, and its conversation with the record of its prompt."""
+        """The position of a call, and its conversation with the record of its prompt."""
         if call.prompt is not None:
             return None, self._raw_prompt(call.prompt)
         if not call.messages:
@@ -309,7 +309,7 @@ class GatewaySession(Port):
             record = formatter.continue_record(record, chat[:-1] if begun else chat)
             record = replace(record, fork_cause=record.fork_cause or place.cause)
             if not bool((record.source == Source.SAMPLED).any()):
-                # The template has rewritten all; what the client has left out stays out.
+                # The template has rewritten everything; parts that the client omitted stay omitted.
                 chat, forked = Chat(call.messages), record
                 record = formatter.encode(chat).prompt_record(
                     chat, fork_cause=forked.fork_cause, earlier_turns=forked.earlier_turns
@@ -319,7 +319,7 @@ class GatewaySession(Port):
         return place, chat.with_record(record)
 
     def _raw_prompt(self, prompt: str | tuple[int, ...]) -> Chat:
-        """A prompt that is no conversation, as one message with the ids of the prompt."""
+        """A plain prompt as one message with the ids of the prompt."""
         codec = self._formatters.codec
         if isinstance(prompt, str):
             text, ids = prompt, None
@@ -357,7 +357,7 @@ class GatewaySession(Port):
         record: TokenRecord,
         formatter: ChatFormatter,
     ) -> Answer:
-        """What the client gets; the conversation is remembered."""
+        """The answer for the client; the conversation is stored."""
         ids, reason, start = record.token_ids, record.finish_reason, len(prompt.record.token_ids)
         begin = record.response_start
         message = formatter.parse_response(ids[:begin], ids[begin:], reason)
@@ -366,7 +366,7 @@ class GatewaySession(Port):
             message["content"] = message["raw"]
         if begin == start:
             content = message["content"] if place is not None else message["raw"]
-        else:  # the prompt ended with a message that this answer goes on with
+        else:  # this answer continues the last message of the prompt
             content = formatter.parse_response(ids[:start], ids[start:], reason)["raw"]
         shown = _before_stop(content, call.sampling.get("stop", ()))
         sent = {name: message[name] for name in _SHOWN if name in message} | {"content": shown}
@@ -384,9 +384,9 @@ class GatewaySession(Port):
 
 
 def _with_begun(record: TokenRecord, chat: Chat, formatter: ChatFormatter) -> TokenRecord:
-    """The record of a prompt with the answer that its client has begun."""
+    """The record of a prompt with the partial answer of its client."""
     before, whole = (formatter.encode(each) for each in (chat[:-1], chat))
-    if not _begins(whole.token_ids, before.token_ids):  # it is no text behind the same header
+    if not _begins(whole.token_ids, before.token_ids):  # it is not a text after the same header
         turns = record.num_turns
         return whole.prompt_record(chat, fork_cause="prompt_changed", earlier_turns=turns)
     more = slice(len(before.token_ids), None)
@@ -403,14 +403,14 @@ def _begins(ids: Tensor, known: Tensor) -> bool:
 
 
 def _before_stop(text: str, stop: Sequence[str]) -> str:
-    """The text without the string that ended it."""
+    """The text without its stop string."""
     places = [place for each in stop if (place := text.find(each)) >= 0]
     return text[: min(places)] if places else text
 
 
 @contextmanager
 def _as_refusal(field: str = "messages") -> Iterator[None]:
-    """What is wrong with the conversation of a call is told to its client."""
+    """Errors in the conversation of a call are reported to its client."""
     try:
         yield
     except (DataError, TemplateError, TokenizerError, UnicodeEncodeError) as error:

@@ -1,7 +1,7 @@
 """Losses over rows of tokens, and the advantage estimators that go with them.
 
-A loss reads rows and asks a :class:`~torchrl_llm.data.scoring.TokenScorer` for log-probs; it never
-names a model class. Its mathematics lives in :mod:`torchrl_llm.functional`.
+A loss reads rows and asks a :class:`~torchrl_llm.data.scoring.TokenScorer` for log-probs; it does
+not depend on a model class. Its mathematics is in :mod:`torchrl_llm.functional`.
 """
 
 from torchrl_llm._imports import lazy

@@ -1,8 +1,8 @@
-"""Base of the losses that compare whole answers, and of those among them that compare pairs.
+"""Base of the losses that compare whole answers, and of those that compare pairs of answers.
 
 A row is a conversation with one answer; the tokens of its assistant mask are the answer. The two
-rows of a pair have one ``"pair_id"``, and ``"is_chosen"`` says which is which. Reference log-probs
-are a number a row, so that they are computed once for all epochs.
+rows of a pair share a ``"pair_id"``, and ``"is_chosen"`` marks the chosen one. Reference log-probs
+are one number per row, so they are computed once for all epochs.
 
 Shape legend: ``B`` rows, ``P`` pairs, ``N`` tokens of answers.
 """
@@ -33,7 +33,7 @@ SFTTokens = Literal["answer", "conversation"]
 
 
 class Answers(NamedTuple):
-    """What is known of each row.
+    """The log-probs and lengths of the answers.
 
     Attributes:
         log_prob: ``[B]``, of the whole answer under the current policy, nats, with gradients.
@@ -85,19 +85,20 @@ class AnswerLoss(TokenLoss):
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        device: where the loss is computed from the log-probs; theirs by default.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Attributes:
         needs_reference: whether rows need the log-prob of the reference.
-        row_keys: names of the columns that rows need besides.
-        output_type: what it returns.
+        row_keys: names of the other columns that rows need.
+        output_type: class of the result.
     """
 
     @dataclass
     class _AcceptedKeys(RowKeys):
         """Keys that ``set_keys`` takes, with their defaults."""
 
-        # The assistant mask alone says what an answer is: it was not sampled.
+        # Only the assistant mask defines the answer, because the answer was not sampled.
         trace: NestedKey | None = None
         pair_id: NestedKey = "pair_id"
         is_chosen: NestedKey = "is_chosen"
@@ -127,18 +128,18 @@ class AnswerLoss(TokenLoss):
             self._reference(tensordict, rows)
 
     def numbers(self, tensordict: Any, key: NestedKey, advice: str) -> Tensor:
-        """A column with one finite number a row.
+        """A column with one finite number per row.
 
         Args:
             tensordict: the rows.
             key: of the column.
-            advice: how it comes into being, for the error.
+            advice: how to produce the column, for the error message.
 
         Returns:
             ``[B]`` as stored.
 
         Raises:
-            DataError: it is missing, has other shapes, or is not finite.
+            DataError: it is missing, has a wrong shape, or is not finite.
         """
         values = read_column(tensordict, key, advice)
         if any(value.numel() != 1 for value in values):
@@ -149,7 +150,7 @@ class AnswerLoss(TokenLoss):
         return numbers
 
     def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
-        """The rows of the chosen and of the rejected answers, int64 ``[P]`` each, pair by pair.
+        """Row indices of the chosen and of the rejected answers, int64 ``[P]`` each, in pair order.
 
         Args:
             tensordict: the rows.
@@ -181,7 +182,7 @@ class AnswerLoss(TokenLoss):
         return self.numbers(tensordict, self.tensor_keys.ref_log_prob, advice)
 
     def answers(self, tensordict: Any, rows: TokenRows, log_probs_N: Tensor) -> Answers:
-        """What is known of each row.
+        """The log-probs and lengths of the answers.
 
         Args:
             tensordict: the rows.
@@ -197,7 +198,7 @@ class AnswerLoss(TokenLoss):
         return Answers(sums, lengths, reference)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
-        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        """Called by ``set_keys`` to update ``in_keys``; there is no value estimator."""
         keys, names = self.tensor_keys, ["action", "assistant_mask", *self.row_keys]
         names += ["ref_log_prob"] * self.needs_reference
         self.in_keys = [getattr(keys, name) for name in names]
@@ -208,12 +209,12 @@ class PairLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of a loss of pairs; float32 scalars, each a mean over pairs.
 
     Attributes:
-        loss_preference: how badly the two answers are told apart.
-        loss_sft: weighted cross-entropy of the chosen answers, where asked for.
+        loss_preference: the preference loss.
+        loss_sft: weighted cross-entropy of the chosen answers; ``None`` without ``sft_coeff``.
         accuracy: share of the pairs whose chosen answer has the larger implicit reward.
-        margin: by how much it is larger.
-        reward_chosen: implicit reward of the chosen answers, ``beta`` times what is compared.
-        reward_rejected: that of the rejected ones.
+        margin: mean difference of the implicit rewards, chosen minus rejected.
+        reward_chosen: implicit reward of the chosen answers, ``beta`` times the compared number.
+        reward_rejected: implicit reward of the rejected answers.
     """
 
     loss_preference: Tensor
@@ -227,23 +228,23 @@ class PairLossOutput(LLMLossOutput, TensorClass["nocast"]):
 class PairLoss(AnswerLoss):
     r"""Base of the losses of pairs of a chosen and a rejected answer.
 
-    A subclass says what is compared of each answer (:meth:`compared`). The loss is
-    :func:`~torchrl_llm.functional.pair_loss` of the difference, a mean over pairs. Where asked for,
-    the cross-entropy of the chosen answers is added, a mean over their tokens.
+    A subclass defines the number that is compared per answer (:meth:`compared`). The loss is
+    :func:`~torchrl_llm.functional.pair_loss` of the difference, averaged over pairs. With
+    ``sft_coeff`` the cross-entropy of the chosen answers is added, averaged over their tokens.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        beta: slope; larger holds the policy closer.
+        beta: slope; larger values keep the policy closer to the reference.
         form: of :func:`~torchrl_llm.functional.pair_loss`.
-        label_smoothing: share of pairs whose answers are in the wrong order; for ``"sigmoid"`` and
-            ``"robust"``.
-        target_margin: what the implicit rewards of a pair should differ by.
+        label_smoothing: share of pairs with swapped answers; for ``"sigmoid"`` and ``"robust"``.
+        target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
-        sft_tokens: which tokens that is of: the ``"answer"``, or the whole ``"conversation"``.
-        device: where the loss is computed from the log-probs; theirs by default.
+        sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
     """
 
     output_type = PairLossOutput
@@ -276,14 +277,14 @@ class PairLoss(AnswerLoss):
 
     @abstractmethod
     def compared(self, answers: Answers) -> Tensor:
-        """What is compared of each answer, nats ``[B]``; the implicit reward is ``beta`` of it.
+        """The compared number per answer, nats ``[B]``; the implicit reward is ``beta`` times it.
 
         Args:
             answers: what is known of each row.
         """
 
     def select(self, tensordict: Any) -> TokenRows:
-        """See :meth:`AnswerLoss.select`; with ``sft_tokens="conversation"`` prompts count, too."""
+        """See :meth:`AnswerLoss.select`; with ``sft_tokens="conversation"`` prompts also count."""
         rows = super().select(tensordict)
         if self.sft_tokens == "conversation":
             rows = read_token_rows(tensordict, self.tensor_keys, "generic")
@@ -295,7 +296,7 @@ class PairLoss(AnswerLoss):
         self.places(tensordict)
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
-        """The tokens of ``loss_sft``, and the pairs, as sequences.
+        """Counts of the tokens of ``loss_sft``, and of the pairs as sequences.
 
         Args:
             tensordict: the rows.

@@ -1,4 +1,4 @@
-"""CISPO: a clipped weight that is a constant, so that no token loses its gradient."""
+"""CISPO: clips a constant weight, so that no token loses its gradient."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torchrl_llm.objectives.grpo import GRPOLoss
 
 
 class CISPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`CISPOLoss`; ``clip_fraction`` is the share of weights that are cut."""
+    """Output of :class:`CISPOLoss`; ``clip_fraction`` is the share of clipped weights."""
 
 
 @register("losses", "cispo")
@@ -19,23 +19,23 @@ class CISPOLoss(base.PolicyGradientLoss):
     r"""The CISPO loss, :math:`-\mathrm{sg}[\min(r, 1 + h)] A \log \pi` per token.
 
     arXiv:2506.13585 equations 4 and 5, a mean over tokens. The weight is a constant for autograd,
-    so no token loses its gradient. The paper has no lower bound and does not say which upper one it
-    used: the default is Ludic's 0.2; ScaleRL's preset of Ludic has 0.28, TRL proposes 4.0 (as the
-    bound itself, ``epsilon_high=5.0``).
+    so no token loses its gradient. The paper has no lower bound and does not publish its upper
+    bound. The default is Ludic's 0.2; Ludic's ScaleRL preset uses 0.28, and TRL proposes 4.0
+    (written as the bound itself, ``epsilon_high=5.0``).
 
     Ludic averages over each sample's tokens first: ``aggregation="sequence_mean"``. TorchRL's
-    ``CISPOLoss`` differentiates through the clip, so that clipped tokens have no gradient at all,
-    which is what the method is there to avoid.
+    ``CISPOLoss`` differentiates through the clip, so clipped tokens have no gradient, which the
+    method was made to avoid.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, the weight is in ``[1 - low, 1 + high]``; ``low=None`` for no
-            lower bound; one number stands for both. May be assigned between steps.
+            lower bound; a single number sets both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:

@@ -1,8 +1,8 @@
 """Several losses on the same rows, with one forward of the actor for all of them.
 
-Each loss selects its own tokens; the actor scores the union once, and each loss gets the scores of
-its own. So a composite costs one forward and backward whatever the number of its terms, and its
-gradient is the weighted sum of theirs.
+Each loss selects its own tokens. The actor scores their union once, and each loss gets the scores
+of its tokens. So a composite costs one forward and backward for any number of terms, and its
+gradient is the weighted sum of the terms' gradients.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrl_llm.objectives.token_loss import LLMLossOutput, TokenLoss
 
 
 class CompositeNormalizer(NamedTuple):
-    """What each term of a composite loss is divided by.
+    """The normalizers of the terms of a composite loss.
 
     Attributes:
         terms: the normalizer of each term, by its name.
@@ -48,8 +48,8 @@ class CompositeNormalizer(NamedTuple):
 class CompositeLossOutput(LLMLossOutput):
     """Output of :class:`CompositeLoss`.
 
-    The items are ``loss_<name>``, the weighted total of a term, and everything that the term
-    itself returned as ``<name>/<field>``, without gradient and without its weight.
+    The items are ``loss_<name>``, the weighted total of a term, and ``<name>/<field>`` for each
+    field of the term's own output, without gradient and unweighted.
 
     Attributes:
         terms: the output of each loss, by its name.
@@ -60,7 +60,7 @@ class CompositeLossOutput(LLMLossOutput):
     weights: dict[str, float]
 
     def __add__(self, other: CompositeLossOutput) -> CompositeLossOutput:
-        """The output of two disjoint parts of a batch together."""
+        """The combined output of two disjoint parts of a batch."""
         return self._each(lambda name, output: output + other.terms[name])
 
     def detach(self) -> CompositeLossOutput:
@@ -84,7 +84,7 @@ class CompositeLossOutput(LLMLossOutput):
         return [value for output in self.terms.values() for value in output.leaves()]
 
     def total_loss(self) -> Tensor:
-        """The weighted sum of the terms: what to call ``backward`` on."""
+        """The weighted sum of the terms; call ``backward`` on it."""
         return torch.stack([*self._weighted().values()]).sum(0)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
@@ -109,7 +109,7 @@ class CompositeLossOutput(LLMLossOutput):
 
 
 class _SharedRows:
-    """The union of the tokens that the terms select, and where in it each term's are."""
+    """The union of the tokens that the terms select, and each term's positions in it."""
 
     def __init__(self, terms: dict[str, TokenRows]) -> None:
         self.terms = terms
@@ -124,7 +124,7 @@ class _SharedRows:
         selections = {name: torch.cat(rows.select) for name, rows in terms.items()}
         union = torch.stack([*selections.values()]).any(0)
         self.select = list(union.split([ids.shape[0] for ids in self.sequences]))
-        # Which of the union's tokens a term has; bool [N of the union].
+        # Which tokens of the union belong to a term; bool [N of the union].
         self.member = {name: selected[union] for name, selected in selections.items()}
 
     def stored_select(self) -> list[Tensor]:
@@ -138,21 +138,21 @@ class CompositeLoss(TokenLoss):
 
     The terms may be any losses over rows with one actor: a policy-gradient loss with a distillation
     term, or with a supervised one on the same rows. They may select different tokens. A term that
-    needs more of the forward (values, the support of truncated sampling, a teacher's divergence)
-    gets it from the shared one; two terms with two teachers, or two that score one token under
-    different supports, cannot share.
+    needs more from the forward (values, the support of truncated sampling, a teacher's divergence)
+    gets it from the shared forward. Two terms with different teachers, or with different supports
+    for the same token, cannot share a forward.
 
     Args:
-        terms: name to ``(weight, loss)``. Names become parts of metrics' names.
+        terms: name to ``(weight, loss)``. Names become parts of the names of metrics.
 
     Attributes:
-        weights: the weights by name, which may be changed between steps.
+        weights: the weights by name; may be changed between steps.
         losses: the losses by name.
-        modules_of_terms: what the terms have besides the actor, such as a critic.
+        modules_of_terms: modules of the terms other than the actor, such as a critic.
 
     Raises:
-        ConfigError: without terms, for an impossible name or weight, for a term that is no
-            :class:`TokenLoss`, has another actor, or is not averaged.
+        ConfigError: without terms; for an invalid name or weight; for a term that is not a
+            :class:`TokenLoss`, has a different actor, or is not averaged.
 
     Example:
         >>> from tensordict import TensorDict
@@ -187,15 +187,15 @@ class CompositeLoss(TokenLoss):
         _check_actor(losses, actor)
         super().__init__(actor)
         self.weights = {name: float(weight) for name, (weight, _) in terms.items()}
-        # A plain dictionary, and what a term has besides the actor (a critic) on its own: the actor
-        # is in the state once.
+        # A plain dictionary, with the other modules of a term (a critic) registered separately, so
+        # that the actor is in the state only once.
         self.losses = losses
         self.modules_of_terms = nn.ModuleDict(_own_modules(losses, actor))
         self.needs_entropy = any(loss.needs_entropy for loss in losses.values())
         self._forward_value_estimator_keys()
 
     def set_keys(self, **_: Any) -> None:
-        """Refused: keys belong to the terms.
+        """Not supported: set the keys of the terms instead.
 
         Raises:
             ConfigError: always.
@@ -206,7 +206,7 @@ class CompositeLoss(TokenLoss):
         """The union of the tokens that the terms select.
 
         Raises:
-            DataError: as the terms, and when their token ids differ.
+            DataError: for the reasons of the terms, and when their token ids differ.
         """
         return _SharedRows({name: loss.select(tensordict) for name, loss in self.losses.items()})
 
@@ -222,7 +222,7 @@ class CompositeLoss(TokenLoss):
         )
 
     def extras(self, tensordict: Any, rows: _SharedRows) -> ScoreExtras | None:
-        """What the terms ask for, for the union of their tokens."""
+        """The extras that the terms request, for the union of their tokens."""
         asked = {
             name: loss.extras(tensordict, rows.terms[name]) for name, loss in self.losses.items()
         }
@@ -286,7 +286,7 @@ class CompositeLoss(TokenLoss):
 
 
 def _check_term(name: str, term: Any) -> None:
-    # "loss_x/kl" would be taken for a term of the objective.
+    # "loss_x/kl" would be read as a term of the objective.
     if not isinstance(name, str) or not name.isidentifier() or name.startswith("loss"):
         raise ConfigError(
             f"the name of a term must be an identifier that does not begin with 'loss', "
@@ -318,7 +318,7 @@ def _check_actor(losses: dict[str, TokenLoss], actor: Any) -> None:
 
 
 def _own_modules(losses: dict[str, TokenLoss], actor: Any) -> dict[str, nn.Module]:
-    """The modules of the terms but for their actor, such as a critic."""
+    """The modules of the terms except their actor, such as a critic."""
     return {
         f"{name}_{child}": module
         for name, loss in losses.items()
@@ -339,14 +339,14 @@ def _part(scores: TokenScores, member: Tensor) -> TokenScores:
     if bool(member.all()):
         return scores
     index = sent(member.nonzero()[:, 0], scores.log_probs.device)
-    # Only teachers are asked for what is not a tensor.
+    # Only requests to teachers contain values that are not tensors.
     return TokenScores(*(v[index] if isinstance(v, Tensor) else None for v in scores))
 
 
 def _with_support(
     merged: ScoreExtras, asked: dict[str, ScoreExtras | None], rows: _SharedRows
 ) -> ScoreExtras:
-    """The supports of the term that has the most tokens, if they are those of all terms."""
+    """The supports of the term with the most tokens, if all terms have the same supports."""
     counts = {}
     for name, extras in asked.items():
         mine = torch.zeros(rows.member[name].shape, dtype=torch.int64)

@@ -1,12 +1,12 @@
-r"""Correction of a loss for a sampler that is not the policy being trained.
+r"""Correction of a loss for a sampler that differs from the trained policy.
 
-Three policies take part: the sampler :math:`\mu`, whose log-probs come with the rows; the proximal
-policy :math:`\pi_\mathrm{prox}`, the trainer's own before the update; and the current one. With a
-correction the loss's ratio is current over *proximal*, and each token's loss is multiplied by a
-bounded weight :math:`w = \pi_\mathrm{prox} / \mu`, a constant for autograd. Without one the ratio
-is current over sampled.
+There are three policies: the sampler :math:`\mu`, whose log-probs are stored in the rows; the
+proximal policy :math:`\pi_\mathrm{prox}`, which is the trainer's policy before the update; and the
+current policy. With a correction, the ratio of the loss is current over *proximal*, and each
+token's loss is multiplied by a bounded weight :math:`w = \pi_\mathrm{prox} / \mu`, a constant for
+autograd. Without a correction, the ratio is current over sampled.
 
-The weights are those of :mod:`torchrl_llm.functional.ratios`.
+:mod:`torchrl_llm.functional.ratios` computes the weights.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ _BOUNDS = {"tis": (0.0, 2.0), "mis": (0.0, 2.0), "icepop": (0.5, 5.0)}
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Correction:
-    r"""Importance weights of the sampler's mismatch.
+    r"""Importance weights that correct for the mismatch between sampler and trainer.
 
-    Tokens of weight 0 still count in the denominators of the averages, which have to be known
-    before the forward; so do they in IcePop's paper and in TRL, while slime leaves them out.
+    Tokens of weight 0 still count in the denominators of the averages, because these must be known
+    before the forward. IcePop's paper and TRL do the same; slime leaves such tokens out.
     Divergences are not weighted.
 
-    Defaults of the bounds: ``"tis"`` and ``"mis"`` (0, 2), as verl and ms-swift have it;
-    ``"icepop"`` (0.5, 5), its paper's. TRL's default is ``type="mis", level="sequence",
-    bounds=(0, 3)``.
+    Defaults of the bounds: (0, 2) for ``"tis"`` and ``"mis"``, as in verl and ms-swift; (0.5, 5)
+    for ``"icepop"``, as in its paper. TRL's default is ``type="mis", level="sequence", bounds=(0,
+    3)``.
 
     Attributes:
-        type: ``"none"``: no weight, only the ratio's denominator changes. ``"tis"``, truncated
-            importance sampling: ``w`` clamped to the bounds. ``"mis"``, masked importance
-            sampling: ``w`` where it is inside the bounds, 0 elsewhere. ``"icepop"``: the same per
-            token with two bounds, arXiv:2510.18855.
-        level: whose ratio ``w`` is: ``"token"``, its own; ``"sequence"``, the product over its
-            row; ``"geometric"``, the geometric mean over its row.
+        type: ``"none"``: no weight; only the denominator of the ratio changes. ``"tis"``, truncated
+            importance sampling: ``w`` clamped to the bounds. ``"mis"``, masked importance sampling:
+            ``w`` inside the bounds, 0 outside. ``"icepop"``: the same per token with two bounds,
+            arXiv:2510.18855.
+        level: the ratio that ``w`` is: ``"token"``, the ratio of the token; ``"sequence"``, the
+            product over its row; ``"geometric"``, the geometric mean over its row.
         bounds: ``(low, high)`` of ``w``.
-        sequence_bounds: rows whose geometric mean ratio is outside have weight 0, whatever the
-            type; a length-invariant mask of sequences.
+        sequence_bounds: for every type, rows whose geometric mean ratio is outside these bounds get
+            weight 0; a length-invariant mask of sequences.
         proximal: ``"stored"``: the log-probs under ``("prox_log_probs", "full")``; ``"current"``:
-            the current policy's own, detached. The latter is right for the first update on a
-            batch, where the two are the same.
+            the log-probs of the current policy, detached. The latter is correct only for the first
+            update on a batch, when both policies are equal.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> import torch

@@ -16,11 +16,11 @@ from torchrl_llm.objectives.answer_loss import Answers, PairLoss, SFTTokens
 
 @register("preference_losses", "cpo")
 class CPOLoss(PairLoss):
-    r"""Contrastive preference optimization: the pair's log-probs, and the chosen answer's own.
+    r"""Contrastive preference optimization: compares log-probs of a pair, plus cross-entropy.
 
     arXiv:2401.08417, :math:`-\log \sigma(\beta (\log \pi_c - \log \pi_r))` plus the cross-entropy
-    of the chosen answer, which holds the policy where a reference does in DPO. With ``form="ipo"``
-    means per token are compared.
+    of the chosen answer, which takes the role of DPO's reference. With ``form="ipo"`` it compares
+    means per token.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
@@ -28,7 +28,7 @@ class CPOLoss(PairLoss):
         **settings: further arguments of :class:`~torchrl_llm.objectives.PairLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> from torchrl_llm.modules import load_model
@@ -43,7 +43,7 @@ class CPOLoss(PairLoss):
         super().__init__(actor_network, sft_coeff=sft_coeff, **settings)
 
     def compared(self, answers: Answers) -> Tensor:
-        """The log-prob of each answer; of IPO its mean per token."""
+        """The log-prob of each answer; for IPO its mean per token."""
         return answers.log_prob / answers.length if self.form == "ipo" else answers.log_prob
 
 
@@ -57,13 +57,14 @@ class SimPOLoss(PairLoss):
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         beta: slope.
-        target_margin: :math:`\gamma`, by how much implicit rewards should differ.
-        label_smoothing: share of pairs whose answers are in the wrong order.
+        target_margin: :math:`\gamma`, target difference of the implicit rewards.
+        label_smoothing: share of pairs with swapped answers.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
-        device: where the loss is computed from the log-probs; theirs by default.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> from torchrl_llm.modules import load_model
@@ -101,18 +102,19 @@ class ORPOLoss(PairLoss):
     r"""ORPO: the cross-entropy of the chosen answer, and the odds ratio of the pair.
 
     arXiv:2403.07691, :math:`\lambda (-\log \sigma(o_c - o_r))` with the log-odds :math:`o` of the
-    mean log-prob per token, next to the cross-entropy. TRL, as the authors' code, takes that of the
-    prompt's tokens, too: ``sft_tokens="conversation"``.
+    mean log-prob per token, next to the cross-entropy. TRL and the authors' code include the tokens
+    of the prompt: ``sft_tokens="conversation"``.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         odds_coeff: :math:`\lambda`, the weight of the odds ratio; TRL's ``beta``.
         sft_coeff: weight of the cross-entropy of the chosen answers.
-        sft_tokens: which tokens that is of: the ``"answer"``, or the whole ``"conversation"``.
-        device: where the loss is computed from the log-probs; theirs by default.
+        sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> from torchrl_llm.modules import load_model

@@ -1,6 +1,6 @@
-"""Distillation from a teacher's stored log-probs of the tokens at hand.
+"""Distillation from a teacher's log-probs that are stored in the rows.
 
-The tokens may be those of demonstrations or of the student.
+The tokens may come from demonstrations or from the student.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from torchrl_llm.objectives.token_loss import LLMLossOutput, check_scores
 
 
 def k3_kl_token_estimate(target_log_prob: Tensor, log_prob: Tensor) -> Tensor:
-    r"""Estimate of a divergence per token, :math:`e^d - 1 - d` with :math:`d` target minus own.
+    r"""KL estimate per token, :math:`e^d - 1 - d` with :math:`d` target minus own log-prob.
 
     On tokens drawn from the distribution of ``log_prob`` its mean is :math:`\mathrm{KL}(\cdot \|
-    \text{target})`; on others it is never negative and zero where the two agree. TorchRL's name for
-    :func:`~torchrl_llm.functional.k3`.
+    \text{target})`; on other tokens it is still never negative, and zero where the two agree.
+    TorchRL's name for :func:`~torchrl_llm.functional.k3`.
 
     Args:
         target_log_prob: nats, under the target.
@@ -59,8 +59,8 @@ class DistillationLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of :class:`DistillationLoss`; scalars.
 
     Attributes:
-        loss_distill: the objective; ``[B]`` when the reduction is ``"none"``.
-        kl_to_teacher: mean of the estimate over the tokens that count, nats.
+        loss_distill: the objective; ``[B]`` if the reduction is ``"none"``.
+        kl_to_teacher: mean of the estimate over the counted tokens, nats.
     """
 
     loss_distill: Tensor
@@ -68,41 +68,41 @@ class DistillationLossOutput(LLMLossOutput, TensorClass["nocast"]):
 
 
 class DistillationLoss(SFTLoss):
-    r"""Divergence from a teacher whose log-probs of the tokens are in the rows, by ``k3``.
+    r"""KL divergence from a teacher whose log-probs are stored in the rows, estimated by ``k3``.
 
     With :math:`d` the teacher's minus the student's log-prob, ``"reverse"`` is :math:`e^d - 1 - d`,
-    an estimate of KL(student || teacher) on the student's samples, and ``"forward"`` is
-    :math:`e^{-d} - 1 + d`, one of KL(teacher || student) on the teacher's.
+    an estimate of KL(student || teacher) on samples of the student. ``"forward"`` is :math:`e^{-d}
+    - 1 + d`, an estimate of KL(teacher || student) on samples of the teacher.
 
-    As *losses* both have the gradient of the forward divergence: on the student's samples
+    As *losses*, both have the gradient of the forward divergence: on the student's samples
     :math:`E[(1 - e^d) \nabla \log \pi] = -\sum_v q_v \nabla \log \pi_v`, and on the teacher's
-    :math:`E[(e^{-d} - 1) \nabla \log \pi]` is the same. So it covers what the teacher does, and its
-    zero is the teacher. For the gradient of the reverse divergence take
-    :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`. :math:`e^d` explodes where the
-    student has given up a token that the teacher likes.
+    :math:`E[(e^{-d} - 1) \nabla \log \pi]` is the same. So it covers the modes of the teacher and
+    is zero exactly at the teacher. For the gradient of the reverse divergence use
+    :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`. :math:`e^d` becomes very large for a
+    token that the teacher prefers and the student hardly ever samples.
 
-    Rows are read as by :class:`~torchrl_llm.objectives.SFTLoss`, their weights included. The
-    teacher's log-probs come from
-    :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb`, or from
-    ``RetrieveLogProb(teacher, log_probs_full_key=("teacher_log_probs", "full"))``, at the
+    Rows, including their weights, are read as in :class:`~torchrl_llm.objectives.SFTLoss`. The
+    teacher's log-probs come from :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb`, or
+    from ``RetrieveLogProb(teacher, log_probs_full_key=("teacher_log_probs", "full"))``, at the
     temperature of the rows.
 
     Args:
         actor_network: the student: a policy wrapper, or a ``CausalScorer``.
-        tokenizer: encodes conversations; that of the actor by default. Not needed for rows that
-            have ids.
+        tokenizer: encodes conversations; by default the tokenizer of the actor. Not needed for rows
+            that have ids.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
         kl_direction: see above.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` over all tokens
-            alike.
-        normalize_by_seq_length: use the mean instead of the sum over a row's tokens; the default
-            but for ``"token_mean"``, where it has no meaning.
-        assistant_only: only the assistant's tokens count; otherwise every token but the first,
-            which the teacher must have scored with ``assistant_only=False`` too.
-        device: where the loss is computed from the log-probs; theirs by default.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` averages over all
+            tokens.
+        normalize_by_seq_length: use the mean instead of the sum over a row's tokens. This is the
+            default, except for ``"token_mean"``, where it has no meaning.
+        assistant_only: only the assistant's tokens count. Otherwise every token except the first
+            counts, and the teacher must also have scored with ``assistant_only=False``.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> from tensordict import TensorDict
@@ -154,7 +154,7 @@ class DistillationLoss(SFTLoss):
         self.masking_strategy = "rlhf" if assistant_only else "generic"
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
-        """See :meth:`TokenLoss.check`; a teacher of the assistant's tokens teaches no others."""
+        """See :meth:`TokenLoss.check`; also rejects tokens that the teacher has not scored."""
         self.column(tensordict, rows, "teacher_log_prob")
         if not self.assistant_only:
             keys = self.tensor_keys
@@ -182,7 +182,7 @@ class DistillationLoss(SFTLoss):
         )
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
-        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        """Called by ``set_keys`` to update ``in_keys``; there is no value estimator."""
         keys = self.tensor_keys
         self.in_keys = [keys.action, keys.assistant_mask, keys.teacher_log_prob]
         self.out_keys = list(DistillationLossOutput.__dataclass_fields__)

@@ -1,4 +1,4 @@
-"""DPO: pairs of answers, compared by their log-ratios to a reference."""
+"""DPO: compares pairs of answers by their log-ratios to a reference."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class DPOLoss(PairLoss):
     arXiv:2305.18290, with :math:`r = \log \pi - \log \pi_\mathrm{ref}` of the whole answer. Other
     forms are IPO (``form="ipo"``, where :math:`r` is a mean per token, as its authors compute it),
     SLiC's hinge and the robust loss, see :func:`~torchrl_llm.functional.pair_loss`. TRL's
-    ``loss_type`` of the same names gives the same values; its ``label_smoothing`` has no effect on
-    ``"sigmoid"``, and has one here.
+    ``loss_type`` of the same name gives the same values. TRL's ``label_smoothing`` has no effect on
+    ``"sigmoid"``; here it has.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        beta: slope; larger holds the policy closer to the reference.
+        beta: slope; larger values keep the policy closer to the reference.
         form: of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
-        label_smoothing: share of pairs whose answers are in the wrong order; for ``"sigmoid"`` and
-            ``"robust"``.
-        target_margin: what the implicit rewards of a pair should differ by.
+        label_smoothing: share of pairs with swapped answers; for ``"sigmoid"`` and ``"robust"``.
+        target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
-        sft_tokens: which tokens that is of.
-        device: where the loss is computed from the log-probs; theirs by default.
+        sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> import torch
@@ -54,6 +54,6 @@ class DPOLoss(PairLoss):
     needs_reference = True
 
     def compared(self, answers: Answers) -> Tensor:
-        """The log-ratio of each answer; of IPO its mean per token."""
+        """The log-ratio of each answer; for IPO its mean per token."""
         ratio = answers.log_ratio
         return ratio / answers.length if self.form == "ipo" else ratio

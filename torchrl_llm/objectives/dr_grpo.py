@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO divided by a constant and not by each response's length."""
+"""Dr. GRPO: GRPO divided by a constant instead of each response's length."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class DrGRPOLoss(GRPOLoss):
     r"""GRPO done right: :math:`-\frac{1}{S L} \sum_i \sum_t \min(r A, \mathrm{clip}(r) A)`.
 
     arXiv:2503.20783 section 3.2 (and the code of its appendix for :math:`L`). Dividing each
-    response by its own length favours short right and long wrong answers; Dr. GRPO divides all of
-    the ``S`` sequences by the same :math:`L`, the generation budget. Its other half is in the
-    advantages: ``MCAdvantage`` without the standard deviation.
+    response by its own length favours short correct and long wrong answers. Dr. GRPO divides all
+    ``S`` sequences by the same :math:`L`, the generation budget. Use it with ``MCAdvantage``
+    without the standard deviation, which is the other half of the method.
 
-    Ludic leaves the divisor out, which is ``aggregation="sequence_sum"`` (and gradients ``L`` times
-    as long, visible to a clip of the gradient's norm). TRL's ``"dr_grpo"`` is the same as this with
-    ``constant_length=max_completion_length``.
+    Ludic leaves the divisor out, which is ``aggregation="sequence_sum"``; its gradients are ``L``
+    times as large, which matters if the gradient norm is clipped. TRL's ``"dr_grpo"`` is this loss
+    with ``constant_length=max_completion_length``.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
@@ -30,7 +30,7 @@ class DrGRPOLoss(GRPOLoss):
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect; without a
+        ConfigError: for settings that are unknown, invalid or without effect; without a
             ``constant_length``.
         TypeError: for arguments that do not exist.
 

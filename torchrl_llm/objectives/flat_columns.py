@@ -1,6 +1,6 @@
-"""Columns of rows laid end to end, and masks over them: the assistant's tokens, the trained ones.
+"""Concatenated columns of rows, and masks over them: assistant tokens, trained tokens.
 
-:mod:`torchrl_llm.objectives.loss_rows` is built of these.
+:mod:`torchrl_llm.objectives.loss_rows` is built from these.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows.
 """
@@ -23,7 +23,7 @@ from torchrl_llm.errors import DataError
 
 @dataclass
 class RowKeys:
-    """Where a loss finds the columns of its rows."""
+    """The keys of the columns that a loss reads."""
 
     action: NestedKey = ("tokens", "full")
     prompt: NestedKey = ("tokens", "prompt")
@@ -37,17 +37,17 @@ class RowKeys:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Values on a device; those of the CPU go there without waiting for what the device does.
+    """Move values to a device; copies from the CPU do not wait for the device.
 
     Args:
         values: a column, an index.
-        device: where the loss is computed.
+        device: device of the loss.
     """
     return values.to(device, non_blocking=values.device.type == "cpu")
 
 
 def key_name(key: NestedKey) -> str:
-    """A key as errors write it."""
+    """A key in the form that error messages use."""
     return key if isinstance(key, str) else repr(key)
 
 
@@ -57,7 +57,7 @@ def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
     Args:
         td: the rows.
         key: name of the column.
-        advice: how it comes into being, for the error.
+        advice: how to produce the column, for the error message.
 
     Raises:
         DataError: when it is missing.
@@ -69,22 +69,22 @@ def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
 
 
 def optional_column(td: Any, key: NestedKey) -> list[Tensor] | None:
-    """The tensors of a column that rows need not have; ``None`` where none has it.
+    """The tensors of an optional column; ``None`` if no row has it.
 
     Args:
         td: the rows.
         key: name of the column.
 
     Raises:
-        DataError: when some rows have it and others do not. What its absence means for those is not
-            what it means for these (a temperature of one, say), and none of the two is dropped.
+        DataError: when some rows have it and others do not. A missing value has a meaning (a
+            temperature of one, for example), so the rows cannot be mixed silently.
     """
     values = read_rows(td, key, None)
     if values is not None:
         return values
     node, path = td, (key,) if isinstance(key, str) else tuple(key)
     if not _is_ragged(td):
-        # A dense node has a column for all of its rows, and a lazy one may be below it.
+        # A dense node has a column for all rows, but may contain a lazy node.
         node, path = td.get(path[0], None), path[1:]
     if path and _is_ragged(node):
         lacking = [b for b, row in enumerate(node.unbind(0)) if leaf(row, path) is None]
@@ -97,11 +97,11 @@ def optional_column(td: Any, key: NestedKey) -> list[Tensor] | None:
 
 
 def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: NestedKey) -> Tensor:
-    """A token-aligned column end to end, without padding.
+    """A token-aligned column, concatenated without padding.
 
     Args:
         values: ``[T_b]`` or ``[T_b, 1]`` per row.
-        stored: tokens of each row as it is stored, padding included.
+        stored: stored length of each row, including padding.
         kept: see :func:`kept_positions`.
         key: name of the column.
 
@@ -109,7 +109,7 @@ def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: N
         ``[L]``.
 
     Raises:
-        DataError: when a row has another number of values than tokens.
+        DataError: when the number of values of a row differs from its number of tokens.
     """
     if values and values[0].ndim == 2:
         values = [value.squeeze(-1) for value in values]
@@ -125,12 +125,12 @@ def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: N
 
 
 def kept_positions(td: Any, keys: RowKeys, stored: list[int]) -> Tensor | None:
-    """Where the stored positions of all rows are no padding.
+    """Which stored positions of all rows are not padding.
 
     Args:
         td: the rows.
-        keys: where the attention mask is.
-        stored: tokens of each row as it is stored.
+        keys: with the key of the attention mask.
+        stored: stored length of each row.
 
     Returns:
         bool over all stored positions; ``None`` without any padding.
@@ -178,13 +178,13 @@ class RowMasks:
 
     Args:
         td: the rows.
-        keys: where their columns are.
+        keys: keys of their columns.
         ids: ``B`` int64 tensors ``[T_b]``, without padding.
-        stored: tokens of each row as it is stored, padding included.
+        stored: stored length of each row, including padding.
         kept: see :func:`~torchrl_llm.objectives.flat_columns.kept_positions`.
 
     Raises:
-        DataError: by each method, when a column it needs is missing or misaligned.
+        DataError: in each method, when a column that it needs is missing or misaligned.
     """
 
     def __init__(
@@ -197,11 +197,11 @@ class RowMasks:
         return None if values is None else flatten(values, self.stored, self.kept, key)
 
     def with_prefix(self) -> Tensor:
-        """All but the first token of each row; bool ``[L]``, as all of these."""
+        """All tokens except the first of each row; bool ``[L]``, like the other masks."""
         return positions([row.shape[0] for row in self.ids]) > 0
 
     def assistant(self) -> Tensor:
-        """Those of the assistant mask."""
+        """Tokens of the assistant mask."""
         mask = self._read(self.keys.assistant_mask)
         if mask is None:
             raise DataError(
@@ -210,7 +210,7 @@ class RowMasks:
         return mask.bool()
 
     def after_prompt(self) -> Tensor:
-        """Those after the row's prompt."""
+        """Tokens after the row's prompt."""
         prompts = read_rows(self.td, self.keys.prompt, None)
         if prompts is None:
             raise DataError(f"masking_strategy='sft' needs {self.keys.prompt!r}")
@@ -221,7 +221,7 @@ class RowMasks:
         return self._last_turn() if mask is None else mask
 
     def _last_turn(self) -> Tensor:
-        """The last sampled turn, where the row ends with it: of prompts that are padded alone."""
+        """The last sampled turn, if it ends the row; used when only the prompts are padded."""
         turn = self.keys.trace and self._read(_under(self.keys.trace, "turn"))
         if turn is None:
             raise DataError(
@@ -233,7 +233,7 @@ class RowMasks:
         return torch.cat([(part == part[-1]) & (part >= 0) for part in parts])
 
     def trained(self) -> Tensor | None:
-        """Sampled tokens that nothing has masked; ``None`` without a trace."""
+        """Sampled tokens without a mask reason; ``None`` without a trace."""
         if self.keys.trace is None:
             return None
         source = self._read(_under(self.keys.trace, "source"))
@@ -245,7 +245,7 @@ class RowMasks:
 
 
 def _behind(prompts: list[Tensor], rows: list[Tensor]) -> Tensor | None:
-    """The tokens of all rows that stand behind their prompts; ``None`` if those are no prefixes."""
+    """The tokens of all rows after their prompts; ``None`` if a prompt is not a prefix."""
     starts, lengths = ([row.shape[0] for row in column] for column in (prompts, rows))
     if any(start > length for start, length in zip(starts, lengths, strict=True)):
         return None

@@ -15,27 +15,27 @@ class GMPOLoss(base.PolicyGradientLoss):
 
     arXiv:2507.20673, the objective with token-level clipping of section 3: :math:`c_t` is the
     token's log-ratio, at most :math:`h` for a positive advantage and at least :math:`-l` for a
-    negative one. A token that is cut has no gradient, the others share that of the sequence. The
-    range :math:`(e^{-0.4}, e^{0.4})` is the paper's.
+    negative one. A clipped token has no gradient; the others share the gradient of the sequence.
+    The default range :math:`(e^{-0.4}, e^{0.4})` is the paper's.
 
-    A ``correction`` whose weights are those of tokens gives the sequence their mean; its levels
-    ``"sequence"`` and ``"geometric"`` fit this loss.
+    A ``correction`` with weights per token gives the sequence their mean; the levels ``"sequence"``
+    and ``"geometric"`` suit this loss.
 
-    In Ludic's code the lower bound has no effect (its upper one acts on both signs, as ``low=high``
-    does here), and its docstring writes the bounds as :math:`1 \pm \epsilon`. TRL's agrees with the
-    paper. For advantages that differ between the tokens of a row see
+    In Ludic's code the lower bound has no effect: the upper bound acts on both signs, like
+    ``low=high`` here. Its docstring writes the bounds as :math:`1 \pm \epsilon`. TRL's code agrees
+    with the paper. For advantages that differ between the tokens of a row, see
     :func:`~torchrl_llm.functional.gmpo`.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         clip_epsilon: ``(low, high)`` in nats, or one number for both. May be assigned between
             steps.
-        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token carries the
-            loss of its sequence, so ``"sequence_mean"`` is the paper's.
+        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token has the
+            loss of its sequence, so ``"sequence_mean"`` is the paper's average.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:

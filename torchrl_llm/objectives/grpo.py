@@ -1,7 +1,7 @@
-"""GRPO: PPO's clip of each token's ratio, with advantages of groups.
+"""GRPO: PPO's clip of each token's ratio, with group advantages.
 
-The loss knows nothing of groups, which are in the advantages that
-:class:`~torchrl_llm.objectives.credit.MCAdvantage` writes.
+The loss does not use groups itself; :class:`~torchrl_llm.objectives.credit.MCAdvantage` writes the
+group advantages.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torchrl_llm.objectives import policy_loss as base
 
 
 class GRPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`GRPOLoss`; the fields are those of ``PolicyLossOutput``."""
+    """Output of :class:`GRPOLoss`; its fields are those of ``PolicyLossOutput``."""
 
 
 @register("losses", "grpo")
@@ -24,33 +24,34 @@ class GRPOLoss(base.PolicyGradientLoss):
     r"""The GRPO loss, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)` per token.
 
     arXiv:2402.03300 equation 3, with TorchRL's names and defaults: token mean, clip 0.2. The
-    paper's own average is ``aggregation="sequence_mean"``. :math:`r` is the ratio of current to
-    *sampled* probability, so the first pass over fresh rows has ratio one; with a ``correction``,
-    to the probability under the trainer's own policy before the update. Divergences are averaged as
-    the objective.
+    paper's average is ``aggregation="sequence_mean"``. :math:`r` is the ratio of the current to the
+    *sampled* probability, so it is one in the first pass over fresh rows. With a ``correction``,
+    :math:`r` is the ratio to the probability under the trainer's policy before the update. KL terms
+    are averaged in the same way as the objective.
 
-    Differences from TorchRL: the entropy is a metric and no bonus unless asked for; means are over
-    tokens that count; ``clip_fraction`` counts the tokens whose gradient the clip cuts.
+    Differences from TorchRL: the entropy is a metric, and a bonus only on request; means are over
+    counted tokens; ``clip_fraction`` counts the tokens whose gradient the clip removes.
 
     Ludic's GRPO sums a row's tokens (``aggregation="sequence_sum"``). TRL's ``loss_type="grpo"`` is
-    ``aggregation="sequence_mean"``, its default ``"dapo"`` is the token mean here, and its
-    ``"bnpo"``, a token mean of each micro-batch by itself, is not offered: it depends on the cut.
+    ``aggregation="sequence_mean"``, and its default ``"dapo"`` is the token mean here. TRL's
+    ``"bnpo"``, a token mean per micro-batch, is not available because it depends on how the batch
+    is split.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         clip_epsilon: a number, or ``(low, high)`` as in DAPO. May be assigned between steps.
-        ratio_cap: ratios above it count as the cap, before the clip and whatever the sign of the
-            advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. With a
-            negative advantage it bounds the loss as the dual clip of arXiv:1912.09729 does; it is
-            no importance correction, which is ``correction``.
-        aggregation: ``"token_mean"``, ``"sequence_mean"`` (what TorchRL calls ``"prompt_mean"``),
+        ratio_cap: ratios above it are set to the cap before the clip, for both signs of the
+            advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. For a negative
+            advantage it bounds the loss like the dual clip of arXiv:1912.09729. It is not an
+            importance correction; use ``correction`` for that.
+        aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
             ``"prompt_mean"`` (token mean within each ``group_id``), ``"sequence_sum"``,
             ``"constant"`` or ``"none"``.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`:
             entropy bonus, divergences, correction, mask.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:

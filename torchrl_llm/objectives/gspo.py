@@ -1,4 +1,4 @@
-"""GSPO: a clip of the ratio of a whole sequence; its variant has the gradient of each token."""
+"""GSPO: clips the ratio of a whole sequence; the token variant has a gradient per token."""
 
 from __future__ import annotations
 
@@ -15,31 +15,31 @@ class GSPOLoss(base.PolicyGradientLoss):
     r"""The GSPO loss, :math:`-\min(s A, \mathrm{clip}(s, 1 - l, 1 + h) A)` per sequence.
 
     arXiv:2507.18071 equation 5, a mean over sequences, with the ratio of equation 7,
-    :math:`s = \exp(\frac{1}{n} \sum_t \log r_t)`, and the bounds of section 5.1. They are far
-    narrower than GRPO's, because a mean of log-ratios moves far less than one of them, and far more
+    :math:`s = \exp(\frac{1}{n} \sum_t \log r_t)`, and the bounds of section 5.1. They are much
+    narrower than GRPO's, because a mean of log-ratios varies much less than a single one; many more
     tokens are clipped.
 
-    A row is the sequence: of a conversation whose turns were joined, all sampled tokens have one
-    ratio. Where the tokens of a row have different advantages (an advantage estimator with a
-    distillation term), each has :math:`\min(s A_t, \mathrm{clip}(s) A_t)`.
+    A row is a sequence: in a conversation whose turns were joined, all sampled tokens share one
+    ratio. If the tokens of a row have different advantages (an estimator with a distillation term),
+    each token has :math:`\min(s A_t, \mathrm{clip}(s) A_t)`.
 
-    A ``correction`` whose weights are those of tokens gives the sequence their mean; its levels
-    ``"sequence"`` and ``"geometric"`` fit this loss.
+    A ``correction`` with weights per token gives the sequence their mean; the levels ``"sequence"``
+    and ``"geometric"`` suit this loss.
 
-    Ludic's preset is this loss; its class by default does not divide the log-ratio by the length,
-    which is ``level="sequence"`` and needs other bounds. TRL has the paper's as
+    Ludic's preset is this loss. Ludic's class does not divide the log-ratio by the length by
+    default, which is ``level="sequence"`` and needs different bounds. TRL has the paper's loss as
     ``importance_sampling_level="sequence"`` with ``loss_type="grpo"``.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         level: ``"geometric"``, the paper's :math:`s`; ``"sequence"``, the product of the ratios.
-        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token carries the
-            loss of its sequence, so ``"sequence_mean"`` is the paper's.
+        aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token has the
+            loss of its sequence, so ``"sequence_mean"`` is the paper's average.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:
@@ -79,8 +79,8 @@ class GSPOTokenLoss(GSPOLoss):
     """GSPO's token variant: the value and clip of the sequence, the gradient of each token.
 
     arXiv:2507.18071 equations 13 and 14. With one advantage per row it is :class:`GSPOLoss` in
-    value and gradient; with an advantage per token, each token is moved by its own. The arguments
-    are those of :class:`GSPOLoss`.
+    value and gradient; with an advantage per token, each token follows its own advantage. The
+    arguments are those of :class:`GSPOLoss`.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM

@@ -1,15 +1,16 @@
-"""Check of a loss: what must not change its number or its gradient does not.
+"""Checks that irrelevant changes of a batch do not change the value or the gradient of a loss.
 
 Most mistakes in a loss over ragged rows are silent: a mean over padding, an average per
-micro-batch, a value read where nothing was sampled. Each breaks one of a few laws, and
-:func:`check_invariance` tries them on a batch:
+micro-batch, a value read at a token that was not sampled. Each breaks one of a few laws, which
+:func:`check_invariance` tests on a batch:
 
-- ``layouts``: however the actor lays the rows out (padded, bucketed, packed, shared prompts);
-- ``naive``: the chunked head against the model's own logits;
+- ``layouts``: every layout of the actor gives the same result (padded, bucketed, packed, shared
+  prompts);
+- ``naive``: the chunked head agrees with the model's own logits;
 - ``micro-batches``: any split of the rows, with the normalizer of the whole batch;
 - ``order``: any order of the rows;
-- ``junk``: what stands in a column (log-probs, per-token advantages, values) where nothing counts,
-  NaN included.
+- ``junk``: any values of a column (log-probs, per-token advantages, values) at tokens that do not
+  count, even NaN.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.token_loss import TokenLoss
 
-# Below this, gradients are compared absolutely: they are sums that cancel, and rounding is left.
+# Below this, gradients are compared absolutely: they are sums that cancel, so only rounding
+# remains.
 _SMALL = 1e-3
 _ADVICE = {
     "layouts": "the model looks beyond its row: see CausalScorer.why_not_packed",
@@ -44,12 +46,12 @@ _ADVICE = {
 
 @dataclass(kw_only=True)
 class InvarianceReport:
-    """What :func:`check_invariance` found, for a loss that holds all laws.
+    """Result of :func:`check_invariance` for a loss that satisfies all laws.
 
     Attributes:
-        deviations: the largest deviation under each law that was tried, relative to the value (or
-            gradient) of the whole batch where that is above one (or 0.001).
-        skipped: why a law could not be tried.
+        deviations: the largest deviation under each tested law, relative to the value (or gradient)
+            of the whole batch if that is above one (or 0.001).
+        skipped: laws that could not be tested, with the reason.
     """
 
     deviations: dict[str, float] = field(default_factory=dict)
@@ -64,24 +66,25 @@ class InvarianceReport:
 def check_invariance(
     loss: TokenLoss, batch: TensorDictBase, *, tolerance: float = 1e-5, seed: int = 0
 ) -> InvarianceReport:
-    """Try on a batch that nothing which must not matter changes a loss, its metrics or gradients.
+    """Test on a batch that irrelevant changes do not change a loss, its metrics or gradients.
 
-    The actor is run in evaluation mode, some twenty forwards and backwards in all; a few short
-    rows of different length are enough. Nothing is changed: gradients are not accumulated, the
-    rows are not written to, modes and layout are put back.
+    The actor runs in evaluation mode, about twenty forwards and backwards in total; a few short
+    rows of different lengths are enough. The function has no side effects: it does not accumulate
+    gradients or write to the rows, and it restores modes and layout.
 
     Args:
         loss: any loss over rows of tokens.
         batch: rows, a one-dimensional lazy stack or padded tensors, at least two.
         tolerance: the largest deviation allowed, see :class:`InvarianceReport`; about 1e-5 for
             float32 weights, 1e-2 for bfloat16.
-        seed: of the orders, splits and junk.
+        seed: seed of the orders, splits and junk.
 
     Returns:
-        The largest deviations, for each law that could be tried.
+        The largest deviation for each law that could be tested.
 
     Raises:
-        DataError: when a law does not hold; the message names it, what differs, and where to look.
+        DataError: when a law does not hold; the message names the law, the difference, and where to
+        look.
         ConfigError: for a loss that is not averaged, or a batch of fewer than two rows or without
             a gradient.
 
@@ -115,7 +118,7 @@ def check_invariance(
 
 
 class _Check:
-    """A loss on a batch, its outcome, and what the laws have shown so far."""
+    """A loss on a batch, its result, and the deviations found so far."""
 
     def __init__(self, loss: TokenLoss, batch: TensorDictBase, tolerance: float) -> None:
         self.loss, self.batch, self.tolerance = loss, batch, tolerance
@@ -136,7 +139,7 @@ class _Check:
     def outcome(
         self, pieces: Sequence[TensorDictBase], normalizer: Normalizer | None = None
     ) -> tuple[dict[str, float], Tensor]:
-        """Metrics and gradient of a batch that comes in pieces."""
+        """Metrics and gradient of a batch that is given in parts."""
         whole, gradient = None, None
         for piece in pieces:
             output = self.loss(piece, normalizer=normalizer)
@@ -153,7 +156,7 @@ class _Check:
         return {name: float(value) for name, value in metrics.items()}, gradient
 
     def compare(self, law: str, found: tuple[dict[str, float], Tensor], change: str) -> None:
-        """Remember how far an outcome is from the expected one, and refuse it if it is too far."""
+        """Record the deviation of a result from the expected one; raise if it is too large."""
         (metrics, gradient), (values, expected) = found, self.expected
         deviations = {
             name: abs(metrics[name] - value) / max(abs(value), 1.0)
@@ -161,7 +164,7 @@ class _Check:
         }
         scale = max(float(expected.abs().max()), _SMALL)
         deviations["the gradient"] = float((gradient - expected).abs().max()) / scale
-        # NaN compares as false with everything: no maximum would find it.
+        # Comparisons with NaN are false, so a maximum would not find it.
         deviations = {name: math.inf if math.isnan(d) else d for name, d in deviations.items()}
         worst = max(deviations, key=deviations.__getitem__)
         if deviations[worst] > self.tolerance:
@@ -177,7 +180,7 @@ class _Check:
         self.report.deviations[law] = max(before, deviations[worst])
 
     def actor_mixes_rows(self) -> bool:
-        """Whether scores of a row change with the rows around it, whatever the loss."""
+        """Whether the scores of a row depend on the other rows, independently of the loss."""
         batches = [self.batch, *(self.taken([row]) for row in range(len(self.rows)))]
         with torch.no_grad():
             scores = [self.loss.score(b, self.loss.read(b)).log_probs.double() for b in batches]
@@ -234,14 +237,14 @@ class _Check:
         if not columns or all(bool(mask.all()) for mask in counted):
             self.report.skipped["junk"] = "no column has values where nothing counts"
             return
-        # NaN reaches every sum that is not guarded, numbers those that guard against NaN.
+        # NaN reveals sums without a guard; large numbers reveal sums that guard only against NaN.
         for scale in (float("nan"), 100.0):
             junk = {
                 key: [scale * torch.randn(mask.shape, generator=generator) for mask in counted]
                 for key in columns
             }
             error = self._junk_error(junk, counted)
-            # All columns at once; which one it was matters only when it was one.
+            # All columns at once first; the single column is searched only after a failure.
             for key in columns if error else ():
                 error = self._junk_error({key: junk[key]}, counted) or error
             if error:
@@ -250,7 +253,7 @@ class _Check:
     def _junk_error(
         self, junk: dict[NestedKey, list[Tensor]], counted: list[Tensor]
     ) -> DataError | None:
-        """What is wrong when columns hold junk where nothing counts, if anything is."""
+        """The error when columns hold junk at tokens that do not count, or ``None``."""
         rows = [
             _spoilt(row, {key: of_rows[b] for key, of_rows in junk.items()}, counted[b])
             for b, row in enumerate(self.rows)
@@ -288,7 +291,7 @@ def _token_columns(rows: list[TensorDictBase], lengths: list[int]) -> list[Neste
 
 
 def _spoilt(row: TensorDictBase, junk: dict[NestedKey, Tensor], counted: Tensor) -> TensorDictBase:
-    """A row with junk in its columns where nothing counts; the row itself is left alone."""
+    """A copy of a row with junk in its columns at tokens that do not count."""
     for key, column in junk.items():
         value = row.get(key)
         keep = counted.view(-1, *[1] * (value.ndim - 1)).to(value.device)
@@ -298,7 +301,7 @@ def _spoilt(row: TensorDictBase, junk: dict[NestedKey, Tensor], counted: Tensor)
 
 
 def _replaced(node: Any, path: tuple[str, ...], value: Tensor) -> Any:
-    """A node with another value at a path, sharing everything else with the given one."""
+    """A node with a different value at a path; it shares everything else with the given node."""
     copy = node.copy()
     name, *rest = path
     copy.set(name, _replaced(node.get(name), tuple(rest), value) if rest else value)
@@ -307,7 +310,7 @@ def _replaced(node: Any, path: tuple[str, ...], value: Tensor) -> Any:
 
 @contextmanager
 def _evaluating(loss: TokenLoss) -> Iterator[None]:
-    """Dropout would be another draw at every forward."""
+    """Dropout would draw anew in every forward."""
     modes = [(module, module.training) for module in loss.modules()]
     loss.eval()
     try:
@@ -320,7 +323,7 @@ def _evaluating(loss: TokenLoss) -> Iterator[None]:
 
 @contextmanager
 def _holding(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """An attribute with another value for a while."""
+    """Temporarily set an attribute to a different value."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

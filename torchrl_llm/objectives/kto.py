@@ -1,4 +1,4 @@
-"""KTO: single answers that somebody called good or bad."""
+"""KTO: single answers with a label, good or bad."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class KTOLossOutput(LLMLossOutput, TensorClass["nocast"]):
     Attributes:
         loss_preference: the objective.
         accuracy: share of the answers whose implicit reward has the sign of their label.
-        kl: divergence from the reference that the loss has read, nats an answer.
+        kl: divergence from the reference that the loss used, nats per answer.
     """
 
     loss_preference: Tensor
@@ -38,20 +38,21 @@ class KTOLossOutput(LLMLossOutput, TensorClass["nocast"]):
 class KTOLoss(AnswerLoss):
     r"""Kahneman-Tversky optimization of answers with a label, see ``functional.kto_loss``.
 
-    arXiv:2402.01306. Rows need ``"is_chosen"`` (the label), ``"ref_log_prob"`` and ``"kl"``, the
-    divergence of the policy from the reference as it is before the update, one number for the whole
-    batch: the mean of the log-ratios of :func:`mismatched` answers.
+    arXiv:2402.01306. Rows need ``"is_chosen"`` (the label), ``"ref_log_prob"`` and ``"kl"``. The
+    latter is the divergence of the policy from the reference before the update, one number for the
+    whole batch: the mean log-ratio of :func:`mismatched` answers.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        beta: slope; larger holds the policy closer to the reference.
+        beta: slope; larger values keep the policy closer to the reference.
         good_weight: weight of good answers; TRL's ``desirable_weight``.
-        bad_weight: weight of bad ones. The paper wants weights with which the sums of the two kinds
-            stand as 1 to 1, up to 4 to 3.
-        device: where the loss is computed from the log-probs; theirs by default.
+        bad_weight: weight of bad answers. The paper recommends weights such that the weighted
+            numbers of good and bad answers have a ratio between 1:1 and 4:3.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown or impossible.
+        ConfigError: for settings that are unknown or invalid.
 
     Example:
         >>> from torchrl_llm.modules import load_model
@@ -121,18 +122,18 @@ class KTOLoss(AnswerLoss):
 def mismatched(
     sequences: Sequence[Tensor], answers: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Each prompt with the answer of the row before it, the first with that of the last.
+    """Pairs each prompt with the answer of the previous row (the first with the last).
 
-    The policy did not learn these answers to these prompts, so that their log-ratios say how far it
-    is from its reference. Rows before it of the same prompt (the other answer of a pair) are passed
-    over; a prompt that all rows have is left out.
+    The policy was not trained on these answers to these prompts, so their log-ratios measure how
+    far it is from its reference. Previous rows with the same prompt (the other answer of a pair)
+    are skipped. If all rows have the same prompt, no row is returned.
 
     Args:
         sequences: ``B`` int64 tensors ``[T_b]``, prompts with answers.
         answers: ``B`` bool tensors ``[T_b]``, the tokens of the answers.
 
     Returns:
-        The same of the new rows, at most ``B``.
+        Sequences and answers of the new rows, at most ``B``.
 
     Example:
         >>> ids = [torch.tensor([1, 2, 3]), torch.tensor([7, 8])]

@@ -1,15 +1,15 @@
-"""Rows of tokens as a loss reads them: which tokens count, and the columns that go with them.
+"""Reads rows for a loss: which tokens count, and the columns at these tokens.
 
 Rows come as a one-dimensional lazy stack (ragged) or as padded tensors with an attention mask.
-Either way the columns are laid end to end without padding, so that a value and its token can only
-be aligned or refused. Nothing is inferred from token ids.
+In both cases the columns are concatenated without padding, so a misaligned value is always an
+error. Nothing is inferred from token ids.
 
-With top-k, top-p or min-p a token was drawn from a few ids, renormalised. On these ids the ratio of
-an unchanged policy is one; over the whole vocabulary it is not. Policies record them with
-``generate_kwargs={"record_support": True}``, :func:`read_support` reads them, and
-:func:`~torchrl_llm.functional.support_log_probs` scores on them.
+With top-k, top-p or min-p, a token is drawn from a few ids whose probabilities are renormalised. On
+these ids the ratio of an unchanged policy is one; over the whole vocabulary it is not. Policies
+record these ids with ``generate_kwargs={"record_support": True}``, :func:`read_support` reads them,
+and :func:`~torchrl_llm.functional.support_log_probs` scores on them.
 
-Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``N`` those that
+Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``N`` tokens that
 count, ``S`` kept ids.
 """
 
@@ -39,18 +39,19 @@ MaskingStrategy = Literal["sft", "rlhf", "generic"]
 
 
 class TokenRows:
-    """The tokens of a batch and those of them that count.
+    """The tokens of a batch, and which of them count.
 
     Args:
         sequences: ``B`` int64 tensors ``[T_b]``, without padding.
-        stored: length of each row as it is stored, padding included.
-        kept: bool over the stored positions of all rows, false at padding; ``None`` without any.
+        stored: stored length of each row, including padding.
+        kept: bool over the stored positions of all rows, false at padding; ``None`` without
+        padding.
         mask: bool ``[L]``, the tokens that count.
 
     Attributes:
-        sequences: as given.
+        sequences: see above.
         select: ``B`` bool tensors ``[T_b]``, the tokens that count.
-        counts: how many count in each row.
+        counts: number of counted tokens per row.
         row: int64 ``[N]``, the row of each token that counts.
 
     Raises:
@@ -81,7 +82,7 @@ class TokenRows:
 
         Args:
             groups: int64 ``[B]``, the prompt group of each row, for ``prompt_mean``.
-            count_empty: rows of which no token counts are sequences too.
+            count_empty: also count rows without counted tokens.
 
         Raises:
             DataError: when no token counts.
@@ -101,15 +102,15 @@ class TokenRows:
         Args:
             td: the rows.
             key: the column, ``[T_b]`` or ``[T_b, 1]`` per row.
-            advice: how the column comes into being, for the error.
+            advice: how to produce the column, for the error message.
 
         Returns:
-            float32 ``[N]`` (float64 where it is stored so), without gradient. A column is read
-            once.
+            float32 ``[N]`` (float64 if it is stored as float64), without gradient. A column is read
+            once and cached.
 
         Raises:
-            DataError: when the column is missing, has other lengths, or is not finite where it
-                counts.
+            DataError: when the column is missing or misaligned, or is not finite at a counted
+                token.
         """
         if key not in self._read:
             values = self._flat(read_column(td, key, advice), key)
@@ -117,14 +118,14 @@ class TokenRows:
         return self._read[key]
 
     def flat(self, td: Any, key: NestedKey) -> Tensor:
-        """Values of a token-aligned column at all ``L`` tokens, counting or not, as stored.
+        """Values of a token-aligned column at all ``L`` tokens, as stored.
 
         Args:
             td: the rows.
             key: the column, ``[T_b]`` per row.
 
         Raises:
-            DataError: when it is missing or has other lengths.
+            DataError: when it is missing or misaligned.
         """
         return self._flat(read_column(td, key, "it goes with the tokens"), key)
 
@@ -137,10 +138,10 @@ class TokenRows:
                 ``tokens.full`` (``[B, T, 1]``).
 
         Returns:
-            float32 ``[N]``, float64 where it is stored so.
+            float32 ``[N]``; float64 if it is stored as float64.
 
         Raises:
-            DataError: when it is missing, of another shape, or not finite where it counts.
+            DataError: when it is missing, has a wrong shape, or is not finite at a counted token.
         """
         if key not in self._read:
             values = read_column(td, key, "MCAdvantage must run before sampling")
@@ -190,7 +191,7 @@ class TokenRows:
         return self._read[key]
 
     def temperature(self, td: Any, key: NestedKey) -> float | Tensor:
-        """Temperature of each row, float32 ``[B]``; the number 1.0 when it is that of all."""
+        """Temperature of each row, float32 ``[B]``; the number 1.0 if all have it."""
         values = optional_column(td, key)
         if values is None:
             return 1.0
@@ -198,7 +199,7 @@ class TokenRows:
         return 1.0 if bool((temperatures == 1.0).all()) else temperatures
 
     def refuse_truncated_support(self, td: Any, key: NestedKey) -> None:
-        """Raise when a row that counts was sampled from a distribution that is not stored."""
+        """Raise if a counted row was sampled with truncation and its kept ids are not stored."""
         values = optional_column(td, key)
         if values is None:
             return
@@ -211,12 +212,12 @@ class TokenRows:
             )
 
     def refuse_unscored(self, td: Any, key: NestedKey, mask_key: NestedKey) -> None:
-        """Raise when tokens of others count, and log-probs are those of the assistant alone.
+        """Raise if tokens of other roles count, but only the assistant's tokens have log-probs.
 
         Args:
             td: the rows.
             key: log-probs.
-            mask_key: the assistant's mask, which rows may lack.
+            mask_key: the assistant's mask; rows may lack it.
         """
         if optional_column(td, mask_key) is None:
             return
@@ -230,14 +231,14 @@ class TokenRows:
             )
 
     def scatter(self, values_N: Tensor) -> Tensor:
-        """Values of tokens that count at their places in a rectangle of the stored rows.
+        """Put the values of counted tokens at their places in a rectangle of the stored rows.
 
         Args:
             values_N: ``[N]``.
 
         Returns:
-            ``[B, T]`` with ``T`` the longest stored row, shorter ones padded on the left; 0 where a
-            token does not count.
+            ``[B, T]`` with ``T`` the longest stored row; shorter rows are padded on the left; 0 at
+            tokens that do not count.
         """
         index = self._index
         if self._kept is not None:
@@ -247,7 +248,7 @@ class TokenRows:
         return pad_flat(values, self._stored, side="left")
 
     def stored_select(self) -> list[Tensor]:
-        """The tokens that count as bool ``[T]`` per row, as rows are stored, padding included."""
+        """The counted tokens as bool ``[T]`` per row, at stored positions including padding."""
         flat = torch.zeros(sum(self._stored), dtype=torch.bool)
         kept = slice(None) if self._kept is None else self._kept
         flat[kept] = torch.cat(self.select)
@@ -271,13 +272,13 @@ class TokenRows:
 
 
 def check_one_dimension(td: Any) -> None:
-    """Refuse what is no batch of rows: rollouts ``[B, T]``, and batches of nothing.
+    """Reject inputs that are not a batch of rows: rollouts ``[B, T]`` and empty batches.
 
     Args:
         td: rows.
 
     Raises:
-        DataError: for another number of batch dimensions than one, or no rows.
+        DataError: if the number of batch dimensions is not one, or there are no rows.
     """
     if len(td.batch_size) != 1:
         raise DataError(
@@ -296,7 +297,7 @@ def read_token_rows(
 
     Args:
         td: rows: a lazy stack, a tensordict with lazy nodes, or padded tensors; batch size ``[B]``.
-        keys: where the columns are.
+        keys: keys of the columns.
         strategy: ``"sft"``, after the prompt; ``"rlhf"``, by the assistant mask; ``"generic"``,
             every token with a prefix. With a trace, only sampled tokens with reason ``TRAINED``
             remain.
@@ -306,7 +307,7 @@ def read_token_rows(
         The rows.
 
     Raises:
-        DataError: when a column that is needed is missing or misaligned.
+        DataError: when a required column is missing or misaligned.
     """
     check_one_dimension(td)
     ids = read_column(td, keys.action, "the rows must hold token ids")
@@ -326,7 +327,7 @@ def read_token_rows(
 
 
 def _real(values: Tensor) -> Tensor:
-    """At least float32; what is stored more exactly stays so."""
+    """Convert to at least float32; float64 stays float64."""
     return values if values.dtype == torch.float64 else values.float()
 
 
@@ -336,11 +337,11 @@ def read_support(tensordict: Any, rows: TokenRows, key: NestedKey) -> Support | 
     Args:
         tensordict: the rows, ragged or padded.
         rows: their tokens.
-        key: node of the columns ``counts``, ``[T_b]`` per row, and ``token_ids``, ``[S_b]``; see
+        key: node with the columns ``counts``, ``[T_b]`` per row, and ``token_ids``, ``[S_b]``; see
             :class:`~torchrl_llm.data.views.TokenSupport`.
 
     Returns:
-        The support ``[N]``; ``None`` where nothing that counts was cut.
+        The support ``[N]``; ``None`` if no counted token was sampled with truncation.
 
     Raises:
         DataError: when the columns are misaligned, or a sampled token is not among its kept ids.

@@ -25,20 +25,20 @@ from torchrl_llm.objectives import policy_loss as base
 from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows
 
-# A weight beyond this would only overflow.
+# Larger weights would overflow.
 _MAX_WEIGHT = 1e8
 
 Estimator = Literal["advantage", "k2", "full_vocabulary"]
 
 
 class OnPolicyDistillationLossOutput(base.PolicyLossOutput):
-    """Output of :class:`OnPolicyDistillationLoss`: ``PolicyLossOutput`` and the teacher's part.
+    """Output of :class:`OnPolicyDistillationLoss`: ``PolicyLossOutput`` plus the teacher's terms.
 
     Attributes:
-        loss_distill: the divergence as a term of its own; absent with ``estimator="advantage"``,
-            where it is in ``loss_objective``.
+        loss_distill: the divergence as a separate term; absent with ``estimator="advantage"``,
+            where it is part of ``loss_objective``.
         kl_to_teacher: mean divergence of the student from its teacher, nats: over the vocabulary
-            where that is the estimator, else the mean of student minus teacher log-prob.
+            with ``"full_vocabulary"``, otherwise the mean of student minus teacher log-prob.
     """
 
     loss_distill: Tensor | None = None
@@ -49,8 +49,8 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     r"""Reverse divergence from a teacher on the student's own samples.
 
     Minimises :math:`\mathrm{KL}(\pi \| \pi_T)` over the tokens that the student visits
-    (arXiv:2306.13649 with :math:`\lambda = 1`, arXiv:2306.08543). Three estimators, whose expected
-    gradient is that of the divergence at each visited state:
+    (arXiv:2306.13649 with :math:`\lambda = 1`, arXiv:2306.08543). There are three estimators. The
+    expected gradient of each is the gradient of the divergence at each visited state:
 
     - ``"advantage"``: :math:`A_t = \log \pi_T - \log \pi_{old}`, a constant, with the importance
       ratio: :math:`-r_t A_t` (Thinking Machines, *On-Policy Distillation*, 2025; with a clip where
@@ -58,43 +58,43 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     - ``"k2"``: :math:`\tfrac12 (\log \pi - \log \pi_T)^2`, differentiated, weighted by the ratio as
       a constant (1 on fresh samples).
     - ``"full_vocabulary"``: the divergence itself, summed over the vocabulary at each visited
-      state: no noise from the token that was drawn, for one more forward of the teacher. Its
-      ``divergence`` may be ``"forward"`` as well.
+      state. It has no noise from the sampled token, but needs one more forward of the teacher. Its
+      ``divergence`` may also be ``"forward"``.
 
-    Differentiating :math:`\log \pi - \log \pi_T` on samples, as Ludic's OPD does (``k1`` as a
-    loss), would give :math:`\nabla \log \pi`, whose mean is zero and which does not see the
-    teacher.
+    Ludic's OPD differentiates :math:`\log \pi - \log \pi_T` on samples (``k1`` as a loss). This
+    gives :math:`\nabla \log \pi`, which has mean zero and does not depend on the teacher.
 
-    None of them sees what a token does to later ones (a discount of 0), as in the sources.
+    As in the sources, none of them credits a token for its effect on later tokens (the discount is
+    0).
 
     **Teachers.** The first two read the teacher's log-probs from the rows, where
-    :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb` writes them, with one teacher or
-    with the one that each row names (multi-teacher distillation, MOPD). The third asks the teachers
-    itself: one, or a mapping from which ``teacher_key`` of the row chooses. They are frozen and not
-    among the parameters of the loss; :meth:`to` does not move them.
+    :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb` writes them, with a single teacher
+    or with the teacher that each row names (multi-teacher distillation, MOPD). The third calls the
+    teachers itself: a single one, or one of a mapping, chosen by the row's ``teacher_key``.
+    Teachers are frozen and not parameters of the loss; :meth:`to` does not move them.
 
-    **Outcomes.** ``outcome_coeff`` adds the rows' own advantage (MOPD of arXiv:2601.02780: several
-    teachers, :math:`A = A_{distill} + \alpha A_{outcome}`, and a ``correction`` of type ``"mis"``
-    for the sampler), as a policy gradient besides the divergence for the last two. To put a teacher
-    under any loss and advantage estimator instead, see
+    **Outcomes.** ``outcome_coeff`` adds the rows' own advantage: :math:`A = A_{distill} + \alpha
+    A_{outcome}` (MOPD of arXiv:2601.02780 with several teachers and a ``correction`` of type
+    ``"mis"`` for the sampler). For the last two estimators it is a separate policy-gradient term.
+    To combine a teacher with any loss and advantage estimator, see
     :class:`~torchrl_llm.objectives.credit.TeacherKL`.
 
     Args:
         actor_network: the student: a policy wrapper, or a ``CausalScorer``.
         estimator: see above.
-        teachers: one scorer, or scorers by name, for ``"full_vocabulary"``. A teacher with another
-            vocabulary is refused.
+        teachers: one scorer, or scorers by name, for ``"full_vocabulary"``. A teacher with a
+            different vocabulary is rejected.
         divergence: ``"reverse"`` or, for ``"full_vocabulary"``, ``"forward"``.
         coeff: weight of the distillation.
-        outcome_coeff: weight of the rows' advantage; 0 does not read it.
+        outcome_coeff: weight of the rows' advantage; with 0 it is not read.
         clip_epsilon: bounds of the ratio as in PPO; ``None`` for no clip.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
-        **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`, a
-            ``correction`` for a sampler that differs from the trainer among them. It weighs the
-            policy gradient, and with ``"k2"`` nothing else.
+        **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`,
+            including a ``correction`` for a sampler that differs from the trainer. It weights only
+            the policy-gradient term.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:
@@ -145,19 +145,19 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         _check_together(estimator, teachers, divergence, outcome_coeff, clip_epsilon)
         self.estimator, self.divergence = estimator, divergence
         self.coeff, self.outcome_coeff = float(coeff), float(outcome_coeff)
-        # Without a clip the ratio is free on both sides.
+        # Without a clip the ratio is unbounded on both sides.
         self.clip_epsilon = (1.0, float("inf")) if clip_epsilon is None else clip_epsilon
         super().__init__(actor_network, aggregation=aggregation, **settings)
         named = {} if teachers is None else teachers
         self._one_teacher = isinstance(teachers, scoring.TokenScorer)
-        # A plain dictionary, which nn.Module does not look into.
+        # A plain dictionary, so that nn.Module does not register its values.
         self._teachers = {"the teacher": teachers} if self._one_teacher else dict(named)
         for name, teacher in self._teachers.items():
             scoring.check_same_vocabulary(self.scorer, teacher, names=("the student", name))
 
     @property
     def teachers(self) -> dict[str, scoring.TokenScorer]:
-        """The teachers by name; empty where their log-probs are read from the rows."""
+        """The teachers by name; empty if their log-probs are read from the rows."""
         return dict(self._teachers)
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
@@ -170,7 +170,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
             self._names(tensordict)
 
     def advantage(self, tensordict: Any, rows: TokenRows) -> Tensor:
-        """What the teacher and the outcome say of each token, as far as each is asked."""
+        """The advantage of each token from the teacher and the outcome, as configured."""
         sampled = self.column(tensordict, rows, "sample_log_prob")
         advantage = torch.zeros_like(sampled)
         if self.estimator == "advantage":
@@ -185,7 +185,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         return base.Surrogate(*ppo_clip(tokens.log_ratio, tokens.advantage, *self.clip_epsilon))
 
     def extras(self, tensordict: Any, rows: TokenRows) -> scoring.ScoreExtras | None:
-        """The teachers' distributions, where the divergence is over the vocabulary."""
+        """The teachers' distributions, if the divergence is over the vocabulary."""
         extras = super().extras(tensordict, rows)
         if self.estimator != "full_vocabulary":
             return extras
@@ -200,7 +200,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
 
     @property
     def _reads_log_probs(self) -> bool:
-        """Whether anything but the divergence has a gradient."""
+        """Whether any term other than the divergence has a gradient."""
         divergences = (self.kl_to_ref_coeff, self.kl_to_inference_coeff)
         return any((self.outcome_coeff, self.entropy_coeff, *divergences))
 
@@ -213,7 +213,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """The divergence, as a term of its own unless it is the advantage."""
+        """The divergence as a separate term, unless it is the advantage."""
         if self.estimator == "full_vocabulary":
             divergence = scores.divergence.to(tokens.log_probs.device)
             kl = divergence.detach()
@@ -247,7 +247,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     def _states(
         self, tensordict: Any, rows: TokenRows
     ) -> tuple[tuple[scoring.HeadStates, ...], Tensor | None]:
-        """The states of each teacher for its tokens, and which teacher each token has."""
+        """The hidden states of each teacher for its tokens, and the teacher of each token."""
         if self._one_teacher:
             (teacher,) = self._teachers.values()
             return (_states_of(teacher, rows.sequences, rows.select),), None

@@ -1,4 +1,4 @@
-"""Online DPO: pairs out of what the policy has just sampled."""
+"""Online DPO: pairs of samples of the current policy."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from torchrl_llm.objectives.loss_rows import TokenRows
 class OnlineDPOLoss(DPOLoss):
     r"""The DPO loss of the best and the worst sample of each group (arXiv:2402.04792).
 
-    The pairs are those that :class:`~torchrl_llm.objectives.credit.BestWorst` marks; the paper has
-    two samples of a prompt, which a judge compares. An answer is what was sampled in the rows of a
-    trajectory, several where its turns could not be joined, at its temperature, tool results
-    excepted. The reference is that of each token, as
-    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes it.
+    :class:`~torchrl_llm.objectives.credit.BestWorst` marks the pairs. (The paper samples two
+    answers per prompt, and a judge compares them.) An answer consists of the sampled tokens of a
+    trajectory, without tool results, scored at the temperature of sampling. A trajectory may have
+    several rows if its turns could not be joined. The reference log-probs are per token, as
+    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes them.
 
     Arguments are those of :class:`~torchrl_llm.objectives.DPOLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> import torch
@@ -62,14 +62,14 @@ class OnlineDPOLoss(DPOLoss):
     default_keys = _AcceptedKeys
 
     def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
-        """See :meth:`AnswerLoss.places`; of a trajectory with several rows it is the first."""
+        """See :meth:`AnswerLoss.places`; the first row represents its trajectory."""
         heads = self._heads(tensordict)
         first = (heads == torch.arange(len(heads))).nonzero()[:, 0]
         chosen, rejected = super().places(tensordict[first.tolist()])
         return first[chosen], first[rejected]
 
     def answers(self, tensordict: Any, rows: TokenRows, log_probs_N: Tensor) -> Answers:
-        """See :meth:`AnswerLoss.answers`; the rows of a trajectory are added up in its first."""
+        """See :meth:`AnswerLoss.answers`; rows of a trajectory are summed into the first."""
         found = super().answers(tensordict, rows, log_probs_N)
         heads = sent(self._heads(tensordict), log_probs_N.device)
         sums = [torch.zeros_like(each).index_add(0, heads, each) for each in found]

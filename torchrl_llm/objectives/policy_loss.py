@@ -2,11 +2,11 @@
 
 A loss reads rows (``torchrl_llm.objectives.loss_rows``), asks a
 :class:`~torchrl_llm.data.scoring.TokenScorer` for the log-probs of the tokens that count, and
-averages what its ``surrogate`` says about each. A new loss is a subclass with a ``surrogate``; its
-mathematics belongs into :mod:`torchrl_llm.functional`. It takes
-``**settings: Unpack[PolicyLossSettings]`` for what it only hands on; a mistyped name still fails.
-It names what it needs from the forward besides log-probs in ``extras``, and adds terms besides the
-objective in ``further_terms``.
+averages the values of its ``surrogate``. A new loss is a subclass with a ``surrogate``; its
+mathematics belongs in :mod:`torchrl_llm.functional`. It takes ``**settings:
+Unpack[PolicyLossSettings]`` for the arguments that it only passes on; a mistyped name still fails.
+``extras`` requests more than log-probs from the forward, and ``further_terms`` adds terms to the
+objective.
 
 Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens that count.
 """
@@ -55,21 +55,21 @@ class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of a policy-gradient loss; fields are float32 scalars.
 
     Attributes:
-        loss_objective: the surrogate, averaged as the loss's ``aggregation`` says; ``[B, T, 1]``
-            per token when that is ``"none"``.
-        clip_fraction: share of tokens whose gradient is cut by a bound.
-        kl_approx: mean of sampled (with a correction, proximal) minus current log-prob, nats.
-        ess_moments: ``[3]``, sums that the effective sample size is made of, see ``ESS``.
+        loss_objective: the surrogate, averaged according to ``aggregation``; ``[B, T, 1]`` per
+            token if that is ``"none"``.
+        clip_fraction: share of tokens whose gradient a bound removes.
+        kl_approx: mean of sampled (with a correction: proximal) minus current log-prob, nats.
+        ess_moments: ``[3]``, sums from which ``ESS`` is computed.
         entropy: mean entropy, nats.
-        loss_entropy: the entropy bonus, where asked for.
-        loss_kl_to_ref: weighted divergence from the reference, where asked for.
-        kl_to_ref: its mean, nats.
-        loss_kl_to_inference: weighted divergence from the sampler, where asked for.
-        kl_to_inference: its mean, nats.
-        correction_masked: share of tokens that the correction gives weight zero.
+        loss_entropy: the entropy bonus; ``None`` if off.
+        loss_kl_to_ref: weighted KL to the reference; ``None`` if off.
+        kl_to_ref: mean of this KL, nats.
+        loss_kl_to_inference: weighted KL to the sampler; ``None`` if off.
+        kl_to_inference: mean of this KL, nats.
+        correction_masked: share of tokens whose correction weight is zero.
         mismatch_k1: mean of sampled minus proximal log-prob, nats: the divergence of the proximal
             policy from the sampler.
-        mismatch_k3: the same by the estimate that is never negative.
+        mismatch_k3: estimate of the same divergence that is never negative.
     """
 
     loss_objective: Tensor
@@ -90,24 +90,24 @@ class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
     def ESS(self) -> Tensor:
         """Effective sample size of the ratios current / sampled, as a share.
 
-        Exact for the sum of the outputs of micro-batches, too.
+        Also exact for the sum of the outputs of micro-batches.
         """
         return ess_from_moments(self.ess_moments.detach())
 
     def metrics(self) -> dict[str, Tensor]:
-        """Every scalar that is there, loss terms included, and ``ESS``, without gradient."""
+        """All scalars, including loss terms and ``ESS``, without gradient."""
         metrics = LLMLossOutput.metrics(self)
         del metrics["ess_moments"]
         return {**metrics, "ESS": self.ESS}
 
 
 class PolicyTokens(NamedTuple):
-    """The tokens that count, flat, as a surrogate sees them.
+    """The counted tokens, flat: input of a surrogate.
 
     Attributes:
         log_probs: float32 ``[N]`` under the current policy, with gradients, nats.
         log_ratio: float32 ``[N]``, current minus proximal log-prob, with gradients, nats. The
-            proximal policy is the sampler, or with a correction what that says.
+            proximal policy is the sampler, or the policy that the correction defines.
         advantage: float32 ``[N]``.
         row: int64 ``[N]``, the row of each token.
         num_rows: ``B``.
@@ -128,11 +128,11 @@ class PolicyTokens(NamedTuple):
 
 
 class Surrogate(NamedTuple):
-    """What a surrogate says about each token.
+    """Output of a surrogate.
 
     Attributes:
         loss: float32 ``[N]``.
-        clipped: bool ``[N]``, where a bound cuts the gradient.
+        clipped: bool ``[N]``, true where a bound removes the gradient.
     """
 
     loss: Tensor
@@ -149,58 +149,57 @@ SUMS = "sums are aggregation='sequence_sum'"
 class PolicyGradientLoss(TokenLoss):
     """Base of the policy-gradient losses over rows of sampled tokens.
 
-    Subclasses define :meth:`surrogate`. Which tokens count is said by ``masking_strategy``:
-    ``"sft"``, those after the row's prompt; ``"rlhf"``, those of the assistant mask; ``"generic"``,
-    all that have a prefix. Where a row has a ``trace``, only sampled tokens whose mask reason is
-    ``TRAINED`` count.
+    Subclasses define :meth:`surrogate`. ``masking_strategy`` selects the tokens that count:
+    ``"sft"``, tokens after the row's prompt; ``"rlhf"``, tokens of the assistant mask;
+    ``"generic"``, all tokens that have a prefix. If a row has a ``trace``, only sampled tokens with
+    mask reason ``TRAINED`` count.
 
-    Every mean is over tokens that count, divided by a
-    :class:`~torchrl_llm.functional.Normalizer`. With that of the whole batch
-    (:meth:`normalizer`) the outputs of its micro-batches add up.
+    Every mean is over counted tokens, divided by a :class:`~torchrl_llm.functional.Normalizer`.
+    With the normalizer of the whole batch (:meth:`normalizer`), the outputs of its micro-batches
+    add up to the output of the batch.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        reduction: ``None`` or ``"mean"``: as ``aggregation`` says; ``"none"``: as
+        reduction: ``None`` or ``"mean"``: according to ``aggregation``; ``"none"``: like
             ``aggregation="none"``.
         aggregation: how the tokens' losses are averaged. ``"token_mean"``; ``"sequence_mean"``, a
             mean over each row's tokens and then over rows (TorchRL's ``"prompt_mean"``);
             ``"prompt_mean"``, a mean over the tokens of all rows of a prompt and then over
-            prompts, which needs ``"group_id"``; ``"sequence_sum"``; ``"constant"``, as the former
-            but divided by ``constant_length``; ``"none"``, a padded ``[B, T, 1]``
-            loss.
-        constant_length: tokens that ``"constant"`` divides by.
-        count_empty_rows: rows of which no token counts (masked as a whole: stale, overlong,
-            filtered) are sequences in the denominator, as they are in Ludic and TRL. By default
-            they are not, so that masking a row and leaving it out are the same. (With
-            ``"prompt_mean"`` a prompt all of whose rows are empty is a prompt, too.) Refused with
-            ``"token_mean"``, which divides by tokens here and in TRL.
-        correction: what to do about a sampler that differs from the policy before the update;
-            ``None`` takes ratios to the sampler.
-        kl_mask_threshold: tokens with ``log_ratio ** 2 / 2`` above it, of current over sampled
-            probability, add nothing to the objective. They still count in the denominators, which
-            have to be known before the forward.
+            prompts, which needs ``"group_id"``; ``"sequence_sum"``, a sum over each row's tokens
+            and a mean over rows; ``"constant"``, like ``"sequence_sum"`` but divided by
+            ``constant_length``; ``"none"``, a padded ``[B, T, 1]`` loss.
+        constant_length: divisor in tokens for ``"constant"``.
+        count_empty_rows: count fully masked rows (stale, overlong, filtered) as sequences in the
+            denominator, as Ludic and TRL do. By default they do not count, so that masking a row
+            equals leaving it out. (With ``"prompt_mean"``, also count prompts whose rows are all
+            empty.) An error with ``"token_mean"``, which divides by tokens here and in TRL.
+        correction: correction for a sampler that differs from the policy before the update; with
+            ``None`` ratios are taken to the sampler.
+        kl_mask_threshold: tokens whose ``log_ratio ** 2 / 2`` (current over sampled) is above it
+            add nothing to the objective. They still count in the denominators, because these must
+            be known before the forward.
         entropy_bonus: subtract ``entropy_coeff`` times the entropy from the loss. By default only
-            when an ``entropy_coeff`` is given; the entropy is a metric either way.
-        entropy_coeff: weight of the bonus, 0.01 when ``entropy_bonus=True`` comes without it.
-        kl_to_ref_coeff: weight of the divergence from the reference policy; ``None`` or 0 for none.
-        kl_to_inference_coeff: weight of the divergence from the sampler; ``None`` or 0 for none.
-        kl_estimator: how both are estimated, see :mod:`torchrl_llm.functional.kl`. As a loss
-            ``"k1"`` is of no use (and logs a warning): on samples of the current policy its
-            gradient has mean zero whatever the other policy is. It belongs into the reward.
-            ``"weighted_k3"`` (TRL's default) is multiplied by the ratio to the sampler, which makes
-            value and gradient right for rows of an older policy, too. (With a ``correction`` TRL
-            multiplies by the ratio to the proximal policy.)
+            if ``entropy_coeff`` is given; the entropy is always a metric.
+        entropy_coeff: weight of the bonus; 0.01 if ``entropy_bonus=True`` is given without it.
+        kl_to_ref_coeff: weight of the KL to the reference policy; ``None`` or 0 for none.
+        kl_to_inference_coeff: weight of the KL to the sampler; ``None`` or 0 for none.
+        kl_estimator: how both are estimated, see :mod:`torchrl_llm.functional.kl`. As a loss,
+            ``"k1"`` is useless and logs a warning: on samples of the current policy its gradient
+            has mean zero for every other policy. Put it into the reward instead. ``"weighted_k3"``
+            (TRL's default) is multiplied by the ratio to the sampler, so value and gradient are
+            also correct for rows of an older policy. (With a ``correction``, TRL multiplies by the
+            ratio to the proximal policy.)
         masking_strategy: see above.
-        device: where the loss is computed from the log-probs; theirs by default. The actor is not
-            moved.
-        gamma: without effect, as in TorchRL: the advantage estimator discounts.
-        clip_value: without effect, as in TorchRL: there is no value.
-        samples_mc_entropy: without effect: the entropy of tokens is exact.
-        ref_log_prob_padding_side: without effect: log-probs stand where their tokens stand.
-        ref_log_prob_padding_value: without effect, likewise.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs. The actor is not moved.
+        gamma: no effect, as in TorchRL: the advantage estimator discounts.
+        clip_value: no effect, as in TorchRL: there is no value.
+        samples_mc_entropy: no effect: the entropy of tokens is exact.
+        ref_log_prob_padding_side: no effect: log-probs are aligned with their tokens.
+        ref_log_prob_padding_value: no effect, for the same reason.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
     """
 
     @dataclass
@@ -295,7 +294,7 @@ class PolicyGradientLoss(TokenLoss):
 
     @property
     def reduction(self) -> str:
-        """``"none"`` where the loss is one of each token, else ``"mean"``."""
+        """``"none"`` if the loss is per token, otherwise ``"mean"``."""
         return "none" if self.aggregation == "none" else "mean"
 
     @property
@@ -320,14 +319,14 @@ class PolicyGradientLoss(TokenLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """Terms and metrics besides the objective, named as fields of ``output_type``.
+        """Further terms and metrics, named as fields of ``output_type``.
 
         Args:
             tensordict: the rows.
-            rows: their tokens; ``rows.column`` reads what goes with them.
+            rows: their tokens; ``rows.column`` reads the columns.
             tokens: the ``N`` tokens that count.
-            scores: what the actor returned, extras included, on its device.
-            reduce: averages ``[N]`` values as the objective is averaged; for ``loss_*`` terms.
+            scores: output of the actor, including extras, on its device.
+            reduce: averages ``[N]`` values in the same way as the objective; for ``loss_*`` terms.
             share: 1 / tokens of the whole batch; for metrics, ``values.sum() * share``.
 
         Returns:
@@ -336,7 +335,7 @@ class PolicyGradientLoss(TokenLoss):
         return {}
 
     def advantage(self, tensordict: Any, rows: TokenRows) -> Tensor:
-        """What :meth:`surrogate` gets as the advantage: that of the rows, unless overridden.
+        """The advantage for :meth:`surrogate`: by default the advantage column of the rows.
 
         Args:
             tensordict: the rows.
@@ -346,14 +345,14 @@ class PolicyGradientLoss(TokenLoss):
             ``[N]``, constants.
 
         Raises:
-            DataError: when it is missing, of a wrong shape or not finite.
+            DataError: when it is missing, has a wrong shape or is not finite.
         """
         return rows.advantage(tensordict, self.tensor_keys.advantage)
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """The support of truncated sampling, where the rows recorded it.
+        """The support of truncated sampling, if the rows recorded it.
 
-        A subclass adds what it asks for to this.
+        A subclass extends this with its own requests.
 
         Args:
             tensordict: the rows.
@@ -373,7 +372,7 @@ class PolicyGradientLoss(TokenLoss):
         """See :meth:`TokenLoss.check`.
 
         Raises:
-            DataError: also when a row's distribution was truncated without its support.
+            DataError: also when a row was sampled with truncation and has no support.
         """
         rows.refuse_truncated_support(tensordict, self.tensor_keys.truncated_support)
         self._columns(tensordict, rows)
@@ -383,12 +382,12 @@ class PolicyGradientLoss(TokenLoss):
             rows.groups(tensordict, self.tensor_keys.group_id)
 
     def refuse_unscored(self, tensordict: Any, rows: TokenRows, name: str) -> None:
-        """See ``TokenRows.refuse_unscored``, of the column that a key names.
+        """See ``TokenRows.refuse_unscored``, for the column that a key names.
 
         Args:
             tensordict: the rows.
             rows: their tokens.
-            name: of the key.
+            name: name of the key.
         """
         if self.masking_strategy == "generic":
             keys = self.tensor_keys
@@ -498,7 +497,8 @@ class PolicyGradientLoss(TokenLoss):
 
     def _estimate(self, log_ratio: Tensor, tokens: PolicyTokens) -> Tensor:
         if self.kl_estimator == "weighted_k3":
-            # The sampler drew the tokens, whatever a correction takes the ratio to.
+            # The sampler drew the tokens, also if a correction takes the ratio to a different
+            # policy.
             return weighted_k3(log_ratio, tokens.log_probs - tokens.sample_log_probs)
         return KL_ESTIMATORS[self.kl_estimator](log_ratio)
 
@@ -524,13 +524,13 @@ class PolicyGradientLoss(TokenLoss):
         if lengths is not None:
             lengths = sent(torch.tensor(lengths, dtype=like.dtype)[rows.row], like.device)
         weights = token_weights(lengths, mode, normalizer, constant_length=self.constant_length)
-        # Rows of 100,000 tokens: float32 does not add up what nearly cancels.
+        # In rows of 100,000 tokens, float32 loses sums that nearly cancel.
         if isinstance(weights, float):
             return lambda values: (values.sum(dtype=torch.float64) * weights).to(values.dtype)
         return lambda values: (values * weights).sum(dtype=torch.float64).to(values.dtype)
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
-        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        """Called by ``set_keys`` to update ``in_keys``; there is no value estimator."""
         keys = self.tensor_keys
         self.in_keys = [keys.action, keys.sample_log_prob, keys.advantage]
         if self.correction is not None and self.correction.proximal == "stored":
@@ -544,16 +544,16 @@ class PolicyGradientLoss(TokenLoss):
 
 
 def _tell_of(**without_effect: bool) -> None:
-    """Log, once, the arguments that were given and that no loss reads."""
+    """Log once which given arguments have no effect."""
     for name, given in without_effect.items():
         if given:
             tell_once(f"{name} has no effect here: nothing of a policy loss reads it")
 
 
 class PolicyLossSettings(TypedDict, total=False):
-    """What any policy-gradient loss takes besides its own arguments and the aggregation.
+    """Arguments that all policy-gradient losses share, without the aggregation.
 
-    The meanings are those of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
+    :class:`~torchrl_llm.objectives.PolicyGradientLoss` documents them.
     """
 
     constant_length: int | None
@@ -578,14 +578,14 @@ class PolicyLossSettings(TypedDict, total=False):
 class Bounds:
     """An attribute ``(low, high)`` of a loss that may be assigned between steps.
 
-    A plain number stands for both.
+    A single number sets both.
 
     Args:
         max_low: ``low`` may be at most this; ``None`` for no limit.
         open_low: whether ``low=None``, no lower bound, is allowed.
 
     Raises:
-        ConfigError: on assignment of bounds that are negative or beyond the limit.
+        ConfigError: on assignment of bounds that are negative or above the limit.
 
     Example:
         >>> class Loss:
@@ -600,7 +600,7 @@ class Bounds:
         self.max_low, self.open_low = max_low, open_low
 
     def __set_name__(self, owner: type, name: str) -> None:
-        """Remember under which name the loss has it."""
+        """Store the name of the attribute."""
         self.name = name
 
     def __get__(self, loss: Any, owner: type | None = None) -> Any:

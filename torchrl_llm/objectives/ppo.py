@@ -1,7 +1,7 @@
 """PPO with a critic.
 
 Advantages and value targets are in the rows: :class:`~torchrl_llm.objectives.credit.GAEAdvantage`
-makes them of the values that :class:`~torchrl_llm.envs.transforms.RetrieveValues` wrote.
+computes them from the values that :class:`~torchrl_llm.envs.transforms.RetrieveValues` writes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from torchrl_llm.objectives.loss_rows import TokenRows
 
 
 class PPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`PPOLoss`: the fields of ``PolicyLossOutput``, and the critic's.
+    """Output of :class:`PPOLoss`: the fields of ``PolicyLossOutput``, plus the critic's.
 
     Attributes:
-        loss_value: the weighted value loss, averaged as the objective.
+        loss_value: the weighted value loss, averaged like the objective.
         value: mean value.
-        value_target: mean return that the critic should have predicted.
+        value_target: mean target of the critic.
         value_error: mean of ``(value - target) ** 2``.
-        value_clip_fraction: share of tokens whose value the clip holds.
+        value_clip_fraction: share of tokens whose value is clipped.
     """
 
     loss_value: Tensor | None = None
@@ -47,28 +47,27 @@ class PPOLoss(GRPOLoss):
     r"""PPO: :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A) + c\, (V - R)^2 / 2` per token.
 
     arXiv:1707.06347 equation 9 (with its entropy bonus as ``entropy_coeff``). The values come from
-    the forward that gives the log-probs, of an actor with a
-    :class:`~torchrl_llm.modules.ValueHead`, or from a critic of its own. Rows need ``advantage``
-    and ``("value_target", "full")``, both written by
-    :class:`~torchrl_llm.objectives.credit.GAEAdvantage`.
+    the same forward as the log-probs, if the actor has a :class:`~torchrl_llm.modules.ValueHead`,
+    or from a separate critic. Rows need ``advantage`` and ``("value_target", "full")``, both
+    written by :class:`~torchrl_llm.objectives.credit.GAEAdvantage`.
 
-    The value loss is averaged as the objective is. ``value_clip`` is not in the paper but in
-    OpenAI's code, with 0.2, see :func:`~torchrl_llm.functional.value_loss`; here it is off. TRL
-    1.16 and Ludic have no PPO to differ from.
+    The value loss is averaged like the objective. ``value_clip`` is not in the paper but in
+    OpenAI's code (0.2), see :func:`~torchrl_llm.functional.value_loss`; it is off by default. TRL
+    1.16 and Ludic have no PPO.
 
     Args:
-        actor_network: scores tokens, and values them unless there is a critic.
-        critic_network: a scorer with a value head that values the tokens instead; it belongs to the
-            parameters of the loss.
+        actor_network: scores tokens, and also values them if there is no critic.
+        critic_network: a scorer with a value head that values the tokens instead; its parameters
+            belong to the loss.
         clip_epsilon: a number, or ``(low, high)``. May be assigned between steps.
         value_coeff: weight ``c`` of the value loss.
-        value_clip: how far a value may move from the one that the rows hold, under ``("values",
-            "full")``; ``None`` for no bound.
+        value_clip: how far a value may move from the stored one, ``("values", "full")``; ``None``
+            for no bound.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:
@@ -133,7 +132,7 @@ class PPOLoss(GRPOLoss):
         self._value_columns(tensordict, rows)
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """Values, unless a critic of its own gives them, besides what every loss asks for."""
+        """The requests of every loss, plus values if there is no separate critic."""
         extras = super().extras(tensordict, rows)
         if self.critic_network is not None:
             return extras
@@ -148,7 +147,7 @@ class PPOLoss(GRPOLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """The value loss and what is worth knowing about the critic."""
+        """The value loss and the metrics of the critic."""
         device = tokens.log_probs.device
         values = self._values(rows, scores).to(device)
         targets, old = (
@@ -176,13 +175,13 @@ class PPOLoss(GRPOLoss):
         if values is None or values.shape != (count,):
             got = None if values is None else tuple(values.shape)
             raise DataError(f"the critic must value the {count} selected tokens, got {got}")
-        # On a GPU as for the log-probs, see check_scores.
+        # On a GPU this check is deferred, as for the log-probs: see check_scores.
         if values.device.type == "cpu" and not bool(values.detach().isfinite().all()):
             raise DataError("the critic's values are NaN or infinite: its weights have diverged")
         return values
 
     def _value_columns(self, tensordict: Any, rows: TokenRows) -> tuple[Tensor, Tensor | None]:
-        """Value targets, and the values of when they were made where the clip needs them."""
+        """Value targets, and the old values if the clip needs them."""
         targets = self.column(tensordict, rows, "value_target")
         if self.value_clip is None:
             return targets, None

@@ -12,7 +12,7 @@ from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import policy_loss as base
 
-# Larger weights count as this one, 5e8: an infinite weight times an advantage of 0 is NaN.
+# Larger weights are set to this, 5e8: an infinite weight times an advantage of 0 is NaN.
 _MAX_WEIGHT = 2.0**29
 
 
@@ -20,24 +20,24 @@ _MAX_WEIGHT = 2.0**29
 class ReinforceLoss(base.PolicyGradientLoss):
     r"""The score-function loss :math:`-\mathrm{sg}[w] A \log \pi` with an importance weight ``w``.
 
-    Williams (1992), with the weight that makes it right for rows of an older policy. The gradient
-    is the sum over a sequence's tokens, averaged over sequences. On rows of the current policy all
-    weights are one, and so is the loss's gradient that of every clipped loss of this package.
+    Williams (1992), with a weight that makes it correct for rows of an older policy. The gradient
+    is summed over a sequence's tokens and averaged over sequences. On rows of the current policy
+    all weights are one, and the gradient equals that of every clipped loss of this package.
 
-    Ludic's preset has ``level="sequence"``: the product of a sequence's ratios, unbiased, and
-    beyond all bounds on long responses; give it a ``truncation``. RLOO (arXiv:2402.14740) is this
-    loss on leave-one-out advantages.
+    Ludic's preset has ``level="sequence"``: the product of a sequence's ratios. It is unbiased but
+    unbounded on long responses, so set a ``truncation``. RLOO (arXiv:2402.14740) is this loss on
+    leave-one-out advantages.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        level: whose ratio of current to sampled probability is the weight: ``"token"``, the
-            token's; ``"sequence"``, its row's, a product; ``"none"``, no weight.
+        level: the ratio of current to sampled probability that is the weight: ``"token"``, the
+            token's ratio; ``"sequence"``, the product over its row; ``"none"``, no weight.
         truncation: largest weight; ``None`` for no bound.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:

@@ -1,4 +1,4 @@
-"""REINFORCE++: PPO's clipped surrogate, with advantages of the whole batch."""
+"""REINFORCE++: PPO's clipped surrogate, with advantages normalised over the batch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torchrl_llm.objectives.grpo import GRPOLoss
 class ReinforcePlusPlusLoss(GRPOLoss):
     """The loss of REINFORCE++: PPO's clipped surrogate, a mean over each response's tokens.
 
-    arXiv:2501.03262, the objective of section 3. What sets REINFORCE++ apart is its advantage: no
-    critic, normalised over the whole batch and not over a group
-    (:class:`~torchrl_llm.objectives.credit.BatchNormalizedReturn`), with the divergence from the
-    reference in the reward. Its variant with a baseline takes the group's mean off first and has
-    the divergence in the loss, as ``k2``: ``kl_to_ref_coeff=..., kl_estimator="k2"``.
+    arXiv:2501.03262, the objective of section 3. REINFORCE++ differs in its advantage: it has no
+    critic, is normalised over the whole batch instead of a group
+    (:class:`~torchrl_llm.objectives.credit.BatchNormalizedReturn`), and has the KL to the reference
+    in the reward. The variant with a baseline subtracts the group's mean first and has the KL in
+    the loss, as ``k2``: ``kl_to_ref_coeff=..., kl_estimator="k2"``.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
@@ -26,7 +26,7 @@ class ReinforcePlusPlusLoss(GRPOLoss):
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:

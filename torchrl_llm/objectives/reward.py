@@ -1,4 +1,4 @@
-"""The loss of a reward model: pairs of answers, compared by the number that each row has.
+"""The loss of a reward model: compares the scores of pairs of answers.
 
 Shape legend: ``B`` rows, ``P`` pairs.
 """
@@ -28,9 +28,9 @@ class RewardLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of a loss of a reward model; float32 scalars, each a mean over pairs.
 
     Attributes:
-        loss_reward: the Bradley-Terry loss, with what keeps scores around 0.
+        loss_reward: the Bradley-Terry loss, including the centering term.
         accuracy: share of the pairs whose chosen answer has the larger score.
-        margin: by how much it is larger.
+        margin: mean difference of the scores, chosen minus rejected.
         score: mean of the scores of both answers.
     """
 
@@ -43,17 +43,18 @@ class RewardLossOutput(LLMLossOutput, TensorClass["nocast"]):
 class RewardLoss(AnswerLoss):
     """Bradley-Terry loss of the scores of pairs.
 
-    See :func:`~torchrl_llm.functional.bradley_terry`. The score of a row is the value of its last
-    token's state, so that it needs no mask of answers. ``"margin"``, where the rows have it, says
-    how much better the chosen answer is. TRL's ``RewardTrainer`` computes the same.
+    See :func:`~torchrl_llm.functional.bradley_terry`. The score of a row is the value at its last
+    token, so rows need no mask of answers. The optional column ``"margin"`` tells how much better
+    the chosen answer is. TRL's ``RewardTrainer`` computes the same loss.
 
     Args:
-        actor_network: gives values: a ``ClassifierScorer``, or a scorer with a value head.
+        actor_network: computes values: a ``ClassifierScorer``, or a scorer with a value head.
         centering: weight of the square of the two scores' sum, which keeps scores around 0
             (arXiv:2312.09244 has 0.01); 0 for none.
-        pad_id: the last token of a row is the last one that is not this; that of the model, where
-            it has one.
-        device: where the loss is computed from the scores; theirs by default.
+        pad_id: padding id; the last token of a row that differs from it is scored. By default the
+            model's, if it has one.
+        device: device on which the loss is computed from the scores; by default the device of the
+            scores.
 
     Example:
         >>> from tensordict import TensorDict
@@ -107,7 +108,7 @@ class RewardLoss(AnswerLoss):
         return self.numbers(tensordict, key, "").float()
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
-        """Tokens, and the pairs, as sequences.
+        """Counts of tokens, and of pairs as sequences.
 
         Args:
             tensordict: the rows.

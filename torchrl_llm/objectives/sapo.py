@@ -1,4 +1,4 @@
-"""SAPO: a soft gate of each token's ratio in place of a clip."""
+"""SAPO: a soft gate on each token's ratio instead of a clip."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class SAPOLoss(base.PolicyGradientLoss):
     r"""The SAPO loss, :math:`-\frac{4}{\tau} \sigma(\tau (r - 1)) A` per token.
 
     arXiv:2511.20347 section 3, a mean over each sequence's tokens and then over sequences. The
-    temperature :math:`\tau` is ``tau_pos`` for a positive advantage and ``tau_neg`` else, larger
-    because pushing a token down raises many unlikely others. At ratio one the gradient is that of
-    REINFORCE, and it fades smoothly on both sides. ``clip_fraction`` is always 0.
+    temperature :math:`\tau` is ``tau_pos`` for a positive advantage and ``tau_neg`` otherwise; the
+    latter is larger, because pushing one token down raises many unlikely ones. At ratio one the
+    gradient is that of REINFORCE; it falls smoothly on both sides. ``clip_fraction`` is always 0.
 
     Ludic sums over a sequence's tokens: ``aggregation="sequence_sum"``. TRL's
     ``loss_type="sapo"`` is this loss.
@@ -32,7 +32,7 @@ class SAPOLoss(base.PolicyGradientLoss):
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
         TypeError: for arguments that do not exist.
 
     Example:

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on conversations: cross-entropy of the assistant's tokens, and MinorSFT.
+"""Supervised fine-tuning on conversations: cross-entropy on the assistant's tokens, and MinorSFT.
 
 Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens of the assistant.
 """
@@ -61,15 +61,15 @@ def minor_sft_loss(
 ) -> Tensor:
     r"""MinorSFT, :math:`-\log \sigma(\beta (\log \pi - \log \pi_\mathrm{ref}))`.
 
-    arXiv:2408.10642, in TorchRL's form. The further a response is above the reference, the weaker
-    its pull: the gradient is that of the negative log-likelihood times
-    :math:`\beta\, \sigma(-\beta (\log \pi - \log \pi_\mathrm{ref}))`. The paper's is, with the
-    log-probs of whole responses of ``m`` tokens, :math:`2 / (\beta m)` times as large.
+    arXiv:2408.10642, in TorchRL's form. The further the log-prob of a response is above the
+    reference, the smaller its gradient: it is the gradient of the negative log-likelihood times
+    :math:`\beta\, \sigma(-\beta (\log \pi - \log \pi_\mathrm{ref}))`. The paper's gradient, with
+    log-probs of whole responses of ``m`` tokens, is :math:`2 / (\beta m)` times as large.
 
     Args:
         log_probs: ``[B]``, log-prob of each response under the trained policy, nats.
         ref_log_probs: ``[B]``, under the reference.
-        beta: slope; larger forgets the reference less.
+        beta: slope; larger values keep the policy closer to the reference.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``.
 
     Returns:
@@ -100,8 +100,8 @@ class SFTLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of :class:`SFTLoss`; float32 scalars.
 
     Attributes:
-        loss_sft: the objective; ``[B]`` when the reduction is ``"none"``.
-        loss_kl_to_ref: weighted divergence from the reference, where asked for.
+        loss_sft: the objective; ``[B]`` if the reduction is ``"none"``.
+        loss_kl_to_ref: weighted KL to the reference; ``None`` if off.
         kl_to_ref: its mean over the assistant's tokens, nats.
     """
 
@@ -111,45 +111,46 @@ class SFTLossOutput(LLMLossOutput, TensorClass["nocast"]):
 
 
 class SFTLoss(TokenLoss):
-    r"""Supervised loss on the assistant's tokens, the token that ends each turn included.
+    r"""Supervised loss on the assistant's tokens, including the token that ends each turn.
 
     Rows that have ids and an assistant mask (``("tokens", "full")``, ``("masks",
-    "all_assistant_mask")``) are used as they are; rows with a conversation alone (``("history",
+    "all_assistant_mask")``) are used directly; rows that have only a conversation (``("history",
     "full")``) are encoded first. Only the assistant's positions reach the language-model head.
 
-    The default, as TorchRL's, is a mean over rows of each row's mean. Ludic's preset sums a row's
-    tokens (``normalize_by_seq_length=False``); most other trainers average all tokens alike
+    The default, as in TorchRL, is the mean over rows of each row's token mean. Ludic's preset sums
+    a row's tokens (``normalize_by_seq_length=False``); most other trainers average over all tokens
     (``reduction="token_mean"``).
 
-    Rows may have a weight each, under ``"loss_weight"``: a finite number, at least 0. A row of
-    weight 0 is not trained, as if it were left out. Means are weighted means,
+    Each row may have a weight, ``"loss_weight"``: a finite number, at least 0. A row of weight 0 is
+    left out. Means are weighted means,
 
     .. math:: \frac{\sum_b w_b \ell_b}{\sum_b w_b}
         \quad\text{and}\quad \frac{\sum_b w_b \sum_t \ell_{bt}}{\sum_b w_b n_b}
 
-    over rows and (``"token_mean"``, the divergence) over tokens: equal weights, whatever their
-    value, are no weights, and a row of weight 2 is two rows. ``"sum"`` and ``"none"`` multiply and
-    divide by nothing. (Ludic multiplies and divides by the number of rows, so that its weights also
-    scale the loss.)
+    over rows, and over tokens for ``"token_mean"`` and the KL term. So equal weights of any value
+    change nothing, and a row of weight 2 counts as two rows. ``"sum"`` and ``"none"`` multiply by
+    the weight and divide by nothing. (Ludic multiplies by the weight and divides by the number of
+    rows, so its weights also scale the loss.)
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        tokenizer: encodes conversations; that of the actor by default. Not needed for rows that
-            have ids.
+        tokenizer: encodes conversations; by default the tokenizer of the actor. Not needed for rows
+            that have ids.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`,
             such as ``chat_template`` or ``chat_template_name``.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` over all tokens
-            alike, whatever row they are in.
-        normalize_by_seq_length: use the mean instead of the sum over a row's tokens; the default
-            but for ``"token_mean"``, where it has no meaning.
-        kl_to_ref_coeff: weight of the divergence from a reference policy (``k3``, a mean over
-            tokens), whose log-probs the rows must have under ``("next", "ref_log_probs", "full")``.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` averages over all
+            tokens of all rows.
+        normalize_by_seq_length: use the mean instead of the sum over a row's tokens. This is the
+            default, except for ``"token_mean"``, where it has no meaning.
+        kl_to_ref_coeff: weight of the KL to a reference policy (``k3``, a mean over tokens). The
+            rows must have the reference's log-probs under ``("next", "ref_log_probs", "full")``.
         loss_function: ``"sft"`` or ``"minor_sft"``; the latter needs the reference's log-probs.
-        beta: slope of MinorSFT, 0.1 by default; without effect on ``"sft"``.
-        device: where the loss is computed from the log-probs; theirs by default.
+        beta: slope of MinorSFT, 0.1 by default; no effect on ``"sft"``.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs.
 
     Raises:
-        ConfigError: for settings that are unknown, impossible or without effect.
+        ConfigError: for settings that are unknown, invalid or without effect.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -169,12 +170,13 @@ class SFTLoss(TokenLoss):
     class _AcceptedKeys(RowKeys):
         """Keys that ``set_keys`` takes, with their defaults."""
 
-        # The assistant mask alone says what is learnt: demonstrations were not sampled.
+        # Only the assistant mask selects tokens, because demonstrations were not sampled.
         trace: NestedKey | None = None
         history: NestedKey = ("history", "full")
         loss_weight: NestedKey = "loss_weight"
         ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
-        # TorchRL's; the actor is asked for log-probs, and does not write them into rows.
+        # TorchRL's name; here the loss calls the actor for log-probs, and they are not written into
+        # the rows.
         log_probs: NestedKey = ("log_probs", "full")
 
     default_keys = _AcceptedKeys
@@ -221,8 +223,8 @@ class SFTLoss(TokenLoss):
         """See :meth:`TokenLoss.select`.
 
         Raises:
-            DataError: also when a row that is trained has no token of the assistant, or a weight
-                is no number, negative or not finite.
+            DataError: also when a trained row has no assistant token, or a weight is not a number,
+                negative or not finite.
         """
         check_one_dimension(tensordict)
         keys = self.tensor_keys
@@ -247,7 +249,7 @@ class SFTLoss(TokenLoss):
         self._reference(tensordict, rows)
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
-        """See :meth:`TokenLoss.count`; sums of weights where rows have them."""
+        """See :meth:`TokenLoss.count`; sums of weights if rows have weights."""
         weights = self._weights(tensordict)
         if weights is None:
             return rows.normalizer()
@@ -269,7 +271,7 @@ class SFTLoss(TokenLoss):
     ) -> SFTLossOutput:
         """See :meth:`TokenLoss.from_scores`.
 
-        The normalizer is read by the means and by the divergence.
+        The means and the KL term read the normalizer.
         """
         normalizer = normalizer or self.count(tensordict, rows)
         log_probs = check_scores(scores.log_probs, rows)
@@ -318,7 +320,7 @@ class SFTLoss(TokenLoss):
         return sums
 
     def _over_rows(self, loss_B: Tensor, normalizer: Normalizer, weights: Tensor | None) -> Tensor:
-        """Losses of rows, weighted and reduced over rows as asked for."""
+        """Losses of rows, weighted and reduced over rows according to ``reduction``."""
         wide = loss_B.double()
         if weights is not None:
             wide = wide * sent(weights, wide.device)
@@ -338,7 +340,7 @@ class SFTLoss(TokenLoss):
         return (wide.sum() / normalizer.num_tokens).to(values_N.dtype)
 
     def _weights(self, tensordict: Any) -> Tensor | None:
-        """Weight of each row, float64 ``[B]``; ``None`` where rows have none."""
+        """Weight of each row, float64 ``[B]``; ``None`` if rows have none."""
         key = self.tensor_keys.loss_weight
         values = optional_column(tensordict, key)
         if not values:
@@ -355,7 +357,7 @@ class SFTLoss(TokenLoss):
         return weights
 
     def _encoded(self, tensordict: Any) -> TensorDict:
-        """Ids and assistant masks of rows that have conversations alone."""
+        """Ids and assistant masks of rows that have only conversations."""
         keys = self.tensor_keys
         history = tensordict.get(keys.history, None)
         if history is None:
@@ -377,7 +379,7 @@ class SFTLoss(TokenLoss):
         return td
 
     def _forward_value_estimator_keys(self, **_: Any) -> None:
-        """Called by ``set_keys``; there is no value estimator, only ``in_keys`` to renew."""
+        """Called by ``set_keys`` to update ``in_keys``; there is no value estimator."""
         keys = self.tensor_keys
         self.in_keys = [keys.action, keys.assistant_mask]
         if self.kl_to_ref_coeff or self.loss_function == "minor_sft":

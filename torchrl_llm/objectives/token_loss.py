@@ -1,8 +1,8 @@
-"""Base of the losses over rows of tokens: read the rows, score their tokens, make the terms.
+"""Base of the losses over rows of tokens: reads rows, scores tokens, computes loss terms.
 
-The three steps are methods of their own, so that several losses can share one forward
-(:class:`~torchrl_llm.objectives.CompositeLoss`): ``read`` refuses bad rows before anything is
-computed, ``score`` asks the actor, ``from_scores`` makes the terms. Next:
+The three steps are separate methods, so that several losses can share one forward
+(:class:`~torchrl_llm.objectives.CompositeLoss`): ``read`` rejects bad rows before anything is
+computed, ``score`` calls the actor, ``from_scores`` computes the terms. Next:
 :mod:`torchrl_llm.objectives.policy_loss` is the base of the policy-gradient losses.
 """
 
@@ -35,7 +35,7 @@ _WRITTEN_BY = {
 
 
 class LLMLossOutput:
-    """What the outputs of all losses can do; a mixin of tensorclasses of named scalars.
+    """Mixin with the common methods of the outputs of losses (tensorclasses of named scalars).
 
     Fields whose name begins with ``loss_`` are terms of the objective, all others are metrics
     without gradient. Outputs of micro-batches that were computed with the whole batch's normalizer
@@ -43,9 +43,9 @@ class LLMLossOutput:
     """
 
     def total_loss(self) -> Tensor:
-        """The sum of the ``loss_*`` terms and of nothing else: what to call ``backward`` on.
+        """The sum of the ``loss_*`` terms; call ``backward`` on it.
 
-        Where a term has a value a row, those that are one number for all are added to each.
+        If a term has one value per row, terms that are a single number are added to each row.
         """
         terms = self._terms()
         if len(terms) == 1:
@@ -56,16 +56,16 @@ class LLMLossOutput:
         return [value for key, value in self.items() if key.startswith("loss_")]
 
     def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With ``reduce=True`` the loss, as one number; else the mean of each field.
+        """With ``reduce=True`` the loss as one number, otherwise the mean of each field.
 
-        TorchRL's recipes call ``loss.mean(reduce=True).backward()``, which is there the mean over
-        loss terms and metrics together, so that each metric makes the step smaller. Here it is the
-        mean of :meth:`total_loss`. The log says so once.
+        TorchRL's recipes call ``loss.mean(reduce=True).backward()``. In TorchRL this averages loss
+        terms and metrics together, so each metric makes the step smaller. Here it is the mean of
+        :meth:`total_loss`, and a message is logged once.
 
         Args:
-            args: those of ``TensorDict.mean``.
+            args: as in ``TensorDict.mean``.
             reduce: return one number.
-            kwargs: those of ``TensorDict.mean``.
+            kwargs: as in ``TensorDict.mean``.
 
         Example:
             >>> import torch
@@ -79,15 +79,15 @@ class LLMLossOutput:
         return super().mean(*args, reduce=reduce, **kwargs)
 
     def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With ``reduce=True`` the loss, as one number; else the sum of each field.
+        """With ``reduce=True`` the loss as one number, otherwise the sum of each field.
 
-        The gradient is that of TorchRL's ``loss.sum(reduce=True)``, whose value has the metrics in
-        it, too.
+        The gradient equals that of TorchRL's ``loss.sum(reduce=True)``, whose value also contains
+        the metrics.
 
         Args:
-            args: those of ``TensorDict.sum``.
+            args: as in ``TensorDict.sum``.
             reduce: return one number.
-            kwargs: those of ``TensorDict.sum``.
+            kwargs: as in ``TensorDict.sum``.
         """
         if reduce:
             return self._one_number("sum", *args, **kwargs)
@@ -98,29 +98,28 @@ class LLMLossOutput:
             f"loss.{name}(reduce=True) is the sum of the loss terms, loss.total_loss(); TorchRL "
             f"takes the {name} over loss terms and metrics"
         )
-        # Each term by itself: one that is a number for all rows counts once.
+        # Sum each term separately: a term that is one number for all rows counts once.
         return torch.stack([getattr(term, name)(*args, **kwargs) for term in self._terms()]).sum(0)
 
     def metrics(self) -> dict[str, Tensor]:
-        """Every field that is there, loss terms included, without gradient."""
+        """All fields that are set, including loss terms, without gradient."""
         return {key: value.detach() for key, value in self.items()}
 
     def leaves(self) -> list[Tensor]:
-        """Every tensor that it holds; adding up outputs adds each of them."""
+        """All tensors of the output; adding outputs adds each of them."""
         return [value for _, value in self.items()]
 
 
 class TokenLoss(LossModule):
     """Base of the losses that score tokens of rows.
 
-    The modules stay as they are: no parameters are moved, ``state_dict`` is the actor's.
+    Modules are not changed: no parameters are moved, and ``state_dict`` is the actor's.
 
     Args:
         actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``. Any other module that
-            gives logits or a distribution is scored by them, see
-            ``ModuleScorer``.
-        device: where the loss is computed from the log-probs; theirs by default. The actor is not
-            moved.
+            returns logits or a distribution also works, see ``ModuleScorer``.
+        device: device on which the loss is computed from the log-probs; by default the device of
+            the log-probs. The actor is not moved.
 
     Attributes:
         needs_entropy: whether the loss reads the entropy of the scores.
@@ -143,7 +142,7 @@ class TokenLoss(LossModule):
 
     @property
     def scorer(self) -> TokenScorer:
-        """What scores the tokens (the actor, or its logits)."""
+        """The object that scores the tokens (the actor, or a scorer of its logits)."""
         return as_scorer(self.actor_network)
 
     @property
@@ -163,11 +162,11 @@ class TokenLoss(LossModule):
         """
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
-        """Refuse rows whose other columns are bad, before anything is computed.
+        """Reject rows with bad columns before anything is computed.
 
         Args:
             tensordict: the rows.
-            rows: their tokens. Columns that are read here are remembered there.
+            rows: their tokens. Columns that are read here are cached there.
 
         Raises:
             DataError: when a column is missing or misaligned, or a value that counts is not finite.
@@ -198,28 +197,28 @@ class TokenLoss(LossModule):
 
         Args:
             tensordict: the rows.
-            rows: what :meth:`read` gave for them.
+            rows: result of :meth:`read` for them.
             scores: the actor's scores of the ``N`` tokens that count.
             normalizer: counts of the whole batch when these rows are a part of it.
 
         Raises:
-            DataError: when the scores are of the wrong number or not finite.
+            DataError: when the number of scores is wrong or a score is not finite.
         """
 
     def column(self, tensordict: Any, rows: TokenRows, name: str) -> Tensor:
-        """Values at the tokens that count, of the column that one of the loss's keys names.
+        """Values at the counted tokens of the column that a key of the loss names.
 
         Args:
             tensordict: the rows.
             rows: their tokens.
-            name: of the key, as ``set_keys`` takes it.
+            name: name of the key, as in ``set_keys``.
 
         Returns:
             ``[N]``, see ``TokenRows.column``.
 
         Raises:
-            DataError: when the column is missing, has other lengths, or is not finite where it
-                counts.
+            DataError: when the column is missing or misaligned, or is not finite at a counted
+                token.
         """
         advice = _WRITTEN_BY.get(name.replace("probs", "prob"), "the loss reads it")
         return rows.column(tensordict, getattr(self.tensor_keys, name), advice)
@@ -236,7 +235,7 @@ class TokenLoss(LossModule):
         return self.count(tensordict, self.select(tensordict))
 
     def read(self, tensordict: Any) -> TokenRows:
-        """The tokens that count, with every column that the loss reads checked.
+        """Read the counted tokens and check every column that the loss reads.
 
         Args:
             tensordict: rows, a one-dimensional lazy stack or padded tensors with masks.
@@ -249,7 +248,7 @@ class TokenLoss(LossModule):
         return rows
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """What else the actor is asked for in the one forward; nothing by default.
+        """Further requests to the actor in the same forward; none by default.
 
         Args:
             tensordict: the rows.
@@ -262,7 +261,7 @@ class TokenLoss(LossModule):
 
         Args:
             tensordict: the rows.
-            rows: what :meth:`read` gave for them.
+            rows: result of :meth:`read` for them.
         """
         return self.scorer.token_scores(
             rows.sequences,
@@ -287,27 +286,27 @@ class TokenLoss(LossModule):
                 no token counts.
         """
         rows = self.read(tensordict)
-        # A piece of a batch may be without tokens that count; it then adds nothing.
+        # A part of a batch may have no counted tokens; it then adds nothing.
         normalizer = normalizer or self.count(tensordict, rows)
         scores = self.score(tensordict, rows)
         return self.from_scores(tensordict, rows, scores, normalizer=normalizer)
 
 
 def check_scores(log_probs: Tensor, rows: TokenRows) -> Tensor:
-    """Refuse log-probs of the current policy that are of the wrong number or not finite.
+    """Reject log-probs of the current policy if their number is wrong or one is not finite.
 
-    On a GPU the second would wait for the forward, once a micro-batch; there
-    :func:`~torchrl_llm.trainers.optimize` refuses them at the end of the update.
+    On a GPU the second check would wait for the forward in every micro-batch. There
+    :func:`~torchrl_llm.trainers.optimize` checks it at the end of the update.
 
     Args:
-        log_probs: what the actor returned, to be float32 ``[N]``.
+        log_probs: output of the actor, must be float32 ``[N]``.
         rows: the rows that it scored.
 
     Returns:
         The log-probs as given.
 
     Raises:
-        DataError: when they are not ``N``, or on the CPU not finite.
+        DataError: when their number is not ``N``, or (on the CPU) one is not finite.
     """
     count = rows.row.shape[0]
     if log_probs.shape != (count,):

@@ -1,4 +1,4 @@
-"""Rewards: a base that makes failures data, one parser per task, and components to add up."""
+"""Rewards: a base class that turns failures into data, parsers per task, and components."""
 
 from torchrl_llm._imports import lazy
 

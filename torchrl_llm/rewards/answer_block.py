@@ -1,7 +1,7 @@
-"""A response in parts, and the base of rewards with an ``<answer>`` block that is right or not.
+"""Splits responses, and is the base of rewards for tasks with an ``<answer>`` block.
 
-:func:`~torchrl_llm.rewards.reward_parser.extract_tags` gives the last block of each kind;
-:func:`split_response` is for rewards that care how many there are. GSM8K, MATH and Countdown are
+:func:`~torchrl_llm.rewards.reward_parser.extract_tags` returns the last block of each kind;
+:func:`split_response` is for rewards that count the blocks. GSM8K, MATH and Countdown are
 :class:`AnswerBlockParser`.
 """
 
@@ -22,8 +22,8 @@ class ResponseParts(NamedTuple):
 
     Attributes:
         think: contents of the blocks of reasoning.
-        answer: contents of the answer blocks behind the last block of reasoning.
-        behind: everything behind it.
+        answer: contents of the answer blocks after the last block of reasoning.
+        behind: everything after the last block of reasoning.
     """
 
     think: list[str]
@@ -35,7 +35,7 @@ def extract_blocks(text: str, tag: str) -> list[str]:
     """The contents of all complete ``<tag>...</tag>`` blocks, stripped.
 
     Args:
-        text: any text; time is linear in its length, as that of a lazy pattern is not.
+        text: any text; time is linear in its length (unlike with a lazy pattern).
         tag: name of the tag.
 
     Example:
@@ -51,7 +51,8 @@ def split_response(response: str) -> ResponseParts:
     """The parts of a response.
 
     Args:
-        response: what the model wrote; it may begin inside the reasoning, which the prompt opened.
+        response: text of the model; it may begin inside the reasoning, if the prompt opened the
+            block.
 
     Example:
         >>> split_response("2+2</think>So: <answer>4</answer>")
@@ -65,9 +66,9 @@ def split_response(response: str) -> ResponseParts:
 
 
 class AnswerBlockParser(RewardParser):
-    """1.0 for a right ``<answer>`` block, 0.1 for another block, 0.0 for none or an empty one.
+    """1.0 for a correct ``<answer>`` block, 0.1 for a wrong one, 0.0 for none or an empty one.
 
-    ``reward_right`` is the same number, as in TorchRL. Subclasses write :meth:`read_truth` and
+    ``reward_right`` is the same number, as in TorchRL. Subclasses define :meth:`read_truth` and
     :meth:`is_right`.
 
     Args:
@@ -78,7 +79,7 @@ class AnswerBlockParser(RewardParser):
         set_done_if_answer: see there.
         input_mode: see there.
         format_reward: reward of an answer block with a wrong answer.
-        correct_reward: reward of the right answer.
+        correct_reward: reward of the correct answer.
         num_threads: see there.
 
     Example:
@@ -120,12 +121,12 @@ class AnswerBlockParser(RewardParser):
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Reasoning and answer of a response, empty where there is none."""
+        """Reasoning and answer of a response; empty if there is none."""
         think, answer = extract_tags(text)
         return think or "", answer or ""
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, those between tags if not overridden."""
+        """Reasoning and answer of a response; by default the text between the tags."""
         return extract_tags(response)
 
     @abstractmethod
@@ -136,16 +137,17 @@ class AnswerBlockParser(RewardParser):
             answer: the row's answer.
 
         Raises:
-            RewardError: it is none; the row's reward is then invalid, whatever the response.
+            RewardError: the row's answer is not valid; the row's reward is then invalid for every
+                response.
         """
 
     @abstractmethod
     def is_right(self, block: str, truth: Any) -> bool:
-        """Whether the contents of an answer block are right.
+        """Whether the contents of an answer block are correct.
 
         Args:
             block: the contents, stripped.
-            truth: what :meth:`read_truth` made of the row's answer.
+            truth: result of :meth:`read_truth` for the row's answer.
         """
 
     def score(self, response: str, answer: Any) -> RewardScore:

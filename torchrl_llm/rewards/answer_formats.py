@@ -1,11 +1,11 @@
-r"""How the answer to a word problem is found in a response: tags, marks, a last number, filters.
+r"""Finds the answer to a word problem in a response: by tags, marks, the last number, or filters.
 
 A model that was asked for an ``<answer>`` block writes one. Base models and few-shot prompts end in
-``#### 18`` or ``The answer is 18.``, others in ``\boxed{18}``. Published accuracies of GSM8K are
-often those of the filters of lm-evaluation-harness, which are here under their names.
+``#### 18`` or ``The answer is 18.``, others in ``\boxed{18}``. Many published accuracies of GSM8K
+use the filters of lm-evaluation-harness; these are available here under the same names.
 
-It says where an answer stands, and not whether it is right:
-:class:`~torchrl_llm.rewards.GSM8KRewardParser`, :class:`~torchrl_llm.rewards.MATHRewardParser`.
+The module only finds the answer. :class:`~torchrl_llm.rewards.GSM8KRewardParser` and
+:class:`~torchrl_llm.rewards.MATHRewardParser` decide whether it is correct.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ HARNESS_FORMATS = ("flexible-extract", "strict-match")
 
 # No boxed answer is longer.
 _MAX_BOX = 2000
-# Boxes that are looked at, from the end, until one is complete.
+# Most boxes that are searched from the end for a complete one.
 _MAX_BOXES = 32
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*+(?=[{\d])")
 # Generation ends at these in lm-evaluation-harness, before its filters see the response.
 _HARNESS_STOPS = re.compile(r"Question:|</s>|<\|im_end\|>")
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
-# The next problem of a prompt with examples, which a base model goes on to pose.
+# The start of a next problem, which a base model may write after its answer.
 _NEXT_PROBLEM = re.compile(r"\n[ \t]{0,8}(?:Question|Problem|Q):")
-# What may stand between the mark of an answer and its number: markup, currency, a sign.
+# Allowed between the mark of an answer and its number: markup, currency, a sign.
 _TO_NUMBER = r"(?=(?:[\s$€£*_`~(+−–-]|\\[(\[$]|\\text|about|approximately|exactly|only){0,8}\.?\d)"
 _MARK = re.compile(
     r"(?P<tag><answer>)|(?P<box>\\(?:boxed|fbox)(?![A-Za-z]))"
-    # A numbered heading of the fourth level is no answer.
+    # A numbered heading of the fourth level is not an answer.
     rf"|####(?!\s{{0,4}}\d{{1,3}}[.):]\s+\S){_TO_NUMBER}"
     r"|(?P<words>\banswer(?:(?:\s{1,3}[\w']{1,20}){0,4}?[\s*_]{1,4}is\b|[\s*_]{0,4}[:=])"
     rf"[\s*_:=]{{0,6}}{_TO_NUMBER})",
     re.IGNORECASE,
 )
-# Where the rest of a sentence says something else than the number.
+# The rest of a sentence that changes the meaning of the number.
 _REST = re.compile(
     r"[,;:(.]\s+(?![\d$-]|or\b|and\b)|"
     r"\s(?:after|as|at|because|each|every|for|from|in|of|per|since|so|which|with)\s"
@@ -48,7 +48,7 @@ _REST = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last ``\boxed{...}`` of a text, ``None`` where there is none.
+    r"""The contents of the last ``\boxed{...}`` of a text, or ``None``.
 
     Args:
         text: any text. Braces inside the box must match; escaped ones do not count. A box without
@@ -77,19 +77,19 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def harness_answer(response: str, answer_format: str) -> str | None:
-    """What a filter of lm-evaluation-harness takes out of a response to a problem of GSM8K.
+    """Answer that a filter of lm-evaluation-harness extracts from a response to GSM8K.
 
-    These are the filters of its task ``gsm8k``, version 3. ``strict-match`` takes the first
-    ``#### `` that a number follows, ``flexible-extract`` the last thing that looks like a number.
-    Both look at the reasoning, too; neither looks behind a string at which the harness ends
-    generation (``Question:``).
+    These are the filters of its task ``gsm8k``, version 3. ``strict-match`` takes the first ``####
+    `` that is followed by a number; ``flexible-extract`` takes the last text that looks like a
+    number. Both also search the reasoning. Both ignore text after a string at which the harness
+    stops generation (``Question:``).
 
     Args:
         response: what the model wrote.
         answer_format: one of ``HARNESS_FORMATS``.
 
     Returns:
-        The answer as :func:`harness_spelling` has it, ``None`` where it has no digit.
+        The answer in the form of :func:`harness_spelling`; ``None`` if it has no digit.
 
     Example:
         >>> text = "She has #### 1,200. That is $30 each."
@@ -110,7 +110,7 @@ def harness_spelling(answer: str) -> str:
     r"""An answer as lm-evaluation-harness compares it, digit for digit: ``18`` is not ``18.00``.
 
     Args:
-        answer: of a model, or a solution of the dataset.
+        answer: answer of a model, or a solution of the dataset.
 
     Example:
         >>> harness_spelling("It is 2 * 9 = $18.\n#### 1,018.")
@@ -120,20 +120,20 @@ def harness_spelling(answer: str) -> str:
 
 
 def marked_answer(response: str) -> tuple[str, bool]:
-    r"""The text that a response gives as its answer, behind the last mark of one.
+    r"""The text after the last answer mark of a response.
 
     Marks are ``<answer>``, ``####``, ``\boxed`` and words such as ``The answer is`` or
-    ``Answer:``, the last two kinds only in front of a number. The last mark counts, so that an
-    answer that lists several gives one; it counts even if it is broken off, and then there is no
-    answer. What a base model writes after its answer (another ``Question:``) is not looked at, nor
-    is its reasoning (up to ``</think>``, or behind a ``<think>`` that nothing closes).
+    ``Answer:``, the last two kinds only before a number. The last mark counts, so a response with
+    several answers gives one. If the last mark is incomplete, there is no answer. Text that a base
+    model writes after its answer (a new ``Question:``) is ignored, and so is the reasoning (up to
+    ``</think>``, or after an unclosed ``<think>``).
 
     Args:
         response: what the model wrote.
 
     Returns:
-        The text, empty for a mark that is broken off, and ``True``. Without a mark, all that is
-        looked at and ``False``: its last number is the answer.
+        The text and ``True``; the text is empty for an incomplete mark. Without a mark, all
+        searched text and ``False``: its last number is the answer.
 
     Example:
         >>> marked_answer("#### 1 and then #### 18 eggs")

@@ -1,9 +1,9 @@
-"""Rewards of code: run what the model wrote against tests, in a sandbox, and say what came of it.
+"""Rewards for code: run the model's program against tests in a sandbox.
 
-The code never runs in this process, and its tests run in another process than the code does
-(``torchrl_llm.rewards.code_judge``), so neither can be reached by it. Whatever the code does
-is a :class:`CodeResult`, a failure of the code; a failure of the sandbox is not one, and makes the
-reward invalid.
+The code never runs in this process. Its tests run in a different process from the code
+(``torchrl_llm.rewards.code_judge``), so the code can reach neither. Every effect of the code is
+recorded in a :class:`CodeResult` as a failure of the code. A failure of the sandbox makes the
+reward invalid instead.
 
 Next: :class:`torchrl_llm.envs.datasets.hub_tasks.HumanEvalEnv` is a task.
 """
@@ -41,18 +41,18 @@ RunStatus = Literal[
 ]
 _BARE_BLOCK = re.compile(r"^[ \t]*(```|~~~)[ \t]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)[ \t]*$", re.M)
-# What another run could find otherwise is not remembered.
+# Results that may differ in a repeated run are not cached.
 _LASTING = ("success", "wrong", "runtime", "not_run")
 
 
 class CodeProblem(NamedTuple):
-    """What a function must do.
+    """A function to write, with its tests.
 
     Attributes:
         entry_point: name of the function.
         tests: Python source that defines ``check(function)``, or that calls the function by its
             name; each statement with an ``assert`` in it is a case.
-        prelude: Python source that the code and the tests may rely on (imports, other functions).
+        prelude: Python source that the code and the tests may use (imports, other functions).
     """
 
     entry_point: str
@@ -64,7 +64,7 @@ class CodeProblem(NamedTuple):
         """The problem in a row with these names, or those of HumanEval (``test``, ``prompt``).
 
         Raises:
-            DataError: a name is missing or no string, or there is not a single test.
+            DataError: a name is missing or not a string, or there is no test.
 
         Example:
             >>> row = {"entry_point": "f", "tests": "assert f(1) == 2"}
@@ -84,23 +84,23 @@ class CodeProblem(NamedTuple):
 
     @property
     def num_cases(self) -> int:
-        """How many cases the tests have."""
+        """Number of cases in the tests."""
         return _cases(self.tests)[1]
 
 
 class CodeResult(NamedTuple):
-    """What came of a program.
+    """Result of running a program.
 
     Attributes:
-        compile_status: of compiling and loading it: ``success``, ``syntax``, ``import`` (a module
-            that is not there), ``timeout``, ``unknown`` (it raised, ended, or lacks the function),
-            ``not_run`` (there was none).
-        run_status: the first thing that went wrong: ``wrong`` (an assertion), ``runtime`` (it
-            raised or left), ``timeout``, ``memory``, ``killed``, ``not_run`` (nothing was run), or
-            ``sandbox_error``, which says nothing about the program; else ``success``.
-        passed: cases that passed; those that were not run count as failed.
-        total: cases there are.
-        message: what went wrong first.
+        compile_status: result of compiling and loading it: ``success``, ``syntax``, ``import`` (a
+            missing module), ``timeout``, ``unknown`` (it raised, exited, or lacks the function),
+            ``not_run`` (there was no code).
+        run_status: the first failure: ``wrong`` (an assertion), ``runtime`` (it raised or exited),
+            ``timeout``, ``memory``, ``killed``, ``not_run`` (nothing was run), or ``sandbox_error``
+            (not a failure of the program); otherwise ``success``.
+        passed: number of cases that passed; cases that were not run count as failed.
+        total: number of cases.
+        message: message of the first failure.
         seconds: wall-clock time of the sandbox.
     """
 
@@ -119,7 +119,7 @@ class CodeResult(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _cases(tests: str) -> tuple[str, int]:
-    """Tests that report each of their cases, and how many these are."""
+    """Tests that report each of their cases, and the number of cases."""
     try:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -134,7 +134,7 @@ def _cases(tests: str) -> tuple[str, int]:
         if not _asserts(statement):
             body.append(statement)
             continue
-        # Names that no test uses, so that a case may define whatever it likes.
+        # Names that no test uses, so that a case may define any other name.
         wrapped = ast.parse(
             "try:\n    pass\nexcept BaseException as __error__:\n"
             f"    __case__({count}, __error__)\nelse:\n    __case__({count}, None)"
@@ -147,7 +147,7 @@ def _cases(tests: str) -> tuple[str, int]:
 
 
 def _asserts(statement: ast.stmt) -> bool:
-    """Whether a statement asserts anything that could be otherwise."""
+    """Whether a statement asserts something that could fail."""
     return any(
         isinstance(node, ast.Assert) and not isinstance(node.test, ast.Constant)
         for node in ast.walk(statement)
@@ -158,17 +158,17 @@ def _asserts(statement: ast.stmt) -> bool:
 def extract_code(response: str, entry_point: str) -> str | None:
     r"""The Python code of a response.
 
-    What stands in front of ``</think>`` is no part of the answer, and where there is an
-    ``<answer>`` block, only what stands in it is. Of several Python blocks it is the last that
-    defines the function, or else the last; where there are none, blocks that name no language count
-    likewise, and where there are none of these either, it is the text, up to or from a lone fence.
+    Text before ``</think>`` is ignored. If there is an ``<answer>`` block, only its contents are
+    searched. Among several Python blocks, the last one that defines the function is used, otherwise
+    the last one. Without Python blocks, the same rule applies to blocks without a language. Without
+    any block, the whole text is the code, up to or from a single unmatched fence.
 
     Args:
         response: what the model wrote.
-        entry_point: name of the function that is asked for.
+        entry_point: name of the requested function.
 
     Returns:
-        ``None`` where there is nothing but white space.
+        ``None`` if there is only white space.
 
     Example:
         >>> extract_code("Sure!\n```python\ndef f():\n    return 1\n```", "f")
@@ -188,10 +188,10 @@ def extract_code(response: str, entry_point: str) -> str | None:
 
 
 def defines(code: str, name: str) -> bool:
-    """Whether Python source seems to define a name at its top level.
+    """Whether Python source appears to define a name at its top level.
 
     Args:
-        code: source that is not parsed, for it may be hostile.
+        code: source; it is not parsed, because it may be hostile.
         name: of a function or class.
     """
     name = re.escape(name)
@@ -204,17 +204,17 @@ def _judge_source() -> str:
 
 
 class CodeRunner:
-    r"""Runs programs against tests, several at once, and remembers what came of them.
+    r"""Runs programs against tests, several at once, and caches the results.
 
-    Results are remembered by code and tests; a time or memory limit that was hit, a process that
-    was killed and a failure of the sandbox are not. Threads that ask for the same at the same time
-    get one run.
+    Results are cached by code and tests, except for time and memory limits, killed processes and
+    failures of the sandbox. If several threads request the same result at the same time, the
+    program runs once.
 
     Args:
-        sandbox: where programs run; the strongest that the machine has if not given.
-        timeout_s: seconds that a program may take for loading and all its cases.
+        sandbox: where programs run; by default the strongest sandbox of the machine.
+        timeout_s: time limit in seconds for loading a program and running all its cases.
         memory_bytes: address space of each of its processes.
-        cache_size: how many results are remembered; 0 for none.
+        cache_size: number of cached results; 0 for no cache.
 
     Raises:
         ConfigError: a limit that is not above zero.
@@ -235,7 +235,7 @@ class CodeRunner:
         cache_size: Annotated[int, Ge(0)] = 4096,
     ) -> None:
         self.timeout_s = timeout_s
-        # One second more: the judge ends first and says how far the program came.
+        # One second more, so that the judge ends first and reports the progress of the program.
         self.limits = Limits(wall_s=timeout_s + 1.0, memory_bytes=memory_bytes)
         self.cache_size = cache_size
         self._sandbox = sandbox
@@ -246,7 +246,7 @@ class CodeRunner:
         self._lock = threading.Lock()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Locks and results stay where they are.
+        # Locks and results are not copied.
         return {k: v for k, v in self.__dict__.items() if k not in ("_known", "_lock")}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -254,14 +254,14 @@ class CodeRunner:
         self._clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeRunner:
-        # Sandboxes keep nothing of a program, so copies share one.
+        # Sandboxes keep no state of a program, so copies share one.
         other = copy.copy(self)
         memo[id(self)] = other
         return other
 
     @property
     def sandbox(self) -> Sandbox:
-        """Where programs run, made when it is first needed."""
+        """Where programs run; created at first use."""
         with self._lock:
             if self._sandbox is None:
                 from torchrl_llm.sandbox import make_sandbox
@@ -277,12 +277,12 @@ class CodeRunner:
         Thread-safe.
 
         Args:
-            code: the program, or several readings of it, the first of which that compiles counts.
-            problem: what it must do.
+            code: the program, or several candidates; the first that compiles is used.
+            problem: the function to write, with tests.
             stop_early: stop at the first case that fails.
 
         Returns:
-            What came of it.
+            The result.
 
         Raises:
             RewardError: the sandbox failed, or the problem has no case.
@@ -341,7 +341,7 @@ class CodeRunner:
 
 
 def _without_verdict(sandboxed: SandboxResult, passed: int, total: int) -> CodeResult:
-    """A program that ended its own judge, or kept it from ending, has failed."""
+    """A program that ended its judge, or kept it from ending, has failed."""
     ends: dict[str, RunStatus] = {"timeout": "timeout", "cpu": "timeout", "memory": "memory"}
     status = ends.get(sandboxed.status, "killed")
     message = f"the tests were ended before the last case ({sandboxed.status})"
@@ -351,19 +351,19 @@ def _without_verdict(sandboxed: SandboxResult, passed: int, total: int) -> CodeR
 class CodeRewardParser(RewardParser):
     """The reward of a function: do all tests pass?
 
-    A row's ``answer`` is a mapping that :meth:`CodeProblem.of` reads. No code at all, and code that
-    cannot be loaded, costs; a program that fails a case is worth nothing unless partial credit is
-    given for the others.
+    A row's ``answer`` is a mapping that :meth:`CodeProblem.of` reads. Missing code and code that
+    cannot be loaded get ``compile_failure_reward``. A program that fails a case gets 0, unless
+    ``partial_credit`` rewards the other cases.
 
     Args:
         tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
         runner: runs the programs; one with default limits in ``make_sandbox()`` if not given.
-        partial_credit: the fraction of the cases that pass is the reward; all of them are then run,
-            where otherwise the first that fails ends the run.
-        correct_reward: where all cases pass.
-        compile_failure_reward: where there is no code, or it cannot be loaded.
-        timeout_reward: where a time limit was hit before any case could earn more.
-        num_threads: programs that run at a time.
+        partial_credit: the reward is the fraction of the cases that pass. Then all cases are run;
+            otherwise the run stops at the first failure.
+        correct_reward: reward if all cases pass.
+        compile_failure_reward: reward if there is no code or it cannot be loaded.
+        timeout_reward: reward if the time limit was hit before any case earned more.
+        num_threads: number of programs that run at a time.
         kwargs: further arguments of :class:`~torchrl_llm.rewards.RewardParser`.
     """
 
@@ -387,11 +387,11 @@ class CodeRewardParser(RewardParser):
         self.timeout_reward = timeout_reward
 
     def sources(self, code: str, problem: CodeProblem) -> list[str]:
-        """Readings of the code, best first; the code itself here."""
+        """Candidates for the code, best first; here only the code itself."""
         return [code]
 
     def judge(self, response: str, answer: Any) -> CodeResult:
-        """What comes of the code in a response.
+        """Result of the code in a response.
 
         Args:
             response: what the model wrote.
@@ -399,7 +399,7 @@ class CodeRewardParser(RewardParser):
 
         Raises:
             RewardError: the sandbox failed.
-            DataError: the answer is no problem of code.
+            DataError: the answer is not a code problem.
         """
         if not isinstance(answer, Mapping):
             raise DataError(f"the answer of a row with code is a mapping, got {answer!r}")
@@ -433,16 +433,17 @@ _CODE_LINE = re.compile(r"^(?:import |from \w|def |async def |class |@)", re.MUL
 class HumanEvalRewardParser(CodeRewardParser):
     """Runs a function, or the continuation of a prompt that began it, against HumanEval's tests.
 
-    A response may hold the whole function, in a fenced block or plain, or go on where the prompt
-    stopped, as a model without a chat template does. Of a continuation that does not compile, what
-    follows the body is taken off; of a plain function, the words before and behind it.
+    A response may contain the whole function, in a fenced block or plain, or continue the prompt,
+    as a model without a chat template does. If a continuation does not compile, the text after the
+    body is removed. If a plain function does not compile, the words before and after it are
+    removed.
 
     Args:
         kwargs: see :class:`~torchrl_llm.rewards.code.CodeRewardParser`.
     """
 
     def sources(self, code: str, problem: CodeProblem) -> list[str]:
-        """The code as it is where it defines the function, else as the end of the prompt."""
+        """The code itself if it defines the function, otherwise the prompt followed by the code."""
         if defines(code, problem.entry_point):
             return [code, *_without_words(code, problem.entry_point)]
         body = code.lstrip("\n")
@@ -454,7 +455,7 @@ class HumanEvalRewardParser(CodeRewardParser):
 
 
 def _without_words(code: str, name: str) -> list[str]:
-    """The code from its first line that looks like some, and that up to the end of a function."""
+    """The code from its first code-like line, and the same up to the end of a function."""
     begin = _CODE_LINE.search(code)
     if begin is None:
         return []
@@ -466,7 +467,7 @@ def _without_words(code: str, name: str) -> list[str]:
 
 
 def _first_part(body: str) -> str:
-    """What stands in front of the next line without indentation."""
+    """The text before the next line without indentation."""
     lines = body.split("\n")
     end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
     return "\n".join(lines[:end])
@@ -483,14 +484,14 @@ from {module} import {entry_point}
 
 
 class FilesRewardParser(CodeRewardParser):
-    """Runs a function of the row's files, as the shell has left them, against tests.
+    """Tests a function in the row's files, in their state after the last shell command.
 
-    What the model says is not looked at: the column ``files``
-    (:class:`~torchrl_llm.tools.shell.ShellTransform`) is. A row's ``answer`` is that of a
-    :class:`CodeRewardParser`, with the ``module`` that has the function.
+    The reward ignores the text of the model and reads the column ``files``
+    (:class:`~torchrl_llm.tools.shell.ShellTransform`). A row's ``answer`` is that of a
+    :class:`CodeRewardParser`, plus the ``module`` that contains the function.
 
     Args:
-        compile_failure_reward: where the function cannot be loaded.
+        compile_failure_reward: reward if the function cannot be loaded.
         kwargs: further arguments of :class:`CodeRewardParser`.
 
     Example:
@@ -507,10 +508,10 @@ class FilesRewardParser(CodeRewardParser):
         return [json.dumps(dict(files)) for files in needed_column(td, "files")]
 
     def judge(self, response: str, answer: Any) -> CodeResult:
-        """What comes of the function in some files.
+        """Result of the function in the files.
 
         Args:
-            response: path to text, as JSON; ``null`` for a file that is not there.
+            response: path to text, as JSON; ``null`` for a missing file.
             answer: the row's answer.
 
         Raises:

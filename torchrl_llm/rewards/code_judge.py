@@ -1,14 +1,13 @@
-"""The program that tests code inside a sandbox; it needs nothing but the standard library.
+"""The program that tests code inside a sandbox; it needs only the standard library.
 
 It is two processes. The *candidate* runs the code that a model wrote; the *judge* holds the tests
-and a secret, and asks the candidate for one call after another. What comes back is plain data, so
-an object that claims to equal everything is no right answer, and neither the tests nor the secret
-are ever in a process, a file or an environment variable that the code can read. A verdict counts
-only where its line begins with the secret, so printing one, or leaving by ``os._exit(0)``, gains
-nothing.
+and a secret, and sends the candidate one call after the other. Results come back as plain data, so
+an object that claims to equal everything is not accepted. The tests and the secret are never in a
+process, a file or an environment variable that the code can read. A verdict counts only if its line
+begins with the secret, so printing a verdict or calling ``os._exit(0)`` has no effect.
 
-Never import this for its functions: :class:`torchrl_llm.rewards.code.CodeRunner` sends its
-source to a sandbox and reads the lines.
+Do not import this module for its functions: :class:`torchrl_llm.rewards.code.CodeRunner` sends its
+source to a sandbox and reads the printed lines.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _PR_SET_DUMPABLE = 4
 
 
 class _Over(BaseException):
-    """The candidate can be asked no more; args: run status, message."""
+    """The candidate cannot be called any more; args: run status, message."""
 
 
 # The candidate
@@ -91,7 +90,7 @@ def _load(sources: list[str], prelude: str, entry_point: str) -> tuple[str, str,
             message = message or _describe(error)
     if code is None:
         return "syntax", message, None
-    # A module of its own, for dataclasses and the like look up where they were defined.
+    # A separate module, because dataclasses and others look up their defining module.
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     try:

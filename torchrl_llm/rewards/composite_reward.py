@@ -1,9 +1,9 @@
-"""Rewards of several parts: each with a value, a validity, an error and its seconds.
+"""Weighted sums of reward components; each has a value, a validity, an error and its seconds.
 
-:class:`WrittenReward` is the part that an environment has written already; :class:`TokenRewards`
-lets a replay buffer train on the rewards of tokens.
+:class:`WrittenReward` is a component for a reward that the environment has already written;
+:class:`TokenRewards` makes a replay buffer train on rewards per token.
 
-Next: :mod:`torchrl_llm.rewards.reward_components` says what a part is.
+Next: :mod:`torchrl_llm.rewards.reward_components` defines a component.
 
 Shape legend: ``B`` or ``N`` rows, ``K`` components, ``R_b`` tokens of a response.
 """
@@ -43,36 +43,35 @@ _TOKEN_NODE = "token_reward"
 
 
 class CompositeReward(RewardParser):
-    """The weighted sum of several components, written together with each of them.
+    """The weighted sum of several components; also writes the value of each.
 
-    The components of a step run at the same time, each where it says. Written, next to the keys of
-    :class:`~torchrl_llm.rewards.RewardParser`, which tell of the sum, for each component
+    The components of a step run in parallel, each in the place that it configures. The keys of
+    :class:`~torchrl_llm.rewards.RewardParser` hold the sum. In addition, for each component:
 
     - ``("rewards", name, "value")``: float32 ``[B, 1, 1]``, NaN where it failed;
     - ``("rewards", name, "valid")``: bool ``[B]``;
     - ``("rewards", name, "seconds")``: float32 ``[B]``, wall-clock time;
-    - ``("rewards", name, "error")``: what went wrong, empty where nothing did;
-    - ``("rewards", name, "failure")``: the same in the keys of ``"error"``, for a component that is
-      optional or of no weight, whose failures leave no error in their row.
+    - ``("rewards", name, "error")``: the error, empty if there was none;
+    - ``("rewards", name, "failure")``: the same with the keys of ``"error"``, for a component that
+      is optional or has weight 0, because such failures leave no error in the row.
 
-    A component that fails makes the row's reward invalid, unless it is optional; then the weights
-    of the others grow in proportion
-    (``weighted_total``). It never counts as zero.
+    If a component fails, the row's reward is invalid, unless the component is optional: then the
+    weights of the others grow in proportion (``weighted_total``). A failure never counts as zero.
 
     The first component is the task: ``success``, ``reward_answer``, ``reward_think``,
     ``reward_right`` and the end of the episode follow its score.
 
-    Where a component scores tokens, the reward of the row is the sum over them, and
-    ``("token_reward", "total")``, float32 ``[R_b]`` a row, aligned with the tokens of the response,
-    has the reward of each; components that score the whole response count at its last token. A
-    replay buffer trains on them with :class:`~torchrl_llm.rewards.TokenRewards`.
+    If a component scores tokens, the reward of the row is the sum over the tokens.
+    ``("token_reward", "total")``, float32 ``[R_b]`` per row, aligned with the tokens of the
+    response, holds the reward of each token; components that score the whole response count at its
+    last token. A replay buffer trains on them with :class:`~torchrl_llm.rewards.TokenRewards`.
 
-    An environment that has a reward already keeps it as a component, a
+    To keep the reward of an environment that already has one, add it as a component:
     :class:`~torchrl_llm.rewards.WrittenReward`.
 
     Args:
-        components: name to a :class:`~torchrl_llm.rewards.Component`, or to what such a one is
-            made of, with weight 1.
+        components: name to a :class:`~torchrl_llm.rewards.Component`, or to a scorer, which then
+            has weight 1.
         tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
         in_keys: see there.
         out_keys: see there.
@@ -81,8 +80,8 @@ class CompositeReward(RewardParser):
         input_mode: see there.
 
     Raises:
-        ConfigError: no component, a first one that is optional, or weights that are not positive
-            where a component is optional.
+        ConfigError: no component; the first component is optional; or weights are not positive
+            while a component is optional.
 
     Example:
         >>> from torchrl_llm.envs import GSM8KEnv
@@ -140,7 +139,7 @@ class CompositeReward(RewardParser):
         self.per_token = any(part.scorer.per_token for part in parts)
 
     def score(self, response: str, answer: Any) -> RewardScore:
-        """Score one response outside of rows.
+        """Score a single response without a row.
 
         Raises:
             RewardError: a component that is not optional failed.
@@ -161,7 +160,7 @@ class CompositeReward(RewardParser):
 
     @property
     def _adds(self) -> bool:
-        # A written reward is one of the parts already.
+        # A written reward is already one of the components.
         return not self._written
 
     def _outcomes(
@@ -173,11 +172,12 @@ class CompositeReward(RewardParser):
         lengths = response_lengths(td) if self.per_token else None
         if self.per_token and lengths is None:
             raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
-        # Before anything is written: the composite's own reward takes the same place.
+        # Before anything is written, because the composite writes its reward to the same key.
         written = {name: part.outcomes(next_td) for name, part in self._written.items()}
         results = self._run(samples) | written
         for column in results.values():
-            # Here, for those that are optional or of no weight leave no error in their row.
+            # Logged here, because failures of optional components and of weight 0 leave no error in
+            # their row.
             tell_failures([outcome.failure for outcome in column], td.__getitem__, len(column))
         total = self._weighted(results)
         self._write_components(results, next_td)
@@ -186,7 +186,7 @@ class CompositeReward(RewardParser):
         return self._totals(results, total)
 
     def _run(self, samples: Sequence[Sample | Exception | None]) -> dict[str, list[Outcome]]:
-        """Outcomes of the components that are to be run, all at the same time."""
+        """Outcomes of the components, which run in parallel."""
         results: dict[str, list[Outcome]] = {}
 
         def run(name: str) -> None:
@@ -221,23 +221,23 @@ class CompositeReward(RewardParser):
                 outcomes.append(self._invalid(column)._replace(seconds=seconds))
                 continue
             score = column[0].value
-            if score is None:  # of no weight, and failed
+            if score is None:  # of weight 0, and failed
                 score = RewardScore(value)
             elif isinstance(score, Tensor):
                 score = RewardScore(value, success=value > 0, has_answer=True)
-            # A valid reward says why a gate has refused the turn.
+            # A valid reward records why a gate rejected the turn.
             refused = (o.failure for o in column if o.error and o.value is not None)
             failure = next(refused, NO_FAILURE)
             outcomes.append(Outcome(score._replace(reward=value), seconds, failure))
         return outcomes
 
     def _invalid(self, column: Sequence[Outcome]) -> Outcome:
-        """Why a row has no reward: the failure that harmed it."""
+        """The failure that makes a row's reward invalid."""
         parts = zip(self.components.items(), column, strict=True)
         failed = [(name, part, o) for (name, part), o in parts if o.value is None and part.weight]
         if not failed:
             return Outcome.failed(RewardError("the weighted sum is too large for float32"))
-        # Where all of them are optional, none is left.
+        # If all are optional and all failed, none is left.
         name, _, outcome = min(failed, key=lambda each: each[1].optional)
         message = f"component {name!r}: {outcome.message}"
         return outcome._replace(failure=outcome.failure._replace(message=message))
@@ -264,7 +264,7 @@ class CompositeReward(RewardParser):
         next_td.set("rewards", node)
 
     def _is_harmless(self, name: str) -> bool:
-        """Whether a failure of the component leaves the row its reward."""
+        """Whether the row keeps its reward if the component fails."""
         return self.components[name].optional or not self.components[name].weight
 
     def _write_tokens(
@@ -319,12 +319,12 @@ def _said(outcome: Outcome) -> str:
 
 
 class WeightedTotal(NamedTuple):
-    """A reward that was added up.
+    """A weighted sum of rewards.
 
     Attributes:
         values: float64 ``[N]``, NaN where invalid.
         valid: bool ``[N]``.
-        weights: float64 ``[K, N]``, what each value was multiplied with.
+        weights: float64 ``[K, N]``, the weight of each value.
     """
 
     values: Tensor
@@ -333,15 +333,15 @@ class WeightedTotal(NamedTuple):
 
 
 def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> WeightedTotal:
-    r"""The weighted sum of components, of which some may have failed.
+    r"""The weighted sum of components; some may have failed.
 
     :math:`r_n = s_n \sum_{k \in V_n} w_k v_{kn}` over the valid components :math:`V_n` of a row,
-    where :math:`s_n` is 1 if none of them failed, else :math:`\sum_k w_k / \sum_{k \in V_n} w_k`.
-    A row is invalid where a component failed that has a weight and is not optional, where no
-    component with a weight is left, or where the sum is beyond float32.
+    where :math:`s_n` is 1 if none failed, otherwise :math:`\sum_k w_k / \sum_{k \in V_n} w_k`. A
+    row is invalid if a component with a weight failed that is not optional, if no component with a
+    weight is left, or if the sum overflows float32.
 
     Args:
-        values: float ``[K, N]``, NaN where a component failed.
+        values: float ``[K, N]``, NaN if a component failed.
         weights: float ``[K]``.
         optional: bool ``[K]``.
 
@@ -357,7 +357,7 @@ def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> Weighte
     missing_KN = values_KN.isnan() & counts_K1
     valid_N = ~(missing_KN & ~optional.unsqueeze(-1)).any(0) & there_KN.any(0)
     scale_N = weights_K1.sum() / (weights_K1 * there_KN).sum(0)
-    # A row that lacks nothing is not divided, and so not rounded.
+    # A complete row is not divided, so it is not rounded.
     scale_N = scale_N.where(missing_KN.any(0), 1.0)
     weights_KN = (weights_K1 * scale_N).where(there_KN, 0.0)
     total_N = (weights_KN * values_KN.nan_to_num()).sum(0)
@@ -366,12 +366,11 @@ def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> Weighte
 
 
 class WrittenReward(Scorer):
-    """Takes the reward that a task, a game or a server wrote for the step, as it is.
+    """Component that returns the reward that a task, a game or a server wrote for the step.
 
-    For a :class:`~torchrl_llm.rewards.CompositeReward` that is appended to an environment with
-    a reward of its own, and adds to it: success, validity and error of that reward become those of
-    the component. The environment has ended its episodes itself, so pass
-    ``set_done_if_answer=False``.
+    For a :class:`~torchrl_llm.rewards.CompositeReward` that is appended to an environment with its
+    own reward. Success, validity and error of that reward become those of the component. The
+    environment ends its episodes itself, so pass ``set_done_if_answer=False``.
 
     Example:
         >>> from torchrl_llm.data.history import History
@@ -390,7 +389,7 @@ class WrittenReward(Scorer):
     """
 
     def score(self, sample: Sample) -> float:
-        """Not possible: a response alone does not say what was written for it.
+        """Not possible: the written reward is not known from a response alone.
 
         Raises:
             RewardError: always.
@@ -398,17 +397,16 @@ class WrittenReward(Scorer):
         raise RewardError("a WrittenReward is read from the rows of an environment's step")
 
     def outcomes(self, next_td: TensorDictBase) -> list[Outcome]:
-        """What was written for a step.
+        """The rewards that were written for a step.
 
         Args:
-            next_td: rows ``[B]`` with ``reward``, ``reward_valid`` and what goes with them.
+            next_td: rows ``[B]`` with ``reward``, ``reward_valid`` and the related keys.
 
         Returns:
-            ``B`` outcomes, whose values are scores; a turn that a gate has refused has a failure,
-            too.
+            ``B`` outcomes whose values are scores; a turn that a gate rejected also has a failure.
 
         Raises:
-            DataError: nothing has been written before.
+            DataError: no reward has been written before.
         """
         size = next_td.batch_size.numel()
         valid = next_td.get("reward_valid", None)
@@ -436,22 +434,22 @@ class WrittenReward(Scorer):
 
 
 def _flat(values: Tensor | None, size: int) -> Tensor:
-    """One number per row, 0 where there is none or where it is NaN."""
+    """One number per row; 0 if it is missing or NaN."""
     return torch.zeros(size) if values is None else values.reshape(size, -1)[:, 0].nan_to_num()
 
 
 class TokenRewards(RowTransform):
-    """Puts the reward of each token in the place of the row's reward, in a replay buffer.
+    """Replaces the row's reward by the rewards of its tokens, in a replay buffer.
 
     An environment's rewards have one shape for all rows, so
-    :class:`~torchrl_llm.rewards.CompositeReward` writes ``[1, 1]`` there and the tokens' next to
-    it. Append this last, which in a buffer means that it runs first: the turns of a conversation
-    are then joined, and advantages assigned, with rewards ``[R, 1]``.
+    :class:`~torchrl_llm.rewards.CompositeReward` writes ``[1, 1]`` there and stores the tokens'
+    rewards separately. Append this transform last, so that it runs first in a buffer: turns are
+    then joined and advantages computed with rewards ``[R, 1]``.
 
     Args:
-        reward_key: the reward, ``[1, 1]`` a row; it becomes ``[R, 1]``, aligned with the ``R``
-            tokens of the response.
-        token_key: the reward of each token, ``[R]`` a row.
+        reward_key: key of the reward, ``[1, 1]`` per row; it becomes ``[R, 1]``, aligned with the
+            ``R`` tokens of the response.
+        token_key: key of the reward of each token, ``[R]`` per row.
 
     Raises:
         DataError: rows without rewards per token.
@@ -477,7 +475,7 @@ class TokenRewards(RowTransform):
 
     @property
     def written(self) -> Path:
-        """A mark next to the tokens' rewards; those of joined turns are no longer all there."""
+        """A mark next to the tokens' rewards; joined turns no longer have all of them."""
         return (*self.token_key[:-1], "in_place")
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:

@@ -1,6 +1,6 @@
-"""Rewards for the form of a response: the blocks that it consists of, and its length.
+"""Rewards for the form of a response: its blocks and its length.
 
-DAPO's punishment of responses near their limit is
+DAPO's penalty for responses close to the length limit is
 :class:`torchrl_llm.envs.transforms.OverlongPenalty`.
 """
 
@@ -18,14 +18,14 @@ from torchrl_llm.rewards.reward_scorer import Sample, Scorer
 
 @register("rewards", "format")
 class FormatReward(Scorer):
-    """1.0 for a response that consists of the given blocks, in this order, each once.
+    """1.0 for a response that consists of the given blocks, each once and in this order.
 
-    There may be white space between them and nothing else, and none of them may be empty. For
-    anything else ``partial`` is given for the part of the blocks that is there exactly once.
+    Only white space is allowed between them, and no block may be empty. Any other response gets
+    ``partial`` times the share of the blocks that occur exactly once.
 
     Args:
         blocks: names of the tags.
-        partial: at most this much for a response in another form, 0 to 1.
+        partial: largest reward of a response in a different form, 0 to 1.
         opened_by_prompt: whether the prompt ends with the first opening tag, so that the response
             begins inside the block.
 
@@ -87,21 +87,21 @@ _WORD = re.compile(r"\S+")
 
 @register("rewards", "length")
 class LengthReward(Scorer):
-    r"""1.0 for a length between two limits, falling in a straight line to 0.0 outside.
+    r"""1.0 for a length between two limits; outside it falls linearly to 0.0.
 
     With ``shortest`` :math:`a`, ``longest`` :math:`b` and ``cushion`` :math:`c`, a response of
     length :math:`n` gets :math:`\max(0, 1 - \max(a - n, n - b, 0) / c)`; with a cushion of 0 it is
-    one or nothing.
+    1 or 0.
 
     Args:
         longest: the upper limit.
         shortest: the lower limit.
-        cushion: how far outside the limits the reward is 0.0.
-        unit: ``"tokens"`` of the response, the one that ended it included; ``"words"``, what is
-            between white space; or ``"characters"``.
+        cushion: distance outside the limits at which the reward reaches 0.0.
+        unit: ``"tokens"`` of the response, including the token that ended it; ``"words"``,
+            separated by white space; or ``"characters"``.
 
     Raises:
-        ConfigError: for limits that leave no length.
+        ConfigError: for limits that no length satisfies.
 
     Example:
         >>> reward = LengthReward(longest=100, cushion=50)
@@ -128,7 +128,7 @@ class LengthReward(Scorer):
         """The length of a response in the unit.
 
         Raises:
-            RewardError: tokens are to be counted and the rows have none.
+            RewardError: the unit is tokens and the rows have none.
         """
         if self.unit == "words":
             return sum(1 for _ in _WORD.finditer(sample.response))

@@ -1,4 +1,4 @@
-"""Rewards that are plain functions, and the one way in which anything becomes a reward.
+"""Rewards from plain functions, and :func:`as_reward`, which turns any valid object into a reward.
 
 Next: :mod:`torchrl_llm.rewards.composite_reward` for several of them with weights.
 """
@@ -18,20 +18,20 @@ from torchrl_llm.rewards.reward_scorer import Sample, Scorer, as_scorer
 
 
 class FunctionReward(RewardParser):
-    """The reward of a function of a response and its row's answer, or of the whole row.
+    """A reward computed by a function of a response and its row's answer, or of the whole row.
 
-    The answer is ``None`` where the rows have none. A value above zero counts as success; a
-    function that returns a :class:`~torchrl_llm.rewards.RewardScore` says itself what is one.
+    The answer is ``None`` if the rows have none. A value above zero counts as success; to decide
+    this yourself, return a :class:`~torchrl_llm.rewards.RewardScore`.
 
     Args:
-        function: ``f(response, answer)``, ``f(response, row)`` (a second argument of the name
-            ``row`` is the row of the data, a dict, to which ``"finish_reason"`` is added: how the
-            answer ended, ``"length"`` where its limit of tokens has cut it), ``f(response)``, or
-            ``f(sample)`` (a :class:`~torchrl_llm.rewards.Sample`).
+        function: ``f(response, answer)``; ``f(response, row)``; ``f(response)``; or ``f(sample)``
+            with a :class:`~torchrl_llm.rewards.Sample`. An argument named ``row`` gets the row of
+            the data as a dict, plus ``"finish_reason"``: how the answer ended, for example
+            ``"length"`` if the token limit cut it.
         options: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:
-        ConfigError: what cannot be called so.
+        ConfigError: the function cannot be called in any of these ways.
 
     Example:
         >>> FunctionReward(lambda response, answer: response == answer).score("4", "4")
@@ -44,7 +44,7 @@ class FunctionReward(RewardParser):
         self.needs_answer, self._columns = self.scorer.needs_answer, self.scorer.columns
 
     def score(self, response: str, answer: Any) -> Any:
-        """What the function says of a response, where there is no row."""
+        """Call the function for a response without a row."""
         return self.scorer.score(Sample(response, answer))
 
     def _scorer(self) -> Scorer:
@@ -52,7 +52,7 @@ class FunctionReward(RewardParser):
 
 
 def of_program(response: str) -> float:
-    """The reward of rows without one, whose programs have to return it.
+    """Placeholder for runs whose programs must return their reward.
 
     Args:
         response: the last answer of a program that has returned nothing.
@@ -67,14 +67,14 @@ def of_program(response: str) -> float:
 
 
 def as_reward(reward: Any) -> RewardParser:
-    """What somebody names as the reward of a task, as a transform.
+    """Turn a reward given by a user into a transform.
 
     Args:
         reward: a :class:`~torchrl_llm.rewards.RewardParser`; a function as of
             :class:`FunctionReward`; a :class:`~torchrl_llm.rewards.Scorer` or
             :class:`~torchrl_llm.rewards.Component`; a class of one of these that needs no
-            arguments; or several, a mapping of names to these, each alone or with a weight behind
-            it, whose first is the task.
+            arguments; or a mapping of names to several of these, each alone or as ``(reward,
+            weight)``; the first is the task.
 
     Raises:
         ConfigError: for anything else.
@@ -112,7 +112,7 @@ def _made(cls: type) -> Any:
         return cls()
     except TorchRLLLMError:
         raise
-    except (Exception, SystemExit) as error:  # one of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a class of the user may raise anything
         raise ConfigError(
             f"{cls.__name__}() raised {type(error).__name__}: {error} at {place_of(error)}"
         ) from error

@@ -1,7 +1,7 @@
 """A language model as the judge of responses.
 
-What a judge writes is read for a score; one that cannot be read, and a judge that does not answer,
-make an invalid reward, never a low one. What was asked before is remembered. Who can be asked is a
+A score is parsed from the judge's text. If the text has no score, or the judge does not answer, the
+reward is invalid, never low. Answers are cached. The judge is a
 :class:`~torchrl_llm.rewards.TextModel`: a model in this process, a server, or a function.
 """
 
@@ -24,10 +24,10 @@ from torchrl_llm.rewards.text_models import EndpointTextModel, Messages, TextMod
 
 _Key = tuple[tuple[str, str], ...]
 _FIELD = re.compile(r"\{(\w+)\}")
-# Only digits of ASCII, so that what is read is what float() reads.
+# ASCII digits only, because float() must read the result.
 _NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?![.,]?[0-9]|e[-+]?[0-9])"
 _OUT_OF = rf"(?:[\s*_]*(?:/|\(?out of\b)[\s*_]*({_NUMBER})|\s*(%))?"
-# What the scale is may stand between: "Score (0-10): 7".
+# The scale may stand in between: "Score (0-10): 7".
 _SCALE = r"(?:\s*\([^()\n]{0,40}\)(?=\W{0,10}\d))?"
 _SCORE = re.compile(rf"\bscore\b{_SCALE}\W{{0,10}}?({_NUMBER}){_OUT_OF}", re.IGNORECASE)
 _TAG = re.compile(rf"<score>\s*({_NUMBER}){_OUT_OF}\s*</score>", re.IGNORECASE)
@@ -44,10 +44,10 @@ def read_score(text: str) -> tuple[float, float | None]:
     ``<score>7</score>`` are read.
 
     Args:
-        text: what the judge wrote.
+        text: text of the judge.
 
     Returns:
-        The number, and what it is out of where the text says so.
+        The number, and its maximum if the text states one.
 
     Raises:
         RewardError: the text states no score.
@@ -68,7 +68,7 @@ def read_verdict(text: str) -> tuple[float, float]:
     """The last verdict of a text, ``Verdict: correct`` or ``VERDICT: INCORRECT``, as 1 or 0.
 
     Args:
-        text: what the judge wrote.
+        text: text of the judge.
 
     Returns:
         1.0 or 0.0, out of 1.0.
@@ -87,27 +87,25 @@ def read_verdict(text: str) -> tuple[float, float]:
 
 
 class JudgeReward(BatchScorer):
-    """Asks a judge about each response and reads a score between 0 and 1 out of what it writes.
+    """Asks a judge about each response and parses a score between 0 and 1 from its text.
 
-    All responses of a step are asked about at once, and equal ones once. Answers that could be read
-    are remembered.
+    All responses of a step are sent at once, and equal ones only once. Parsed answers are cached.
 
     Args:
-        grader: who is asked, see :class:`~torchrl_llm.rewards.TextModel`; or a function of a list
-            of conversations that returns a text for each.
-        prompt: what it is asked, with ``{response}``, ``{answer}``, and the names of further
-            columns of the rows in braces, ``{query}`` for example. What is put in is never read for
-            braces.
+        grader: the judge, a :class:`~torchrl_llm.rewards.TextModel`; or a function that takes a
+            list of conversations and returns a text for each.
+        prompt: the question to the judge, with ``{response}``, ``{answer}``, and names of further
+            columns of the rows in braces, for example ``{query}``. Braces in inserted texts are not
+            interpreted.
         system_prompt: a first message to the judge.
-        read: judge's text to a score and what it is out of (``None`` for ``highest``); raises where
-            there is none.
-        highest: the best score; a score outside of 0 to this is no score.
-        retries: how often a judge that failed, or could not be read, is asked again.
-        cache_size: how many answers are remembered; 0 for none, if the judge is to be asked again
-            each time.
+        read: function from the judge's text to a score and its maximum (``None`` means
+            ``highest``); raises if there is no score.
+        highest: the best score; scores outside 0 to this are invalid.
+        retries: number of retries if the judge fails or its text has no score.
+        cache_size: number of cached answers; with 0 the judge is asked every time.
 
     Raises:
-        ConfigError: a prompt without ``{response}``, or impossible numbers.
+        ConfigError: a prompt without ``{response}``, or invalid numbers.
 
     Example:
         >>> judge = JudgeReward(lambda conversations: ["Fine. Score: 8"] * len(conversations))
@@ -144,9 +142,9 @@ class JudgeReward(BatchScorer):
         self.__dict__.update(state, _lock=threading.Lock())
 
     def conversation(self, sample: Sample) -> _Key:
-        """What the judge is asked about a row: roles and contents."""
+        """The messages to the judge about a row: roles and contents."""
         values = {**sample.columns, "response": sample.response, "answer": sample.answer}
-        # In one pass, so that braces in a response stay what they are.
+        # In one pass, so that braces in a response are not interpreted.
         text = _FIELD.sub(lambda match: str(values[match[1]]), self.prompt)
         messages = [("user", text)]
         if self.system_prompt is not None:
@@ -182,7 +180,7 @@ class JudgeReward(BatchScorer):
         ask = self.grader.ask if isinstance(self.grader, TextModel) else self.grader
         try:
             texts = list(ask(conversations))
-        except Exception as error:  # a judge that fails is data
+        except Exception as error:  # a failing judge is data
             return [error] * len(asked)
         if len(texts) != len(asked):
             error = RewardError(f"the judge was asked {len(asked)} times and answered {len(texts)}")
@@ -198,7 +196,7 @@ class JudgeReward(BatchScorer):
             value = score / highest
             if not (math.isfinite(value) and 0 <= value <= 1):
                 raise RewardError(f"the judge's score is not between 0 and {highest:g}: {score:g}")
-        except Exception as error:  # what cannot be read is data
+        except Exception as error:  # a text without a score is data
             return error
         return value
 
@@ -232,25 +230,26 @@ def endpoint_judge(
     request_timeout: float = 60.0,
     concurrency: int = 32,
 ) -> JudgeReward:
-    """A judge behind an address, from settings that a file can hold.
+    """A judge behind a URL, from settings that fit into a configuration file.
 
     Args:
         url: see :class:`~torchrl_llm.rewards.EndpointTextModel`.
         model: see there.
         prompt: see :class:`~torchrl_llm.rewards.JudgeReward`.
         system_prompt: see there.
-        read: what is read out of its answers: ``"score"`` (``Score: 7``) or ``"verdict"``
+        read: what to parse from its answers: ``"score"`` (``Score: 7``) or ``"verdict"``
             (``Verdict: correct``).
-        highest: the best score; of no effect on verdicts.
+        highest: the best score; no effect on verdicts.
         retries: see :class:`~torchrl_llm.rewards.JudgeReward`.
         cache_size: see there.
-        api_key_variable: environment variable that holds the key, so that no file does.
+        api_key_variable: environment variable that holds the key, so that no file contains it.
         options: see :class:`~torchrl_llm.rewards.EndpointTextModel`.
-        request_timeout: seconds of a request.
-        concurrency: requests at a time.
+        request_timeout: timeout of a request in seconds.
+        concurrency: number of parallel requests.
 
     Raises:
-        ConfigError: another ``read``, a variable that is not set, or what the two classes refuse.
+        ConfigError: an unknown ``read``, a variable that is not set, or arguments that the two
+            classes reject.
 
     Example:
         >>> endpoint_judge("http://localhost:8000", "judge", read="verdict").grader.model

@@ -1,8 +1,8 @@
-"""Whether two answers are the same mathematics; runs in a process of its own.
+"""Decides whether two answers are mathematically equal; runs in a separate process.
 
-It imports nothing of this package, so that such a process loads neither torch nor TorchRL, and what
-it needs of others in :func:`load_library`, which the process calls before anything is timed. It may
-run without end or without enough memory: :mod:`torchrl_llm.rewards.math_reward` sets the limits.
+It imports nothing of this package, so the process loads neither torch nor TorchRL. The process
+calls :func:`load_library` for the other imports before anything is timed. A comparison may run
+forever or need too much memory: :mod:`torchrl_llm.rewards.math_reward` sets the limits.
 """
 
 from __future__ import annotations
@@ -12,29 +12,30 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-# Decimals that differ before this place are different numbers: 0.333333 is not 1/3.
+# Decimals that differ in an earlier digit are different numbers: 0.333333 is not 1/3.
 _DECIMALS = 12
 
 
 @cache
 def load_library() -> ModuleType:
-    """Import ``math_verify``, and SymPy with it: a second that no answer's time limit pays for."""
+    """Import ``math_verify`` and SymPy in advance: it takes a second, outside any time limit."""
     import math_verify
 
-    # It warns that it has no time limit; the process has one.
+    # It warns about a missing time limit; the process has one.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
 
 def same_mathematics(answer: str, truth: str) -> bool:
-    """Whether an answer is equal to the truth.
+    """Whether an answer is mathematically equal to the reference.
 
     Args:
         answer: LaTeX or plain text, without the mark of an answer around it.
-        truth: the same; the comparison is not symmetric (``5`` is an answer to ``x = 5``).
+        truth: the reference, in the same form; the comparison is not symmetric (``5`` is an answer
+            to ``x = 5``).
 
     Raises:
-        MemoryError: neither could be told within the memory that there is.
+        MemoryError: the memory limit was reached.
     """
     library = load_library()
     latex = library.LatexExtractionConfig(boxed_match_priority=0)
@@ -50,7 +51,7 @@ def same_mathematics(answer: str, truth: str) -> bool:
 
 
 def _with_imaginary_unit(parsed: Any) -> Any:
-    """An expression in which ``i`` is the imaginary unit, and not a real variable."""
+    """The expression with ``i`` as the imaginary unit instead of a real variable."""
     import sympy
 
     if not isinstance(parsed, sympy.Expr):
@@ -60,7 +61,7 @@ def _with_imaginary_unit(parsed: Any) -> Any:
 
 
 def _as_union(parsed: Any, other: Any) -> Any:
-    """``x < 1 or x > 2`` as the set that it describes, where it is compared with one."""
+    """Convert ``x < 1 or x > 2`` to a set, if the other side is a set."""
     import sympy
 
     relations = parsed.args if isinstance(parsed, sympy.FiniteSet) else ()
@@ -87,5 +88,5 @@ def _equal(truth: Any, answer: Any) -> bool:
         )
     except MemoryError:
         raise
-    except Exception:  # things that cannot be compared, a matrix and a number, are not equal
+    except Exception:  # incomparable objects, such as a matrix and a number, are not equal
         return False

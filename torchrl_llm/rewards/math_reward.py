@@ -1,8 +1,8 @@
-r"""The reward of MATH: is the answer the same mathematics as the reference?
+r"""The reward of MATH: whether the answer is mathematically equal to the reference.
 
-What is equal as text, or differs as a whole number, is decided here. Everything else is asked of
-the package ``math-verify`` in a worker process: a model writes ``9^{9^{9^9}}`` sooner or later, and
-no signal and no thread ends that computation.
+Equal texts and different whole numbers are decided here. Everything else is compared by the package
+``math-verify`` in a worker process, because a model writes ``9^{9^{9^9}}`` sooner or later, and
+neither a signal nor a thread can stop that computation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrl_llm.sandbox.workers import WorkerPool
 _CHECK = (Path(__file__).with_name("math_check.py"), "same_mathematics")
 _PREPARE = "load_library"
 _MEMORY_BYTES = 2 << 30
-# The longest reference of the dataset has less than a tenth of it.
+# Ten times the longest reference of the dataset.
 _MAX_LENGTH = 2000
 _WHOLE = re.compile(r"-?(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)")
 _SPELLINGS = (
@@ -40,7 +40,7 @@ _SPELLINGS = (
     # "3 1/2" is not 31/2.
     (re.compile(r"(?<![0-9])\s+|\s+(?![0-9])"), ""),
 )
-# What is written without LaTeX, as LaTeX.
+# Plain notation to LaTeX.
 _SIGNS = str.maketrans(
     {"π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ", "∪": r"\cup ", "∩": r"\cap "}
     | {"×": r"\times ", "·": r"\cdot ", "±": r"\pm ", "°": r"^\circ ", "−": "-"}
@@ -71,21 +71,21 @@ _WORDS = (
     ),
 )
 _BROKEN_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-# A letter and what it is equal to.
+# A letter, an equals sign and a value.
 _NAMED = re.compile(r"\s*([A-Za-z])\s*=")
-# Two numbers side by side; that behind a subscript is an argument: \log_2 8.
+# Two adjacent numbers; a number after a subscript is an argument: \log_2 8.
 _TWO_NUMBERS = re.compile(r"(?<![A-Za-z}] )(?<![\d_])\d+\s+\d")
 _BRACKETS = re.compile(r"\\[{}]|\\.|[][(){},]", re.DOTALL)
-# A number in another base: its digits, and the base.
+# A number in a different base: its digits and the base.
 _BASED = re.compile(r"[0-9A-Z]+_[0-9]+")
-# What is measured, and its unit: any in \text{}, one that is known without.
+# A quantity and its unit: any unit in \text{}, or a known unit without it.
 _QUANTITY = re.compile(
     r"(?P<value>.*[\d}\])])\s*"
     r"(?:\\(?:text|textrm|mathrm|mbox)\s*\{\s*(?P<text>[A-Za-z][A-Za-z ./]*)\}"
     r"|(?:\\ |\s)\s*(?P<word>[A-Za-z][A-Za-z /]*))\s*(?:\^\s*\{?(?P<power>[23])\}?)?\s*\.?",
     re.DOTALL,
 )
-# Names of one unit side by side.
+# Synonyms of a unit per line.
 _UNIT_NAMES = (
     "mm millimeter millimetre,cm centimeter centimetre,m meter metre,km kilometer kilometre,"
     "in inch inche,ft foot feet,yd yard,mi mile,mg milligram,g gram,kg kilogram,oz ounce,lb pound,"
@@ -95,7 +95,7 @@ _UNIT_NAMES = (
 )
 _UNITS = {each: names.split()[0] for names in _UNIT_NAMES.split(",") for each in names.split()}
 _POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cu": "3", "cubed": "3"}
-# Those that are written with a sign.
+# Units that are written as a sign.
 _UNIT_SIGNS = (
     (re.compile(r"\\circ\s*\}?\s*\Z"), "degree"),
     (re.compile(r"%\s*\Z"), "percent"),
@@ -105,23 +105,23 @@ _UNIT_SIGNS = (
 
 @register("rewards", "math")
 class MATHRewardParser(AnswerBlockParser):
-    r"""1.0 for the right answer in an ``<answer>`` block, 0.1 for another block, 0.0 for none.
+    r"""1.0 for the correct answer in an ``<answer>`` block, 0.1 for a wrong one, 0.0 for none.
 
-    An answer may be in a ``\boxed{}`` inside the block. It is right where it is equal to the
-    reference as text, but for spaces and spellings (``√2``, ``**5**``, ``the answer is 5``), or as
-    mathematics by the package ``math-verify``: ``1/2`` and ``\frac{2}{4}`` are one answer. What it
-    would take for equal is refused: tuples and sets, different units (one may be left out), and
-    decimals that differ in the first 12 places (``0.333333`` is not ``1/3``). An
-    answer that takes longer to compare than its limit, or more than 2 GiB of memory, makes an
-    invalid reward; one of more than 2,000 characters is wrong.
+    An answer may be in a ``\boxed{}`` inside the block. It is correct if it equals the reference as
+    text, up to spaces and spelling (``√2``, ``**5**``, ``the answer is 5``), or mathematically by
+    the package ``math-verify``: ``1/2`` equals ``\frac{2}{4}``. Some pairs that ``math-verify``
+    accepts are rejected: a tuple and a set, different units (one may be left out), and decimals
+    that differ in the first 12 places (``0.333333`` is not ``1/3``). If the comparison exceeds its
+    time limit or 2 GiB of memory, the reward is invalid. An answer of more than 2,000 characters is
+    wrong.
 
     Args:
         args: arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
-        boxed: take a ``\boxed{}`` behind the reasoning as the answer block where there is no other,
-            for models that were taught to answer so.
-        num_workers: processes that compare answers, shared by all parsers of this process that ask
-            for as many; about 80 MB each.
-        timeout: seconds that one comparison may take.
+        boxed: if there is no answer block, take a ``\boxed{}`` after the reasoning as the answer,
+            for models trained to answer in this form.
+        num_workers: number of processes that compare answers, about 80 MB each; parsers of this
+            process with the same number share them.
+        timeout: time limit of one comparison in seconds.
         kwargs: as ``args``, by name.
 
     Raises:
@@ -149,18 +149,18 @@ class MATHRewardParser(AnswerBlockParser):
         require("math_verify", extra="math", feature="MATHRewardParser")
         super().__init__(*args, num_threads=num_workers, **kwargs)
         self.boxed = boxed
-        # A thread waits for its process, which keeps the limit.
+        # A thread waits for its process, which enforces the limit.
         self.comparison_timeout = timeout
 
     @staticmethod
     def extract_boxed(text: str) -> str:
-        r"""The contents of the last ``\boxed{...}``; the text itself, stripped, without one."""
+        r"""The contents of the last ``\boxed{...}``, or the stripped text if there is none."""
         boxed = last_boxed(text)
         return text.strip() if boxed is None else boxed
 
     @staticmethod
     def normalize_answer(answer: str) -> str:
-        r"""An answer without what TeX sets in more than one way.
+        r"""Normalise an answer: remove TeX that does not change its meaning.
 
         Spaces, ``\left``, dollar, degree and percent signs, a full stop at the end and ``x =`` are
         left out; ``\dfrac`` is ``\frac``.
@@ -178,12 +178,12 @@ class MATHRewardParser(AnswerBlockParser):
     def answers_match(
         cls, predicted: str, reference: str, *, timeout: float = 5.0, num_workers: int = 2
     ) -> bool:
-        r"""Whether an answer, boxed or not, is the same mathematics as a reference.
+        r"""Whether an answer, boxed or not, is mathematically equal to a reference.
 
         Args:
-            predicted: what the model answered.
-            reference: what is right.
-            timeout: seconds that the comparison may take.
+            predicted: answer of the model.
+            reference: the correct answer.
+            timeout: time limit of the comparison in seconds.
             num_workers: see :class:`MATHRewardParser`.
 
         Raises:
@@ -211,7 +211,7 @@ class MATHRewardParser(AnswerBlockParser):
             if {_is_ordered(spelled), _is_ordered(wanted)} == {True, False}:
                 return False
             if _BASED.fullmatch(spelled) and _BASED.fullmatch(wanted):
-                return False  # the comparison does not look at subscripts
+                return False  # the comparison ignores subscripts
             if _WHOLE.fullmatch(spelled) and _WHOLE.fullmatch(wanted):
                 return int(spelled.replace(",", "")) == int(wanted.replace(",", ""))
         return _same_mathematics(answer, truth, timeout, num_workers)
@@ -220,28 +220,28 @@ class MATHRewardParser(AnswerBlockParser):
         """The reference.
 
         Raises:
-            RewardError: it is no text.
+            RewardError: it is not a text.
         """
         if not isinstance(answer, str) or not answer.strip():
             raise RewardError(f"the answer of the row must be a text, got {answer!r}")
         return answer
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, boxed answers among them if they count."""
+        """Reasoning and answer of a response, including boxed answers if they count."""
         think, block = super().read_response(response)
         if block is None and self.boxed:
             block = last_boxed(response.rpartition("</think>")[2])
         return think, block
 
     def is_right(self, block: str, truth: str) -> bool:
-        """Whether the block is the same mathematics."""
+        """Whether the block is mathematically equal."""
         return self.answers_match(
             block, truth, timeout=self.comparison_timeout, num_workers=self.num_threads
         )
 
 
 def _as_latex(answer: str) -> str:
-    """An answer without Markdown and what leads up to it, its signs in LaTeX."""
+    """An answer without Markdown and introductory words, with signs as LaTeX."""
     answer = answer.translate(_SIGNS)
     for pattern, latex in _WORDS:
         answer = pattern.sub(latex, answer)
@@ -249,7 +249,7 @@ def _as_latex(answer: str) -> str:
 
 
 def _quantity(answer: str) -> tuple[str, str]:
-    """An answer without its unit, and the unit, empty where there is none."""
+    """An answer without its unit, and the unit (empty if there is none)."""
     found = _QUANTITY.fullmatch(answer)
     words = (
         [] if found is None else (found["text"] or found["word"]).lower().replace(".", "").split()
@@ -265,7 +265,7 @@ def _quantity(answer: str) -> tuple[str, str]:
 
 
 def _is_ordered(answer: str) -> bool | None:
-    """Whether it is a tuple or an interval; ``False`` for a set or a list, ``None`` otherwise."""
+    """``True`` for a tuple or an interval, ``False`` for a set or a list, ``None`` otherwise."""
     depth, closed, commas = 0, 0, [False, False]
     for mark in _BRACKETS.finditer(answer):
         if mark[0] in ("(", "[", "{", "\\{"):
@@ -289,5 +289,5 @@ def _pool(num_workers: int) -> WorkerPool:
 
 @lru_cache(maxsize=8192)
 def _same_mathematics(answer: str, truth: str, timeout: float, num_workers: int) -> bool:
-    """Remembered, since the responses of a group often end in the same answer."""
+    """Cached, because the responses of a group often end in the same answer."""
     return call_reward(_pool(num_workers), answer, truth, timeout=timeout)

@@ -1,7 +1,7 @@
-"""A reward model as a reward: one number for the whole conversation.
+"""A reward model as a reward: one score per conversation.
 
-It is any sequence classifier with one output: of ``torchrl-llm train reward``, of TRL, or from the
-hub. Next: :class:`torchrl_llm.modules.HFRewardModelWrapper` scores rows of token ids.
+Any sequence classifier with one output works: from ``torchrl-llm train reward``, from TRL, or from
+the hub. Next: :class:`torchrl_llm.modules.HFRewardModelWrapper` scores rows of token ids.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torchrl_llm.rewards.reward_scorer import BatchScorer, Sample
 class ModelReward(BatchScorer):
     """The score of a reward model for the conversation up to the response.
 
-    The conversation is written with the chat template of the reward model, whatever the policy's
-    is. All rows of a step are scored together, without gradients. A row that is too long, or whose
-    score is not finite, has an invalid reward, never a zero. The weights are read at the first
-    score; what the folder says of them is looked at before.
+    The conversation is rendered with the chat template of the reward model, not with the policy's.
+    All rows of a step are scored together, without gradients. A row that is too long, or whose
+    score is not finite, gets an invalid reward, never zero. The configuration in the folder is
+    checked at construction; the weights are loaded at the first score.
 
     Args:
         name: a folder or a hub name of a classifier with ``num_labels=1``.
-        token_budget: tokens of one forward, with the padding; the score does not depend on it.
-        max_seq_len: tokens that a conversation may have; by default what the model's context holds.
+        token_budget: tokens per forward, including padding; the score does not depend on it.
+        max_seq_len: most tokens of a conversation; by default the context length of the model.
         dtype: of the weights.
-        device: where the model is; ``"auto"`` for CUDA where there is one.
+        device: device of the model; ``"auto"`` uses CUDA if available.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
-        tools: schemas of the tools that the conversation was told of; a recipe gives those that its
-            prompts describe. A template without a form for them is not told.
+        tools: schemas of the tools in the prompts; recipes pass those that their prompts describe.
+            They are ignored if the template does not support tools.
 
     Raises:
-        ConfigError: there is no such model, or it is no reward model.
+        ConfigError: the model does not exist, or is not a reward model.
 
     Example:
         >>> import tempfile
@@ -96,7 +96,7 @@ class ModelReward(BatchScorer):
         auto = "cuda" if torch.cuda.is_available() else "cpu"
         device = auto if self.device == "auto" else self.device
         model = load_reward_model(self.name, dtype=self.dtype, device=device)
-        model.config.use_cache = False  # no key is read a second time
+        model.config.use_cache = False  # read each key only once
         return HFRewardModelWrapper(model, inference_mode=True)
 
     def score_batch(self, samples: Sequence[Sample]) -> list[float | Exception]:
@@ -110,13 +110,13 @@ class ModelReward(BatchScorer):
             chats: messages, the last of them the response.
 
         Returns:
-            A number each, or why there is none.
+            A number for each, or the failure.
         """
         with self._lock:
             encoded = [self._encoded(chat) for chat in chats]
             found: list[Any] = list(encoded)
             rows = [row for row, ids in enumerate(encoded) if isinstance(ids, Tensor)]
-            rows.sort(key=lambda row: -len(encoded[row]))  # so that little is padded
+            rows.sort(key=lambda row: -len(encoded[row]))  # to reduce padding
             lengths = [len(ids) if isinstance(ids, Tensor) else 0 for ids in encoded]
             for piece in pieces_under_budget(rows, lengths, self.token_budget):
                 scores = self._model.score_ids([encoded[row] for row in piece])

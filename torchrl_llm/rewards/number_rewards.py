@@ -1,7 +1,7 @@
 """Rewards whose answer is a number: sums, GSM8K, Countdown.
 
-The expression of a Countdown answer is read by :mod:`torchrl_llm.tools.calculator`; nothing that a
-model wrote is ever evaluated as Python.
+:mod:`torchrl_llm.tools.calculator` evaluates Countdown expressions; text of a model is never
+evaluated as Python.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.rewards.reward_scorer import RewardScore
 from torchrl_llm.tools.calculator import evaluate_expression
 
-# A number may touch a unit on its right (72km) but is none inside a word (m2, x3). Its sign counts
-# where no word or number stands before it: 10 - 5 and 10 -5 are no -5, but (a) -5 is.
+# A number may be followed directly by a unit (72km), but digits inside a word are not a number (m2,
+# x3). A sign counts if no word or number precedes it: 10 - 5 and 10 -5 contain no -5, but (a) -5
+# does.
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d.,^])(?P<sign>(?<!\w)(?<!\d\s)(?:(?<!\)\s)[-+]|[-+](?=\S)))?\s?"
     r"(?:[$€£]\s?(?P<inner>-)?)?(?P<body>\.?\d[\d.,]*+)"
@@ -40,7 +41,7 @@ _NUMBER = re.compile(
 )
 _BODY = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _PADDED = re.compile(r"0\d")
-# No answer is longer, and no number that Python refuses to convert.
+# No answer is longer; Python refuses to convert longer numbers.
 _MAX_LENGTH = 1000
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
@@ -52,7 +53,7 @@ _TIMES_TEN = re.compile(
     r"(?:(?<=\d)\s*(?:\\times|\\cdot|[x×·*])\s*10|(?P<alone>(?<![\w.,])10))"
     r"\s?(?:\^|\*\*)\s?[{(]?\s?(?P<exponent>[-+−]?\d+)[})]?"
 )
-# Thousands apart, as LaTeX and typographers write them: 1{,}234 and 1,\!234 and 1\,234.
+# Thousands separators of LaTeX: 1{,}234 and 1,\!234 and 1\,234.
 _LATEX_COMMA = re.compile(r"(?<=\d)(?:\{,\}|,\\!)(?=\d)")
 _THIN_SPACE = re.compile(r"(?<=\d)(?:\\,|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 # The power of a unit: cm^2, \text{ft}^{3}.
@@ -64,10 +65,10 @@ _NOISE = str.maketrans({"*": " ", "`": " ", "_": " ", "{": " ", "}": " ", "−":
 def parse_number(text: str) -> Fraction | None:
     r"""The one number that a short answer states.
 
-    Markdown and LaTeX wrapping, currency and percent signs, thousands separators and units are
-    looked through; ``1.5 million``, ``3 1/2``, ``2e-3`` and ``3 x 10^4`` are numbers. Of an
-    equation or a chain of them, the last right-hand side counts. An answer with two different
-    numbers states none, nor does one of more than 1,000 characters.
+    Markdown, LaTeX, currency and percent signs, thousands separators and units are ignored; ``1.5
+    million``, ``3 1/2``, ``2e-3`` and ``3 x 10^4`` are numbers. In an equation or a chain of
+    equations, the last right-hand side counts. An answer with two different numbers, or with more
+    than 1,000 characters, gives ``None``.
 
     Args:
         text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
@@ -83,10 +84,10 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text of any length, ``None`` without one or for a malformed one.
+    """The last number of a text of any length; ``None`` if there is none or it is malformed.
 
     Args:
-        text: read as by ``parse_number``, but for its equations.
+        text: parsed as by ``parse_number``, except for equations.
 
     Example:
         >>> last_number("3 boxes of 6 eggs make **$1,018.50** in all.")
@@ -115,7 +116,7 @@ def _parsed(text: str) -> Fraction | None:
 
 
 def _without_markup(text: str) -> str:
-    """A text without the marks of Markdown and LaTeX around and inside its numbers."""
+    """A text without Markdown and LaTeX around and inside its numbers."""
     text = _LATEX_FRACTION.sub(r" \1/\2", text.replace("\\$", "$").replace("\\%", "%"))
     text = _TIMES_TEN.sub(_in_e_notation, _SMALL_DIGITS.sub(_in_full_size, text))
     text = _THIN_SPACE.sub("", _LATEX_COMMA.sub(",", text))
@@ -140,7 +141,7 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of one number, ``None`` for a malformed one (``1,2``, ``5/0``, ``2^10``)."""
+    """The value of one number; ``None`` if it is malformed (``1,2``, ``5/0``, ``2^10``)."""
     body, below = match["body"].rstrip(".,"), match["below"]
     if not _BODY.fullmatch(body):
         return None
@@ -153,7 +154,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _true_number(answer: Any) -> Fraction:
-    """The number of a row's answer, which may stand behind ``####``."""
+    """The number of a row's answer; ``####`` may precede it."""
     if isinstance(answer, float) and math.isfinite(answer):
         return Fraction(str(answer))  # also 1e+20
     value = parse_number(str(answer).rpartition("####")[2])
@@ -164,17 +165,18 @@ def _true_number(answer: Any) -> Fraction:
 
 @register("rewards", "gsm8k")
 class GSM8KRewardParser(AnswerBlockParser):
-    r"""1.0 for the right number, 0.1 for another answer, 0.0 for none.
+    r"""1.0 for the correct number, 0.1 for a wrong answer, 0.0 for none.
 
-    What counts as an answer is chosen: models that are trained here write an ``<answer>`` block;
-    base models, and those whose accuracy is compared with published ones, do not. A response that
-    gives several answers gives one, as each format says; one without a number gives none.
+    ``answer_format`` selects what counts as the answer. Models trained here write an ``<answer>``
+    block; base models do not, and neither do models whose accuracy is compared with published
+    numbers. If a response has several answers, the format selects one. A response without a number
+    has no answer.
 
     ======================  =======================================================================
     ``answer_format``       the answer
     ======================  =======================================================================
     ``"tags"``              the last ``<answer>`` block behind the reasoning
-    ``"auto"``              what stands behind the last of ``<answer>``, ``####``, ``\boxed`` and
+    ``"auto"`` the text after the last of ``<answer>``, ``####``, ``\boxed`` and
                             ``The answer is``, or the last number where there is none of these, see
                             :func:`~torchrl_llm.rewards.answer_formats.marked_answer`
     ``"flexible-extract"``  as the filters of these names in lm-evaluation-harness read and compare
@@ -208,7 +210,7 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     @staticmethod
     def normalize_answer(answer: str) -> Fraction | None:
-        """The value of an answer, see ``parse_number``; ``####`` may stand before it."""
+        """The value of an answer, see ``parse_number``; ``####`` may precede it."""
         return parse_number(answer.rpartition("####")[2])
 
     @classmethod
@@ -229,7 +231,7 @@ class GSM8KRewardParser(AnswerBlockParser):
         return think, block
 
     def read_truth(self, answer: Any) -> Fraction | str:
-        """The row's number, spelled as lm-evaluation-harness does where its filters are used.
+        """The row's number; with a filter of lm-evaluation-harness, in its spelling.
 
         Raises:
             RewardError: the row's own answer is not a number.
@@ -246,11 +248,11 @@ _ANSWER = re.compile(r"target=(?P<target>-?[0-9]+), numbers=(?P<numbers>[0-9]+(?
 
 
 class CountdownProblem(NamedTuple):
-    """A target and the numbers to make it of.
+    """A target, and the numbers from which to reach it.
 
     Attributes:
-        target: what the expression must be equal to.
-        numbers: each may be used once; one that occurs twice, twice.
+        target: value of the expression.
+        numbers: each may be used as often as it occurs in the list.
     """
 
     target: int
@@ -258,7 +260,7 @@ class CountdownProblem(NamedTuple):
 
 
 class CountdownRewardParser(AnswerBlockParser):
-    """1.0 for an expression that makes the target, 0.1 for another answer block, 0.0 for none.
+    """1.0 for an expression that equals the target, 0.1 for a wrong answer block, 0.0 for none.
 
     The answer of a row is a string such as ``"target=24, numbers=2,3,4"``. The arguments are those
     of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
@@ -274,7 +276,7 @@ class CountdownRewardParser(AnswerBlockParser):
 
     @staticmethod
     def normalize_answer(answer: str) -> CountdownProblem | None:
-        """The problem that a row's answer describes, ``None`` where it does not."""
+        """The problem that a row's answer describes; ``None`` if it is malformed."""
         found = _ANSWER.fullmatch(answer.strip())
         if found is None:
             return None
@@ -283,12 +285,12 @@ class CountdownRewardParser(AnswerBlockParser):
 
     @staticmethod
     def validate_expression(expression: str, target: int, numbers: Sequence[int]) -> bool:
-        """Whether an expression keeps the rules and makes the target.
+        """Whether an expression follows the rules and equals the target.
 
         Args:
             expression: see :func:`evaluate_expression`.
-            target: what it must be equal to, exactly.
-            numbers: what it may use.
+            target: exact value of the expression.
+            numbers: numbers that it may use.
 
         Example:
             >>> CountdownRewardParser.validate_expression("99 ** 98 ** 97", 1, [97, 98, 99])
@@ -306,7 +308,7 @@ class CountdownRewardParser(AnswerBlockParser):
         """The row's problem.
 
         Raises:
-            RewardError: the row's answer describes none.
+            RewardError: the row's answer is malformed.
         """
         problem = self.normalize_answer(str(answer))
         if problem is None:
@@ -316,16 +318,16 @@ class CountdownRewardParser(AnswerBlockParser):
         return problem
 
     def is_right(self, block: str, truth: CountdownProblem) -> bool:
-        """Whether the block holds such an expression."""
+        """Whether the block contains a correct expression."""
         return self.validate_expression(block, *truth)
 
 
 @register("rewards", "last_number")
 class ArithmeticRewardParser(RewardParser):
-    """1.0 where the last number of the response is the answer's; else 0.0.
+    """1.0 if the last number of the response equals the answer; otherwise 0.0.
 
-    Numbers are read as by ``last_number``. A model that explains itself ("37+85 is 122.") is
-    understood; leading zeros are not.
+    Numbers are parsed by ``last_number``. Explanations are allowed ("37+85 is 122."); leading zeros
+    are not.
 
     Example:
         >>> reward = ArithmeticRewardParser()
@@ -342,7 +344,7 @@ class ArithmeticRewardParser(RewardParser):
 
         Args:
             response: what the model wrote.
-            answer: a number, as one or as a text.
+            answer: a number or its text.
 
         Raises:
             RewardError: the answer is no number.

@@ -1,4 +1,4 @@
-"""The parts of a reward: how much a scorer counts, and where it runs.
+"""Components of a reward: a scorer, its weight, and where it runs.
 
 Next: :class:`~torchrl_llm.rewards.composite_reward.CompositeReward` adds them up.
 """
@@ -34,24 +34,24 @@ _NEUTRAL = Outcome(RewardScore(0.0))
 @checked
 @dataclass(frozen=True)
 class Component:
-    """A part of a reward and its terms.
+    """A component of a reward.
 
     Args:
         scorer: a :class:`Scorer`, a :class:`BatchScorer`, a
             :class:`~torchrl_llm.rewards.RewardParser`, or a function as of :func:`as_scorer`.
-        weight: what its value is multiplied with. Zero only records the value, and its failures
-            do no harm.
-        optional: whether the reward does without it where it fails, the weights of the others
-            growing in proportion; otherwise its failure makes the whole reward invalid.
-        run: ``"inline"``, one row after another; ``"threads"``, for what waits (for a server);
-            ``"processes"``, for what keeps a CPU busy or may not end. A scorer for processes must
-            be importable by name.
-        num_workers: threads, 8 if not given; or processes, as many as CPUs but at most 4.
-        timeout: seconds that a row may take (of a :class:`BatchScorer`, all rows); needs threads or
-            processes. Only a process is stopped when its time is over.
+        weight: factor of its value. With 0 the value is only recorded, and failures have no effect.
+        optional: if it fails, leave it out and scale the weights of the others up; otherwise its
+            failure makes the whole reward invalid.
+        run: ``"inline"``, row by row; ``"threads"``, for scorers that wait (for a server);
+            ``"processes"``, for scorers that use much CPU or may not end. A scorer for processes
+            must be importable by name.
+        num_workers: number of threads, 8 by default; or of processes, by default the number of CPUs
+        but at most 4.
+        timeout: time limit per row in seconds (for a :class:`BatchScorer`, for all rows); needs
+            threads or processes. Only a process is stopped at the limit.
 
     Raises:
-        ConfigError: for terms that are impossible or have no effect.
+        ConfigError: for settings that are invalid or have no effect.
     """
 
     scorer: Any
@@ -74,7 +74,7 @@ class Component:
         check_limits(0 if self.run == "inline" else self.num_workers, self.timeout)
 
     def make_pool(self) -> WorkerPool | None:
-        """The processes that it needs, not yet started."""
+        """The pool of processes that it needs, not yet started."""
         if self.run != "processes":
             return None
         return WorkerPool(self.scorer.score, num_workers=self.num_workers)
@@ -85,8 +85,8 @@ class Component:
         """Score rows.
 
         Args:
-            samples: ``N`` rows; the exception of one without a response, and ``None`` for one that
-                is not scored, whose score is 0.
+            samples: ``N`` rows. An exception stands for a row without a response, and ``None`` for
+                a row that is not scored, whose score is 0.
             pool: of :meth:`make_pool`.
 
         Returns:
@@ -107,7 +107,7 @@ class Component:
             return self._run_batch(samples, min(threads, 1)) if samples else []
         rows = [(sample,) for sample in samples]
         if pool is not None:
-            # Each thread waits for a process, which keeps the limit.
+            # Each thread waits for a process, which enforces the limit.
             return run_rows(partial(self._score_there, pool), rows, num_threads=threads)
         return run_rows(self._score, rows, num_threads=threads, timeout=self.timeout)
 

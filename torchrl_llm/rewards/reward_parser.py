@@ -1,8 +1,8 @@
-"""Rewards as transforms: one :meth:`RewardParser.score` per task, everything else here.
+"""Base class of rewards as transforms: a subclass defines only :meth:`RewardParser.score`.
 
-A score sees one response and one answer, and nothing of the prompt: neither an example in the
-system prompt nor another row can be mistaken for what the model wrote. A score that fails becomes
-data, a row with a NaN reward and ``reward_valid`` false, which no advantage counts as a zero.
+``score`` gets one response and one answer, without the prompt, so an example in the system prompt
+cannot be mistaken for the response. A failing score becomes data: a row with a NaN reward and
+``reward_valid`` false. Advantage estimators exclude it and never count it as zero.
 
 Next: :mod:`torchrl_llm.rewards.answer_block` for tasks with an answer block,
 :mod:`torchrl_llm.rewards.composite_reward` for rewards of several parts.
@@ -48,7 +48,7 @@ def extract_block(text: str, tag: str) -> str | None:
         tag: name of the tag.
 
     Returns:
-        ``None`` where no block is complete.
+        ``None`` if no block is complete.
 
     Example:
         >>> extract_block("<answer>1</answer> no: <answer> 2 </answer>", "answer")
@@ -62,12 +62,12 @@ def extract_block(text: str, tag: str) -> str | None:
 def extract_tags(response: str) -> tuple[str | None, str | None]:
     """Reasoning and answer of a response.
 
-    An answer inside the reasoning does not count: it is looked for after ``</think>``.
+    An answer inside the reasoning does not count: the search starts after ``</think>``.
 
     Returns:
-        Contents of the last ``<think>`` block and of the last ``<answer>`` block, each ``None``
-        where there is none. A response that begins inside the reasoning (the prompt opened it)
-        has everything before its first ``</think>`` as reasoning.
+        Contents of the last ``<think>`` block and of the last ``<answer>`` block, each ``None`` if
+        it is missing. If a response begins inside the reasoning (the prompt opened the block),
+        everything before its first ``</think>`` is reasoning.
 
     Example:
         >>> extract_tags("<think>2+2</think><answer>4</answer>")
@@ -81,49 +81,49 @@ def extract_tags(response: str) -> tuple[str | None, str | None]:
 
 
 class RewardParser(Transform):
-    """Base of the rewards: subclasses write :meth:`score`, nothing else.
+    """Base class of rewards: a subclass defines only :meth:`score`.
 
-    At each step the responses of all rows that were stepped are scored and these keys written:
+    At each step, the responses of all stepped rows are scored and these keys are written:
 
     - ``reward``, ``reward_answer``, ``reward_think``, ``reward_right``: float32 ``[B, 1, 1]``; the
-      last three are 1.0 or 0.0 for an answer block, a reasoning block, a right answer (what an
-      :class:`~torchrl_llm.rewards.AnswerBlockParser` gives for the answer);
+      last three are 1.0 or 0.0 for an answer block, a reasoning block, and a correct answer (with
+      an :class:`~torchrl_llm.rewards.AnswerBlockParser`, the reward of the answer);
     - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
       ``[B]``, wall-clock time of the score;
     - ``("error", "type")``, ``("error", "message")``, ``("error", "place")`` (file, line and
       function), ``("error", "source")`` (what failed) and ``("error", "traceback")``: strings,
-      empty where all went well.
+      empty without an error.
 
-    Rows that are not stepped, and turns that only called tools to think (``("tools",
-    "auxiliary")``), are not scored: their reward is 0.0 and valid, and they go on. Nor are turns
-    that a gate in front has refused (``"reward_refused"``), which keep what it wrote.
+    Rows that are not stepped, and turns that only called tools (``("tools", "auxiliary")``), are
+    not scored: their reward is 0.0 and valid, and the episode continues. Turns that an earlier gate
+    rejected (``"reward_refused"``) are not scored either and keep the values of the gate.
 
-    Rewards add up, as TorchRL's do: where a row has a reward of this step already, from another
-    parser or from the environment, floats and seconds are added to those that are there, a success
-    of either is one, and the row is valid if both are. A
-    :class:`~torchrl_llm.rewards.CompositeReward` has weights, and shows the value of each part.
+    Rewards add up, as in TorchRL: if a row already has a reward of this step, from a different
+    parser or from the environment, floats and seconds are added, success is true if either is true,
+    and the row is valid only if both are valid. A :class:`~torchrl_llm.rewards.CompositeReward`
+    adds weights and records the value of each component.
 
-    A score that raises, or returns something else than one finite number, gives that row a NaN in
-    every float key, ``reward_valid=False`` and the error; the other rows are untouched. The log
-    shows the first of each kind with its traceback and its row.
+    If ``score`` raises, or does not return one finite number, that row gets NaN in every float key,
+    ``reward_valid=False`` and the error; other rows are not affected. The log shows the first error
+    of each kind with its traceback and row.
 
     Args:
-        tokenizer: decodes responses in tokens mode where no environment does.
+        tokenizer: decodes responses in tokens mode, if no environment does.
         in_keys: the key of the completion, whose first part names the input mode, and the key of
-            the answer; ``[(input_mode, "full"), "answer"]`` if not given.
+            the answer; ``[(input_mode, "full"), "answer"]`` by default.
         out_keys: new names for ``reward_answer, reward_think, reward_right, reward, success``, in
             this order.
-        eos_token: removed from the end of a response before it is scored; that of ``tokenizer``, or
-            of the environment's tokenizer, if not given.
+        eos_token: removed from the end of a response before it is scored; by default the token of
+            ``tokenizer`` or of the environment's tokenizer.
         set_done_if_answer: end the episode (``done`` and ``terminated``) of rows whose response
-            holds an answer block.
-        input_mode: ``"history"``, ``"text"`` or ``"tokens"``; the environment's if not given.
-        num_threads: score rows in this many threads, for scores that wait (a judge, a sandbox).
-        timeout: seconds that a row's score may take, after which the row is invalid; needs threads.
+            contains an answer block.
+        input_mode: ``"history"``, ``"text"`` or ``"tokens"``; by default the environment's.
+        num_threads: number of threads for scoring, for scores that wait (a judge, a sandbox).
+        timeout: time limit per row in seconds, after which the row is invalid; needs threads.
 
-    Outside an environment the transform can be called on rows with a response; it then writes
-    ``("next", ...)``, in place of any reward that is there (rows may be scored again), and leaves
-    ``done`` alone. Of several in one replay buffer each adds to those that it stands behind.
+    Outside an environment the transform can be called on rows with a response. It then writes
+    ``("next", ...)``, replaces an existing reward (so rows may be scored again), and does not
+    change ``done``. If a replay buffer has several, each adds to the rewards before it.
 
     Example:
         >>> from torchrl_llm.envs import DatasetChatEnv
@@ -140,7 +140,7 @@ class RewardParser(Transform):
     """
 
     needs_answer = False
-    """Whether it compares with an answer, so that rows must have some."""
+    """Whether it compares with an answer, so that rows must have one."""
 
     def __init__(
         self,
@@ -185,22 +185,22 @@ class RewardParser(Transform):
     def score(self, response: str, answer: Any) -> float | RewardScore:
         """Score one response.
 
-        Called from several threads at once where ``num_threads`` is set, so it must not change
+        With ``num_threads`` it is called from several threads at once, so it must not change
         ``self``.
 
         Args:
-            response: what the model wrote, without the prompt.
+            response: text of the model, without the prompt.
             answer: the row's answer.
 
         Returns:
-            A finite number, or a :class:`RewardScore`. A bare number counts as success where it is
-            above zero, with an answer in every case.
+            A finite number, or a :class:`RewardScore`. A plain number above zero counts as success,
+            and counts as an answer in every case.
         """
 
     # Reading
 
     def set_container(self, container: Any) -> None:
-        """Name the keys that are read, where they were left to the environment."""
+        """Set the keys that were left to the environment."""
         super().set_container(container)
         if not self.in_keys and self.input_mode is not None:
             self.in_keys = [(self.input_mode, "full"), self._answer_key]
@@ -222,12 +222,12 @@ class RewardParser(Transform):
         return response_reader(self._input_mode, self.tokenizer)
 
     _columns: Sequence[str] | None = None
-    """Columns that are read for a score; ``None`` for the response and the answer alone."""
+    """Columns that a score reads; ``None`` for only the response and the answer."""
 
     def _samples(
         self, td: TensorDictBase, next_td: TensorDictBase
     ) -> list[Sample | Exception | None]:
-        """What is scored: a sample a row that acts, or the exception of one without a response."""
+        """The samples to score: one per acting row, or an exception if it has no response."""
         eos, responses = self._eos(), self._responses(td)
         answers = self._answers(td)
         more = repeat(()) if self._columns is None else self._more(td, self._columns)
@@ -248,7 +248,7 @@ class RewardParser(Transform):
         return read_column(td, self._answer_key) or [None] * td.batch_size.numel()
 
     def _more(self, td: TensorDictBase, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """What else a scorer sees of a row: tokens, how the response ended, columns."""
+        """Further inputs of a scorer: tokens, how the response ended, columns."""
         asked = [self._asked(td, name) for name in columns]
         rows = zip(*asked, strict=True) if asked else repeat(())
         lengths = response_lengths(td) or [None] * td.batch_size.numel()
@@ -256,7 +256,7 @@ class RewardParser(Transform):
             yield length, reason, dict(zip(columns, cells, strict=True))
 
     def _asked(self, td: TensorDictBase, name: str) -> list[Any]:
-        """A column that a scorer reads; ``row`` is all columns of the data in one dict a row."""
+        """A column that a scorer reads; ``row`` is a dict of all columns of the data per row."""
         column = read_column(td, name)
         if column is None and name == "row":
             primer = None if self.parent is None else getattr(self.container, "primer", None)
@@ -285,7 +285,7 @@ class RewardParser(Transform):
         td: TensorDictBase,
         next_td: TensorDictBase,
     ) -> list[Outcome]:
-        """What came of each row; the values are scores."""
+        """The outcome of each row; its value is a score."""
         part = Component(
             self._scorer(),
             run="threads" if self.num_threads else "inline",
@@ -295,7 +295,7 @@ class RewardParser(Transform):
         return part.outcomes(samples)
 
     def _scorer(self) -> Any:
-        """What scores, if not :meth:`score` itself."""
+        """The object that scores, if it is not :meth:`score`."""
         return self
 
     def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
@@ -332,12 +332,12 @@ class RewardParser(Transform):
         set_errors(next_td, failures)
 
     def _right(self, score: RewardScore) -> float:
-        """What ``reward_right`` says of a score."""
+        """Value of ``reward_right`` for a score."""
         return score.success
 
     @property
     def _adds(self) -> bool:
-        """Whether a reward that a step has already is kept and added to."""
+        """Whether an existing reward of the step is kept and added to."""
         return True
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -378,8 +378,8 @@ class RewardParser(Transform):
         return tensordict
 
     def _follows_another(self) -> bool:
-        """Whether another reward stands before this one in the same chain of a replay buffer."""
-        # The public property refuses chains that are in no environment.
+        """Whether a different reward precedes this one in the same replay buffer."""
+        # The public property raises for chains outside an environment.
         container = (self.__dict__.get("_container") or (lambda: None))()
         for transform in getattr(container, "transforms", ()):
             if transform is self:
@@ -399,11 +399,11 @@ class RewardParser(Transform):
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
-    """The values of a column, one a row; ``None`` where there is none.
+    """The values of a column, one per row; ``None`` if it is missing.
 
     Args:
         td: rows ``[B]``.
-        key: of the column.
+        key: key key of the column.
     """
     values = td.get(key, None)
     if values is None or not is_non_tensor(values):
@@ -412,14 +412,14 @@ def read_column(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
 
 
 def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
-    """The values of a column, one a row.
+    """The values of a column, one per row.
 
     Args:
         td: rows ``[B]``.
         key: of the column.
 
     Raises:
-        DataError: there is none.
+        DataError: it is missing.
     """
     column = read_column(td, key)
     if column is None:
@@ -431,10 +431,10 @@ def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
 
 
 def finish_reasons(td: TensorDictBase) -> list[FinishReason | None]:
-    """How each response ended, ``None`` where that is not known.
+    """How each response ended; ``None`` if not known.
 
     Args:
-        td: rows ``[B]`` as the policy left them.
+        td: rows ``[B]`` after the policy.
     """
     reasons = td.get(("tokens", "finish_reason"), None)
     if reasons is None:
@@ -446,7 +446,7 @@ def response_lengths(td: TensorDictBase) -> list[int] | None:
     """Tokens of each response, without the padding of dense rows; ``None`` without tokens.
 
     Args:
-        td: rows as the policy left them.
+        td: rows after the policy.
     """
     rows = read_rows(td, ("tokens", "response"), None)
     if rows is None:
@@ -483,35 +483,35 @@ def add_reward_specs(
 
 
 def error_spec(size: torch.Size, device: torch.device | None) -> Composite:
-    """The spec of what :func:`set_errors` writes.
+    """The spec of the keys that :func:`set_errors` writes.
 
     Args:
-        size: of the batch.
-        device: of the rows.
+        size: size of the batch.
+        device: device of the rows.
     """
     text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
     return Composite(text, shape=size, device=device)
 
 
 def write_errors(td: TensorDictBase, failures: Sequence[Failure], before: TensorDictBase) -> None:
-    """Write ``"error"`` and show failures in the log, the first of each kind.
+    """Write ``"error"`` and log the first failure of each kind.
 
     Args:
         td: ``B`` rows.
-        failures: what failed in each row.
-        before: the same rows as the policy left them.
+        failures: failure of each row.
+        before: the same rows after the policy.
     """
     set_errors(td, failures)
     tell_failures(failures, before.__getitem__, len(failures))
 
 
 def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "error") -> None:
-    """Write what failed as a node of strings.
+    """Write failures as a node of strings.
 
     Args:
         td: ``B`` rows.
-        failures: what failed in each row.
-        name: of the node.
+        failures: failure of each row.
+        name: name of the node.
     """
     node = TensorDict(batch_size=td.batch_size, device=td.device)
     rows = (failure if failure.kind else NO_FAILURE for failure in failures)
@@ -523,7 +523,7 @@ def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "err
 def _first_failures(
     td: TensorDictBase, valid: Sequence[bool], failures: Sequence[Failure]
 ) -> list[Failure]:
-    """Those of an earlier reward where that failed, else the given ones."""
+    """The failures of an earlier reward if it failed, otherwise the given ones."""
     refused = td.get("reward_refused", None)
     if (all(valid) and refused is None) or td.get("error", None) is None:
         return list(failures)
@@ -532,7 +532,7 @@ def _first_failures(
 
 
 def written_failures(td: TensorDictBase) -> list[Failure]:
-    """What :func:`write_errors` wrote, a failure a row.
+    """Read what :func:`write_errors` wrote, one failure per row.
 
     Args:
         td: ``B`` rows.
@@ -542,7 +542,7 @@ def written_failures(td: TensorDictBase) -> list[Failure]:
 
 
 def _added(td: TensorDictBase, name: NestedKey, values: Tensor) -> Tensor:
-    """Values on top of what rows have under a name, if anything."""
+    """Add values to the existing values of a key, if there are any."""
     before = td.get(name, None)
     if before is None:
         return values
@@ -555,7 +555,7 @@ def _added(td: TensorDictBase, name: NestedKey, values: Tensor) -> Tensor:
 
 
 def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
-    """Set flags in addition to those that rows have already.
+    """Set flags in addition to the existing ones.
 
     Args:
         td: rows.
@@ -567,11 +567,11 @@ def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
 
 
 def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
-    """The rows that were stepped, and whose turn is more than a part of thinking and not refused.
+    """The stepped rows whose turn was not rejected and did not only call tools.
 
     Args:
-        td: all rows, as the policy left them.
-        next_td: what follows.
+        td: all rows after the policy.
+        next_td: the next state.
     """
     size = next_td.batch_size.numel()
     mask = torch.ones(size, dtype=torch.bool)

@@ -1,9 +1,9 @@
-"""Runs a reward function over rows: one after another or in threads, with a time limit or without.
+"""Runs a reward function over rows, sequentially or in threads, with an optional time limit.
 
-Whatever a reward does becomes an :class:`Outcome`: a value or an error, and the seconds it took.
-Nothing here knows of tensordicts.
+Every call becomes an :class:`Outcome`: a value or an error, and the seconds it took. This module
+does not use tensordicts.
 
-Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` runs a function in processes, which can be
+Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` runs a function in processes that can be
 stopped.
 """
 
@@ -30,16 +30,16 @@ from torchrl_llm.sandbox.workers import (
 )
 
 SLOW_S = 60.0
-"""Seconds after which it is said that a call without a limit has not returned."""
+"""Seconds after which a warning is logged for a call without a limit."""
 
 
 class RemoteRewardError(RewardError):
-    """What a reward raised in another process.
+    """An exception of a reward in a different process.
 
     Args:
-        kind: name of its type there.
-        message: what it said.
-        frames: file, line and function of each frame there, the innermost last.
+        kind: name of the exception type.
+        message: message of the exception.
+        frames: file, line and function of each frame, innermost last.
     """
 
     def __init__(self, kind: str, message: str, frames: Sequence[Frame] = ()) -> None:
@@ -51,17 +51,17 @@ def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None)
     """Call a reward function in one of a pool's processes.
 
     Args:
-        pool: of processes that call it.
-        arguments: its arguments.
-        timeout: seconds that it may take, waiting for a free process not counted; then its process
-            is killed.
+        pool: pool of processes that call it.
+        arguments: arguments of the function.
+        timeout: time limit in seconds, without the wait for a free process; then its process is
+            killed.
 
     Returns:
         Its value, as :meth:`~torchrl_llm.sandbox.workers.worker_pool.WorkerPool.call` returns it.
 
     Raises:
-        RewardTimeoutError: no value in time.
-        RemoteRewardError: what the function raised.
+        RewardTimeoutError: no result within the time limit.
+        RemoteRewardError: the function raised.
         RewardError: the process died, or could not start.
 
     Example:
@@ -81,12 +81,12 @@ def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None)
 
 
 class Outcome(NamedTuple):
-    """What came of one row.
+    """Result of one row.
 
     Attributes:
-        value: what the function returned; ``None`` where it failed.
+        value: result of the function; ``None`` if it failed.
         seconds: wall-clock time of the row.
-        failure: what went wrong, if anything.
+        failure: the failure, if any.
     """
 
     value: Any = None
@@ -107,17 +107,17 @@ class Outcome(NamedTuple):
         return cls(None, seconds, Failure.of(error))
 
     def of(self, source: str) -> Outcome:
-        """The same, with what failed named."""
+        """The same outcome, with the name of the failed part."""
         return self._replace(failure=self.failure._replace(source=source)) if self.error else self
 
     @property
     def error(self) -> str:
-        """Name of the type of what went wrong, empty where all went well."""
+        """Name of the exception type; empty without an error."""
         return self.failure.kind
 
     @property
     def message(self) -> str:
-        """What it said, at most 2,000 characters of it."""
+        """Message of the error, at most 2,000 characters."""
         return self.failure.message
 
 
@@ -128,16 +128,16 @@ def run_rows(
     num_threads: int = 0,
     timeout: float | None = None,
 ) -> list[Outcome]:
-    """Call a function once a row.
+    """Call a function once per row.
 
-    A row that takes longer than its limit gets a ``RewardTimeoutError``, and the others go on; its
-    thread cannot be stopped and ends when the function does.
+    A row that exceeds its limit gets a ``RewardTimeoutError``, and the others continue. Its thread
+    cannot be stopped; it ends when the function returns.
 
     Args:
-        function: with the row's arguments. In threads it is called for several rows at once.
+        function: called with the row's arguments. In threads it is called for several rows at once.
         rows: arguments of each call.
-        num_threads: threads at a time; 0 calls it in this one.
-        timeout: seconds that a row may take, from its own start; needs threads.
+        num_threads: number of threads; 0 uses the calling thread.
+        timeout: time limit per row in seconds, from its own start; needs threads.
 
     Returns:
         One outcome per row, in order.
@@ -166,7 +166,7 @@ def run_rows(
 
 
 def check_limits(num_threads: int, timeout: float | None) -> None:
-    """Raise ``ConfigError`` for settings that :func:`run_rows` cannot keep."""
+    """Raise ``ConfigError`` for settings that :func:`run_rows` cannot honour."""
     if num_threads < 0:
         raise ConfigError(f"num_threads must not be negative, got {num_threads}")
     if timeout is None:
@@ -181,7 +181,7 @@ def check_limits(num_threads: int, timeout: float | None) -> None:
 
 
 def _in_this_thread(function: Callable[..., Any], rows: Sequence[tuple[Any, ...]]) -> list[Outcome]:
-    """One row after another; what a signal raises meanwhile is no row's failure, and ends all."""
+    """Run rows in this thread; an exception of a signal handler ends all of them."""
     outcomes: list[Outcome] = []
     begun: float | None = time.monotonic()
 
@@ -215,16 +215,16 @@ def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
     begun = time.perf_counter()
     try:
         value = function(*row)
-    except BaseException as error:  # also SystemExit: a score that gives up ends no run
+    except BaseException as error:  # also SystemExit: a score must not end the run
         return Outcome.failed(error, time.perf_counter() - begun)
     return Outcome(value, time.perf_counter() - begun)
 
 
 class _Interrupts:
-    """Remembers what the handlers of Ctrl-C and SIGTERM raise.
+    """Records the exceptions that the handlers of Ctrl-C and SIGTERM raise.
 
-    A ``KeyboardInterrupt`` that a score raises is told from that of the person at the terminal,
-    also where the score has swallowed the latter.
+    So a ``KeyboardInterrupt`` that a score raises is distinguished from Ctrl-C, even if the score
+    swallowed the latter.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class _Interrupts:
         self._before: dict[int, Callable[..., Any]] = {}
 
     def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():  # others get no signals
+        if threading.current_thread() is threading.main_thread():  # other threads get no signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 handler = signal.getsignal(number)
                 if callable(handler):
@@ -253,20 +253,20 @@ class _Interrupts:
 
 
 class _Run:
-    """The rows of one batch on their way."""
+    """The rows of one batch while they run."""
 
     def __init__(
         self, function: Callable[..., Any], rows: Sequence[tuple[Any, ...]], timeout: float | None
     ) -> None:
         self.function, self.rows, self.timeout = function, rows, timeout
         self.outcomes: list[Any] = [None] * len(rows)
-        self.running: dict[int, float] = {}  # row to when it began
+        self.running: dict[int, float] = {}  # row to its start time
         self.num_open = len(rows)
         self.closed = self.told = False
         self.changed = threading.Condition()
 
     def work(self, index: int) -> bool:
-        """Do one row; true if it was given up meanwhile."""
+        """Run one row; true if its time limit expired meanwhile."""
         with self.changed:
             if self.closed:
                 return False
@@ -279,7 +279,7 @@ class _Run:
         return False
 
     def wait(self, threads: DaemonThreads) -> None:
-        """Until every row is done or has had its time."""
+        """Wait until every row is done or timed out."""
         with self.changed:
             while self.num_open:
                 left = SLOW_S if self.timeout is None else self._give_up(threads)
@@ -287,12 +287,12 @@ class _Run:
                     self._tell()
 
     def close(self) -> None:
-        """Rows that have not begun are not begun any more."""
+        """Do not start the remaining rows."""
         with self.changed:
             self.closed = True
 
     def _give_up(self, threads: DaemonThreads) -> float:
-        """Give up the rows whose time is over; seconds until the next one's may be."""
+        """Time out rows over their limit; returns the seconds until the next check."""
         now = time.monotonic()
         for index, begun in list(self.running.items()):
             if now - begun >= self.timeout:
@@ -302,7 +302,7 @@ class _Run:
         return self.timeout + min(self.running.values(), default=now) - now
 
     def _tell(self) -> None:
-        """Say, once, which row has no end."""
+        """Log once which row has not returned."""
         slow = [at for at, begun in self.running.items() if time.monotonic() - begun >= SLOW_S]
         if slow and not self.told:
             self.told = True

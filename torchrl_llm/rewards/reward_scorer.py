@@ -1,10 +1,10 @@
-"""What scores a response: one kind of thing, ``score(sample)``, whatever it was written as.
+"""Scorers: objects with ``score(sample)``, made from classes, functions or reward parsers.
 
-A :class:`Scorer` sees a :class:`Sample` and returns a number or a :class:`RewardScore`;
-:func:`as_scorer` makes one of a function and of a :class:`~torchrl_llm.rewards.RewardParser`.
+A :class:`Scorer` takes a :class:`Sample` and returns a number or a :class:`RewardScore`.
+:func:`as_scorer` converts a function or a :class:`~torchrl_llm.rewards.RewardParser`.
 
 Next: :mod:`torchrl_llm.rewards.judge` and :mod:`~torchrl_llm.rewards.form_rewards` are scorers;
-:mod:`torchrl_llm.rewards.reward_components` says how much one counts, and where it runs.
+:mod:`torchrl_llm.rewards.reward_components` adds a weight and a place to run.
 
 Shape legend: ``R`` tokens of a response.
 """
@@ -30,14 +30,14 @@ _Takes = Literal["sample", "response", "answer", "row"]
 
 
 class RewardScore(NamedTuple):
-    """What a score says about one response.
+    """The score of one response.
 
     Attributes:
         reward: the reward; it must be finite.
         success: whether the task is solved.
-        has_answer: whether the response holds an answer block, right or wrong. It ends the episode
-            where ``set_done_if_answer`` is on.
-        has_think: whether the response holds a reasoning block.
+        has_answer: whether the response contains an answer block, correct or not. It ends the
+            episode if ``set_done_if_answer`` is on.
+        has_think: whether the response contains a reasoning block.
     """
 
     reward: float
@@ -47,15 +47,15 @@ class RewardScore(NamedTuple):
 
 
 class Sample(NamedTuple):
-    """What a scorer sees of a row.
+    """Input of a scorer: one row.
 
     Attributes:
         response: what the model wrote, without the prompt.
-        answer: the row's answer; ``None`` where it has none.
-        num_tokens: tokens of the response, the one that ended it included; ``None`` where the rows
+        answer: the row's answer; ``None`` if it has none.
+        num_tokens: tokens of the response, including the token that ended it; ``None`` if the rows
             have no tokens.
-        finish_reason: how the response ended; ``None`` where it is not known.
-        columns: the columns that the scorer asked for, by name.
+        finish_reason: how the response ended; ``None`` if not known.
+        columns: the columns that the scorer requests, by name.
     """
 
     response: str
@@ -66,12 +66,12 @@ class Sample(NamedTuple):
 
 
 class Scorer(ABC):
-    """Scores one response at a time; a subclass writes :meth:`score`.
+    """Scores one response at a time; a subclass defines :meth:`score`.
 
     Attributes:
-        columns: names of the columns of the rows that it reads, ``"query"`` for example.
+        columns: names of the columns that it reads, for example ``"query"``.
         per_token: whether a score is a sequence of numbers, one for each token of the response.
-        needs_answer: whether it compares with an answer, so that rows must have some.
+        needs_answer: whether it compares with an answer, so that rows must have one.
 
     Example:
         >>> class Polite(Scorer):
@@ -89,20 +89,20 @@ class Scorer(ABC):
     def score(self, sample: Sample) -> float | RewardScore | Sequence[float]:
         """Score a response.
 
-        Called from several threads at once where the component runs in threads, so it must not
-        change ``self``. What it raises makes its part of the reward invalid, never zero.
+        If the component runs in threads, it is called from several threads at once, so it must not
+        change ``self``. An exception makes its component invalid, never zero.
 
         Args:
             sample: the row.
 
         Returns:
-            A finite number; a :class:`~torchrl_llm.rewards.RewardScore`; or, where
-            ``per_token`` is set, ``sample.num_tokens`` finite numbers.
+            A finite number; a :class:`~torchrl_llm.rewards.RewardScore`; or, with ``per_token``,
+            ``sample.num_tokens`` finite numbers.
         """
 
 
 class BatchScorer(Scorer):
-    """Scores all responses of a step at once, for what is faster so: a model that judges."""
+    """Scores all responses of a step at once, for example with a judge model."""
 
     @abstractmethod
     def score_batch(
@@ -114,11 +114,12 @@ class BatchScorer(Scorer):
             samples: the rows.
 
         Returns:
-            One score per row, or, where it failed, the exception. What is raised fails all rows.
+            One score per row, or the exception of a failed row. If the method raises, all rows
+            fail.
         """
 
     def score(self, sample: Sample) -> float | RewardScore:
-        """Score one response; what failed is raised."""
+        """Score one response; raises if it failed."""
         (score,) = self.score_batch([sample])
         if isinstance(score, BaseException):
             raise score
@@ -126,15 +127,15 @@ class BatchScorer(Scorer):
 
 
 class FunctionScorer(Scorer):
-    """A function of what its arguments say.
+    """A function as a scorer; its argument names select its inputs.
 
     Args:
-        function: what scores.
-        takes: what it is called with; read from its arguments if not given.
-        needs_answer: as of a :class:`Scorer`.
+        function: the function.
+        takes: its inputs; by default read from its argument names.
+        needs_answer: as in :class:`Scorer`.
 
     Raises:
-        ConfigError: it cannot be called with any of this.
+        ConfigError: it cannot be called with any of these inputs.
     """
 
     def __init__(
@@ -148,7 +149,7 @@ class FunctionScorer(Scorer):
         self.needs_answer = self.takes == "answer" if needs_answer is None else needs_answer
 
     def score(self, sample: Sample) -> Any:
-        """What the function returns."""
+        """Call the function."""
         if self.takes == "answer":
             return self.function(sample.response, sample.answer)
         if self.takes == "sample":
@@ -161,11 +162,11 @@ class FunctionScorer(Scorer):
 
 
 def as_scorer(scorer: Any) -> Scorer:
-    """A scorer of what can be one: itself, a :class:`RewardParser`, or a function.
+    """Convert a scorer, a :class:`RewardParser` or a function to a scorer.
 
     Args:
-        scorer: a function is called with what its arguments name: ``(response, answer)``,
-            ``(response, row)``, ``(response)``, or else a :class:`Sample`.
+        scorer: a function is called according to its argument names: ``(response, answer)``,
+            ``(response, row)``, ``(response)``, or with a :class:`Sample`.
 
     Raises:
         ConfigError: for anything else.
@@ -182,7 +183,7 @@ def as_scorer(scorer: Any) -> Scorer:
 
 
 def _taken(function: Callable[..., Any]) -> _Takes:
-    """What a function of the user's wants to be called with."""
+    """The inputs of a user's function."""
     name = getattr(function, "__name__", repr(function))
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"the reward {name} is a coroutine; return the number, not a promise")
@@ -225,11 +226,11 @@ def _taken(function: Callable[..., Any]) -> _Takes:
 
 
 def checked_flag(name: str, value: Any) -> bool:
-    """What somebody returned for a bool.
+    """Convert a returned value to a bool.
 
     Args:
-        name: what it says.
-        value: anything that is true or false.
+        name: meaning of the flag, for the error message.
+        value: a value with a truth value.
 
     Raises:
         RewardError: for ``None`` and texts.
@@ -244,7 +245,7 @@ def checked_flag(name: str, value: Any) -> bool:
 
 
 def is_usual(score: tuple[Any, ...]) -> bool:
-    """Whether there is nothing to check in a score.
+    """Whether a score needs no check.
 
     Args:
         score: a reward and three flags.
@@ -253,7 +254,7 @@ def is_usual(score: tuple[Any, ...]) -> bool:
 
 
 def checked_score(score: Any) -> RewardScore:
-    """A score whose reward is one number that is finite in float32, and whose flags are bools.
+    """Check that the reward is one number, finite in float32, and that the flags are bools.
 
     Args:
         score: a number, a tensor of one element, or a :class:`RewardScore`.
@@ -268,7 +269,7 @@ def checked_score(score: Any) -> RewardScore:
     if not isinstance(score, RewardScore):
         value = _number(score)
         return RewardScore(value, success=value > 0, has_answer=True)
-    if is_usual(score):  # as nearly always
+    if is_usual(score):  # the usual case
         return score
     flags = {name: checked_flag(name, getattr(score, name)) for name in RewardScore._fields[1:]}
     return score._replace(reward=_number(score.reward), **flags)

@@ -1,11 +1,11 @@
-"""Models that write text: one port for judges, critics, and actors whose policy is a text.
+"""Text models: one interface for judges, critics, and actors whose policy is a text.
 
-A :class:`TextModel` answers conversations and says what each answer cost. Behind it stands a model
-in this process (:class:`WrapperTextModel`), a server that speaks chat completions
-(:class:`EndpointTextModel`) or a function (:class:`ScriptedTextModel`). There are no token ids: who
-samples for training uses a wrapper itself.
+A :class:`TextModel` answers conversations and reports the cost of each answer. It is a model in
+this process (:class:`WrapperTextModel`), a server with the chat completions protocol
+(:class:`EndpointTextModel`) or a function (:class:`ScriptedTextModel`). Answers have no token ids;
+to sample for training, use a wrapper directly.
 
-Next: :mod:`torchrl_llm.rewards.judge` reads scores out of what a model writes.
+Next: :mod:`torchrl_llm.rewards.judge` parses scores from the text of a model.
 """
 
 from __future__ import annotations
@@ -36,15 +36,15 @@ _CHARACTERS_PER_TOKEN = 4
 
 
 class Usage(NamedTuple):
-    """What an answer cost.
+    """Cost of an answer.
 
     Attributes:
         input_tokens: of the conversation.
         output_tokens: of the answer.
-        seconds: wall-clock time, of a batch where a batch was answered at once.
-        model: who answered.
-        num_retries: how often the request was sent again.
-        estimated: the numbers of tokens are guesses from the length of the texts.
+        seconds: wall-clock time; for a batch, the time of the batch.
+        model: name of the model.
+        num_retries: number of retries of the request.
+        estimated: whether the numbers of tokens are estimated from the text lengths.
     """
 
     input_tokens: int
@@ -59,10 +59,10 @@ class TextAnswer(NamedTuple):
     """An answer to a conversation.
 
     Attributes:
-        text: what was written; may be empty.
-        usage: what it cost.
-        finish_reason: why it ended, ``"stop"``, ``"length"`` or another word of the server's;
-            ``None`` where that is not known.
+        text: the answer; may be empty.
+        usage: its cost.
+        finish_reason: why it ended: ``"stop"``, ``"length"`` or a different word of the server;
+            ``None`` if not known.
     """
 
     text: str
@@ -78,13 +78,13 @@ answer, in any thread. Of answers that come together only the begin is told."""
 def estimated_usage(
     messages: Sequence[Mapping[str, Any]], text: str, *, seconds: float = 0.0, model: str = ""
 ) -> Usage:
-    """A guess at what an answer cost: a token for four characters.
+    """Estimated cost of an answer: one token per four characters.
 
     Args:
         messages: the conversation.
         text: the answer.
         seconds: wall-clock time.
-        model: who answered.
+        model: name of the model.
 
     Example:
         >>> estimated_usage([{"role": "user", "content": "12345678"}], "abc")[:2]
@@ -98,11 +98,11 @@ def estimated_usage(
 class TextModel:
     """Something that answers conversations: a model here, a server, a function in a test.
 
-    A subclass writes :meth:`ask`, or :meth:`answer` where it knows what an answer costs.
+    A subclass defines :meth:`ask`, or :meth:`answer` if it knows the cost of an answer.
     """
 
     concurrency: int = 32
-    """How many conversations are worth asking about at once."""
+    """Number of conversations to send at once."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,13 +110,13 @@ class TextModel:
             raise TypeError(f"{cls.__name__} must define ask, or answer where it knows the usage")
 
     def ask(self, conversations: Sequence[Messages]) -> Sequence[str | Exception]:
-        """Answer conversations with texts alone.
+        """Answer conversations with texts only.
 
         Args:
             conversations: each a tuple of messages with ``role`` and ``content``.
 
         Returns:
-            An answer for each, or the exception where there is none.
+            An answer for each, or the exception if it failed.
         """
         found = self.answer(conversations)
         return [each if isinstance(each, Exception) else each.text for each in found]
@@ -129,21 +129,21 @@ class TextModel:
         seed: int | None = None,
         on_call: OnCall | None = None,
     ) -> Sequence[TextAnswer | Exception]:
-        """Answer conversations, and say what it cost.
+        """Answer conversations and report the cost.
 
-        Here with the texts of :meth:`ask`, and guesses at the numbers of tokens.
+        The default uses the texts of :meth:`ask` and estimates the numbers of tokens.
 
         Args:
             conversations: as for :meth:`ask`.
-            max_tokens: most tokens of an answer; the model's own limit if not given.
-            seed: of sampling, where the model samples in this process.
+            max_tokens: most tokens of an answer; by default the model's own limit.
+            seed: seed of sampling, for a model in this process.
             on_call: see :data:`OnCall`.
 
         Returns:
             An answer for each, or the exception where there is none.
 
         Raises:
-            ConfigError: a ``max_tokens`` that cannot be kept.
+            ConfigError: a ``max_tokens`` that cannot be honoured.
         """
         if max_tokens is not None:
             raise ConfigError(f"{type(self).__name__} takes no max_tokens: it defines ask only")
@@ -163,13 +163,14 @@ class WrapperTextModel(TextModel):
     """A language model behind one of this package's wrappers, in history mode.
 
     Args:
-        wrapper: a :class:`~torchrl_llm.modules.TransformersWrapper`, for example, that generates;
-            the wrapper decides how it samples (temperature 0 gives the same text each time).
-        batch_size: conversations at a time; all of them if not given.
-        name: what usage calls it.
+        wrapper: a :class:`~torchrl_llm.modules.TransformersWrapper`, for example, with
+            ``generate=True``; the wrapper's settings control sampling (temperature 0 gives the same
+            text each time).
+        batch_size: conversations at a time; all by default.
+        name: name of the model in the usage.
 
     Raises:
-        ConfigError: a wrapper that does not read conversations, or an impossible number.
+        ConfigError: a wrapper that does not read conversations, or an invalid number.
     """
 
     @checked
@@ -205,13 +206,13 @@ class WrapperTextModel(TextModel):
         seed: int | None = None,
         on_call: OnCall | None = None,
     ) -> list[TextAnswer | Exception]:
-        """Answer in batches, whose answers come together: ``on_call`` is told of their begin."""
+        """Answer in batches; ``on_call`` is only called when a batch begins."""
         _tell_begin(on_call, len(conversations))
         options = {} if max_tokens is None else {"max_new_tokens": max_tokens}
         step = self.batch_size or max(len(conversations), 1)
         answers: list[TextAnswer | Exception] = []
         for start in range(0, len(conversations), step):
-            # Equal conversations of two batches are sampled apart.
+            # Equal conversations in two batches are sampled independently.
             more = {} if seed is None else {"seed": seed + start}
             with self._lock:
                 answers += self._batch(conversations[start : start + step], {**options, **more})
@@ -264,7 +265,7 @@ def _reasons(td: TensorDictBase) -> list[str | None]:
 
 
 class _OneByOne(TextModel):
-    """Base of models that are asked for each conversation, at most ``concurrency`` at a time."""
+    """Base of models with one request per conversation, at most ``concurrency`` at a time."""
 
     def answer(
         self,
@@ -274,7 +275,7 @@ class _OneByOne(TextModel):
         seed: int | None = None,
         on_call: OnCall | None = None,
     ) -> list[TextAnswer | Exception]:
-        """Answer; ``seed`` is not read. A failure of one conversation is its answer."""
+        """Answer; ``seed`` is ignored. If a conversation fails, its answer is the exception."""
 
         def call(place: int, messages: Messages) -> TextAnswer | Exception:
             if on_call is not None:
@@ -300,27 +301,26 @@ class _OneByOne(TextModel):
 
 
 class EndpointTextModel(_OneByOne):
-    """A server that speaks chat completions, OpenAI's protocol: vLLM's, or a provider's.
+    """A server with OpenAI's chat completions protocol: vLLM's, or a provider's.
 
-    A request that the server did not take, or whose connection broke, is sent again; one that takes
-    longer than its limit is not.
+    A request that the server rejected, or whose connection broke, is retried; a request that
+    exceeds its time limit is not.
 
     Args:
         url: ``http://host:port``, with or without ``/v1``.
         model: name of the model there.
         api_key: sent as a bearer token.
-        options: fields of the request next to ``model`` and ``messages``, such as
-            ``{"temperature": 0, "max_tokens": 512}``, which are the default.
-        timeout: seconds that a request may take, with those that were sent again.
-        max_retries: how often it is sent again.
-        concurrency: requests at a time.
-        path: of the protocol behind the address, where it is not ``/v1/chat/completions``; the
-            address is then taken as it is.
+        options: further fields of the request; by default ``{"temperature": 0, "max_tokens":
+            512}``.
+        timeout: time limit of a request in seconds, including retries.
+        max_retries: most retries.
+        concurrency: number of parallel requests.
+        path: path of the protocol, if it is not ``/v1/chat/completions``; the URL is then used
+            unchanged.
         max_tokens_field: name of the field that limits an answer.
 
     Raises:
-        ConfigError: a malformed address, options that are not the user's to set, or impossible
-            numbers.
+        ConfigError: a malformed URL, reserved options, or invalid numbers.
 
     Example:
         >>> EndpointTextModel("http://localhost:8000/v1", "judge").url
@@ -352,9 +352,9 @@ class EndpointTextModel(_OneByOne):
         self.url = self._http.url
 
     def ask(self, conversations: Sequence[Messages]) -> list[str | Exception]:
-        """Answer; a text that was cut at its limit of tokens is an error.
+        """Answer; a text that was cut at its token limit is an error.
 
-        A server that refuses one request may answer the others.
+        A server that rejects one request may still answer the others.
         """
         return [
             each if isinstance(each, Exception) else _whole(each)
@@ -397,10 +397,10 @@ class ScriptedTextModel(_OneByOne):
     """A function that answers: for tests, examples and dry runs.
 
     Args:
-        function: a conversation, a tuple of messages, to a text; what it raises is that row's
-            error.
+        function: takes a conversation, a tuple of messages, and returns a text; an exception
+            becomes that row's error.
         name: what usage calls it.
-        concurrency: calls at a time, in threads; 1 calls it in the caller's thread.
+        concurrency: number of parallel calls, in threads; 1 uses the caller's thread.
 
     Example:
         >>> model = ScriptedTextModel(lambda messages: messages[-1]["content"].upper())
@@ -420,7 +420,7 @@ class ScriptedTextModel(_OneByOne):
         self.function, self.name, self.concurrency = function, name, concurrency
 
     def _answer(self, messages: Messages, max_tokens: int | None) -> TextAnswer:
-        # The function decides how long its texts are and how it samples.
+        # The function controls length and sampling itself.
         begun = time.perf_counter()
         text = self.function(messages)
         if not isinstance(text, str):

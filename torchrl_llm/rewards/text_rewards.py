@@ -1,4 +1,4 @@
-"""Rewards that compare a response with the answer as texts: equal, or contained."""
+"""Rewards that compare response and answer as texts: equal, or contained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_llm.rewards.reward_parser import RewardParser
 
 @register("rewards", "exact")
 class ExactReward(RewardParser):
-    """1.0 for a response that is the answer, but for case and the white space around it; else 0.0.
+    """1.0 if the response equals the answer, ignoring case and surrounding white space; else 0.0.
 
     Example:
         >>> reward = ExactReward()
@@ -25,19 +25,19 @@ class ExactReward(RewardParser):
     needs_answer = True
 
     def score(self, response: str, answer: Any) -> float:
-        """See :class:`ExactReward`; no response is equal to an answer that is missing.
+        """See :class:`ExactReward`; no response equals a missing answer.
 
         Raises:
-            RewardError: the answer is no text, number or date.
+            RewardError: the answer is not a text, a number or a date.
         """
         return float(answer is not None and _plain(response) in _spellings(answer))
 
 
 @register("rewards", "contains")
 class ContainsReward(RewardParser):
-    """1.0 for a response in which the answer stands as words of its own, in any case; else 0.0.
+    """1.0 if the response contains the answer as whole words, ignoring case; else 0.0.
 
-    A number is no part of another one: 5 is not contained in ``3.5``, ``-5`` or ``1,500``.
+    A number must match as a whole: 5 is not contained in ``3.5``, ``-5`` or ``1,500``.
 
     Example:
         >>> reward = ContainsReward()
@@ -48,10 +48,10 @@ class ContainsReward(RewardParser):
     needs_answer = True
 
     def score(self, response: str, answer: Any) -> float:
-        """See :class:`ContainsReward`; an answer that is empty or missing is contained in nothing.
+        """See :class:`ContainsReward`; no response contains an empty or missing answer.
 
         Raises:
-            RewardError: the answer is no text, number or date.
+            RewardError: the answer is not a text, a number or a date.
         """
         text = _plain(response)
         return float(any(_stands_in(text, wanted) for wanted in _spellings(answer)))
@@ -70,7 +70,7 @@ def _stands_in(text: str, wanted: str) -> bool:
     return False
 
 
-# What makes a number part of another: 3[.5], 1[,500] and [-]5; not [x-]5, nor 46[.0].
+# Text that makes a number part of a longer one: 3[.5], 1[,500] and [-]5; not [x-]5, nor 46[.0].
 _NUMBER_BEFORE = re.compile(r"\d,\Z|\.\Z|(?<![\w)])[-−]\Z")
 _NUMBER_BEHIND = re.compile(r"\d(?:,\d|\.\d*[1-9])")
 
@@ -80,7 +80,7 @@ def _plain(text: Any) -> str:
 
 
 def _spellings(answer: Any) -> set[str]:
-    """What a table's cell may have been written as: 46.0 as 46, 1.50 as 1.5, midnight as a day."""
+    """Possible spellings of a table cell: 46.0 as 46, 1.50 as 1.5, midnight as a day."""
     if isinstance(answer, (list, tuple, set, dict, bytes)):
         raise RewardError(
             f"the answer of the row must be a text, a number or a date, got {answer!r:.200}; a "
@@ -88,7 +88,7 @@ def _spellings(answer: Any) -> set[str]:
         )
     short = answer = "" if answer is None else answer
     if isinstance(answer, float) and answer.is_integer():
-        short = int(answer)  # in a column that has others, 0.5 for example
+        short = int(answer)  # in a column with fractional values, for example 0.5
     elif isinstance(answer, Decimal):
         short = f"{answer.normalize():f}"
     elif isinstance(answer, datetime) and answer.time() == time.min:

@@ -1,4 +1,4 @@
-"""Rewards whose answer is about the letters of a text: counts of letters, the text backwards."""
+"""Rewards for tasks about the letters of a text: counting letters, reversing the text."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torchrl_llm.rewards.answer_block import split_response
 from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.rewards.reward_scorer import RewardScore
 
-# int() would also take a sign, underscores and the digits of other scripts.
+# int() would also accept a sign, underscores and digits of other scripts.
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def score_counts(response: str, counts: Mapping[str, int]) -> float:
-    """0 without exactly one readable answer block; else 0.1, and up to 0.9 more for what is right.
+    """0 without exactly one valid answer block; otherwise 0.1, plus up to 0.9 for correct counts.
 
-    A readable answer is a number where one letter is asked for, and an object of numbers, a letter
-    each, where several are. Other letters than those that were asked for are worth nothing more.
+    A valid answer is a number if one letter was asked for, and an object of letters to numbers if
+    several were. Additional letters earn nothing.
 
     Args:
         response: what the model wrote.
-        counts: the letters that were asked for, and how often each occurs.
+        counts: the requested letters and their counts.
 
     Example:
         >>> score_counts("<answer>3</answer>", {"r": 3}), score_counts("3", {"r": 3})
@@ -50,7 +50,7 @@ def _read(block: str, counts: Mapping[str, int]) -> dict[str, int] | None:
         given = json.loads(block)
     except (ValueError, RecursionError):
         return None
-    # bool is an int in Python; in an answer it is not.
+    # bool is an int in Python, but not a valid answer.
     if not isinstance(given, dict) or any(type(n) is not int or n < 0 for n in given.values()):
         return None
     return given
@@ -59,7 +59,7 @@ def _read(block: str, counts: Mapping[str, int]) -> dict[str, int] | None:
 class LetterCountingRewardParser(RewardParser):
     """The reward of ``score_counts``; success is a reward of 1.
 
-    The row's answer is a JSON object of the letters and their counts.
+    The row's answer is a JSON object of letters to counts.
 
     Example:
         >>> LetterCountingRewardParser().score("<answer>2</answer>", '{"r": 3}').reward
@@ -70,7 +70,7 @@ class LetterCountingRewardParser(RewardParser):
         """See ``score_counts``.
 
         Raises:
-            RewardError: where the row's own answer is no such object.
+            RewardError: the row's answer is not such an object.
         """
         try:
             counts = json.loads(answer)
@@ -87,12 +87,13 @@ class LetterCountingRewardParser(RewardParser):
 def common_subsequence(first: str, second: str) -> int:
     r"""Length of the longest common subsequence.
 
-    One row of the usual table is the bits of one integer, so a letter costs a few operations on
-    ``len(first) / 64`` words (H. Hyyrö, 2004, "Bit-parallel LCS-length computation revisited").
+    A row of the usual table is stored as the bits of one integer, so a letter costs a few
+    operations on ``len(first) / 64`` words (H. Hyyrö, 2004, "Bit-parallel LCS-length computation
+    revisited").
 
     Args:
         first: a text.
-        second: another; time grows with the product of the lengths, divided by the word size.
+        second: second text; time grows with the product of the lengths, divided by the word size.
 
     Example:
         >>> common_subsequence("gnirts", "grits")
@@ -110,19 +111,19 @@ def common_subsequence(first: str, second: str) -> int:
 
 
 class TextReversalRewardParser(RewardParser):
-    """1.0 for the right text in the one answer block; 0.0 without exactly one.
+    """1.0 for the correct text in the only answer block; 0.0 without exactly one block.
 
-    Any other answer has ``format_reward + partial_reward * 2 L / (n + m)``, where ``L`` is the
-    length of its longest common subsequence with the right text, and ``n`` and ``m`` are the
-    lengths of both. An answer of more than twice the right length has ``format_reward`` alone.
+    Any other answer gets ``format_reward + partial_reward * 2 L / (n + m)``, where ``L`` is the
+    length of its longest common subsequence with the correct text, and ``n`` and ``m`` are the
+    lengths of both. An answer of more than twice the correct length gets only ``format_reward``.
 
     Args:
         format_reward: reward of an answer block.
-        partial_reward: what a wrong answer may have in addition.
+        partial_reward: largest additional reward of a wrong answer.
         kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:
-        ConfigError: where a wrong answer could be worth as much as the right one.
+        ConfigError: a wrong answer could get as much as the correct one.
 
     Example:
         >>> parser = TextReversalRewardParser()
@@ -148,7 +149,7 @@ class TextReversalRewardParser(RewardParser):
         """See :class:`TextReversalRewardParser`.
 
         Raises:
-            RewardError: where the row's own answer is not a text.
+            RewardError: the row's answer is not a text.
         """
         if not isinstance(answer, str) or not answer.strip():
             raise RewardError(f"the answer of the row must be a text, got {answer!r}")

@@ -1,6 +1,6 @@
-"""Sandboxes: running code that a model wrote, apart from the trainer and its machine.
+"""Sandboxes: run a model's code isolated from the trainer and its machine.
 
-:func:`make_sandbox` chooses; each sandbox is also constructed by its own name.
+:func:`make_sandbox` chooses a kind; each class can also be constructed directly.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _KINDS = {
 
 
 def make_sandbox(kind: SandboxKind = "auto", limits: Limits | None = None) -> Sandbox:
-    """Make a sandbox of some kind, or the strongest that this machine has.
+    """Make a sandbox of a given kind, or the strongest kind of this machine.
 
     Args:
-        kind: ``"bubblewrap"``, ``"subprocess"`` or ``"container"``. ``"auto"`` takes bubblewrap
-            where it works, and else a plain process with limits, with a warning that says what that
-            leaves open; a container is used only where it is asked for, since it needs an image.
+        kind: ``"bubblewrap"``, ``"subprocess"`` or ``"container"``. ``"auto"`` uses bubblewrap if
+            it works, otherwise a plain process with limits and a warning about its gaps. A
+            container is only used on request, because it needs an image.
         limits: of each run; ``None`` for the defaults.
 
     Raises:
         ConfigError: an unknown kind.
-        ResourceError: this machine does not have what was asked for.
+        ResourceError: this machine does not support the requested kind.
 
     Example:
         >>> make_sandbox().run_python("print(6 * 7)").stdout.strip()  # doctest: +SKIP

@@ -1,11 +1,11 @@
-"""Bubblewrap: namespaces of Linux for each run, without a daemon and without being root.
+"""Bubblewrap: Linux namespaces for each run, without a daemon and without root.
 
-Inside there is ``/usr`` and the interpreter, read-only, an empty folder in memory, and nothing else
-of this machine: no network, no other process, no variable of the trainer's. All that a run leaves
-behind dies with it.
+A run sees ``/usr`` and the interpreter, read-only, an empty folder in memory, and nothing else of
+this machine: no network, no other process, no variable of the trainer. Everything that a run starts
+or writes ends with it.
 
-Where the trainer is root, the run is ``nobody``. Whether a machine allows all this cannot be read
-anywhere reliably (containers and distributions forbid one part or another), so a real run tells.
+If the trainer is root, the run is ``nobody``. Containers and distributions forbid different parts
+of this, and no setting shows it reliably, so the constructor tries a real run.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FOLDER = "/sandbox"
 NOBODY = 65534
 
 _DEADLY = range(1, 65)
-# What a program with a network reads to find hosts by their names and to trust them.
+# Files that a program with a network needs for name resolution and certificates.
 _NETWORK_FILES = ("/etc/hosts", "/etc/resolv.conf", "/etc/nsswitch.conf", "/etc/ssl")
 
 
@@ -42,10 +42,11 @@ class _Layout(NamedTuple):
 
     Attributes:
         python: the interpreter.
-        read_only: folders that it needs besides ``/usr``.
-        become: where root becomes somebody else. Outside, the run has a user namespace of its own.
-            Inside, it has none, and bubblewrap can show folders that only root may enter.
-        lock: whether the run may not make user namespaces of its own.
+        read_only: folders that it needs in addition to ``/usr``.
+        become: where root switches to a different user. Outside, the run has its own user
+            namespace. Inside, it has none, and bubblewrap can show folders that only root may
+            enter.
+        lock: whether the run is forbidden to create user namespaces.
     """
 
     python: str
@@ -55,17 +56,17 @@ class _Layout(NamedTuple):
 
 
 class BubblewrapSandbox(local_process.ProcessSandbox):
-    r"""Runs programs under bubblewrap (``bwrap``), the strongest of the sandboxes without a daemon.
+    r"""Runs programs under bubblewrap (``bwrap``), the strongest sandbox without a daemon.
 
     Args:
         limits: of each run; ``None`` for the defaults.
-        python: the interpreter, a path on this machine. ``None`` for the one that the trainer's
-            environment was made from, without the packages of that environment, or the system's
-            where the run's user could not enter its folder.
-        read_only: further folders that a run may read, at their own paths.
+        python: the interpreter, a path on this machine. ``None`` for the base interpreter of the
+            trainer's environment, without its packages, or the system's interpreter if the run's
+            user cannot enter that folder.
+        read_only: further folders that a run may read, at the same paths.
 
     Raises:
-        ResourceError: bubblewrap is absent, or this machine does not let it work.
+        ResourceError: bubblewrap is missing, or does not work on this machine.
 
     Example:
         >>> from torchrl_llm.sandbox import BubblewrapSandbox
@@ -90,7 +91,7 @@ class BubblewrapSandbox(local_process.ProcessSandbox):
 
 
 class _Status(Capture):
-    """Bubblewrap's report: the first process inside once there is one, and its exit code."""
+    """Bubblewrap's report: the first process inside and its exit code."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, keep=4096)
@@ -101,7 +102,7 @@ class _Status(Capture):
         if self.first_fd is None:
             pid = self.report("child-pid")
             if pid is not None:
-                with contextlib.suppress(OSError):  # it is gone already
+                with contextlib.suppress(OSError):  # it has already ended
                     self.first_fd = os.pidfd_open(pid)
         return more
 
@@ -127,7 +128,7 @@ class _Jailed(Contained):
         return (self.stdout, self.stderr, self.status)
 
     def interrupt(self) -> None:
-        # Bubblewrap itself lives on, to reap it.
+        # Bubblewrap itself continues, in order to reap it.
         if (first := self.status.first_fd) is None:
             super().interrupt()
         else:
@@ -135,15 +136,14 @@ class _Jailed(Contained):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
 
     def kill(self) -> None:
-        """Kill the namespace's first process; the kernel then kills all others in it."""
+        """Kill the first process of the namespace; the kernel then kills all others in it."""
         self.status.drain()
         if self.status.first_fd is None and not self._group_is_killed:
-            # Bubblewrap is about to report it, and reaps it if it is let. Until then it is of
-            # bubblewrap's own group, and waits without an end for a word that a killed bubblewrap
-            # never says.
+            # Bubblewrap will report it and reap it soon. Until then it is in bubblewrap's group,
+            # and would wait forever for a message if bubblewrap were killed.
             self._group_is_killed = True
             patience = time.monotonic() + GRACE_S
-            while self.status.first_fd is None and self.status.open:  # it comes in pieces
+            while self.status.first_fd is None and self.status.open:  # it arrives in pieces
                 if time.monotonic() > patience:
                     break
                 _wait_for(self.status.fd, select.POLLIN)
@@ -156,7 +156,7 @@ class _Jailed(Contained):
         if (first := self.status.first_fd) is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
-            # It ends only after every other process of its namespace.
+            # It ends after all other processes of its namespace.
             _wait_for(first, select.POLLIN)
         elif self.stdout.open:
             _wait_for(self.stdout.fd, select.POLLHUP)
@@ -215,7 +215,7 @@ def _spawn(layout: _Layout, program: Program, read_only: Sequence[str] = ()) -> 
 def _command_line(
     layout: _Layout, program: Program, words: Sequence[str], read_only: Sequence[str]
 ) -> list[str]:
-    """Everything in front of a program, and the program."""
+    """The command line of bubblewrap and the program."""
     bwrap, setpriv, prlimit = find("bwrap"), find("setpriv"), find("prlimit")
     spare = next(fd for fd in range(3, 10) if fd not in program.pass_fds)
     line: list[str] = []
@@ -239,13 +239,13 @@ def _command_line(
         elif os.path.isdir(folder):
             line += ["--ro-bind", folder, folder]
     size = ["--size", str(program.limits.file_bytes), "--perms", "1777", "--tmpfs"]
-    # The first process inside has the run's pipes open, and must not be looked into.
+    # The first process inside has the run's pipes open, so it must not be inspectable.
     line += ["--proc", "/proc", "--perms", "0000", "--tmpfs", "/proc/1", "--remount-ro", "/proc/1"]
     line += ["--dev", "/dev", *size, "/dev/shm", "--remount-ro", "/dev"]
     line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
     begin = () if program.folder is None else (program.folder,)
     for folder in (*layout.read_only, *read_only, *begin):
-        # Made by bubblewrap itself, they would be for their owner alone.
+        # Bubblewrap itself would create them for their owner only.
         for parent in reversed(PurePosixPath(folder).parents[:-1]):
             line += ["--perms", "0755", "--dir", str(parent)]
         line += ["--ro-bind", folder, folder]
@@ -267,13 +267,14 @@ def _command_line(
 
 
 def _first_process(spare: int) -> list[str]:
-    """Words that make a shell the first process of its namespace, in front of its program.
+    """Arguments that make a shell the first process of its namespace.
 
-    Bubblewrap's own first process would be left to whoever is process 1 outside, which may be no
-    init: bubblewrap does not wait for it, but it waits for this one.
+    Bubblewrap does not wait for its own first process: process 1 outside would have to reap it, and
+    that may not be an init. It waits for this one.
 
     Args:
-        spare: an unused descriptor; the shell itself must not say how the program ended.
+        spare: an unused descriptor for the shell's own messages, so that it prints nothing about
+            the program's end.
     """
     script = f'exec {spare}>&2 2> /dev/null; "$@" 2>&{spare} {spare}>&-; exit $?'
     return ["--as-pid-1", "--", "/bin/sh", "-c", script, "sh"]
@@ -284,7 +285,7 @@ def _working_layout(python: str | None) -> _Layout:
     """The first layout in which a real run works.
 
     Raises:
-        ResourceError: none does.
+        ResourceError: none works.
     """
     for program in ("bwrap", "prlimit", "setpriv"):
         if find(program) is None:
@@ -311,7 +312,7 @@ def _try(layout: _Layout) -> tuple[bool, str]:
 
 
 def _layouts(python: str | None) -> Iterator[_Layout]:
-    """Ways to try, the strongest first."""
+    """Layouts to try, the strongest first."""
     pythons = local_process.candidates(python)
     root = os.geteuid() == 0
     for lock in (True, False):

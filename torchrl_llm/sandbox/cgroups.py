@@ -1,8 +1,8 @@
-"""Control groups of Linux: the kernel counts what all processes of a run use together.
+"""Linux control groups: the kernel counts the memory of all processes of a run together.
 
-Memory of the kernel itself counts too (pipes, sockets, files in memory), and no process of a run is
-fast enough to be missed, as it may be by :mod:`.process_watch`, which looks ten times a second. A
-group can be made by root, or where a part of the tree was delegated to the trainer's user.
+This includes kernel memory (pipes, sockets, files in memory). It also counts short-lived processes,
+which :mod:`.process_watch` may miss because it polls ten times per second. Root can create a group,
+or a user to whom a part of the tree was delegated.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OVERHEAD_BYTES = 32 << 20
-"""What bubblewrap and its shell, or the guard of a plain process, may use besides the run."""
+"""Memory for bubblewrap and its shell, or the guard of a plain process, in addition to the run."""
 
 _PREFIX = "torchrl-llm"
 _GRACE_S = 1.5
@@ -28,13 +28,13 @@ _left: set[Path] = set()
 
 
 class _Place(NamedTuple):
-    """Where groups are made.
+    """Place where groups can be created.
 
     Attributes:
         folder: the parent of all of them.
-        enter: the file that a process writes 0 to, to be in the group.
-        events: the file that counts the processes that memory ended.
-        second: whether this is the second version of the interface.
+        enter: a process writes 0 to this file to join the group.
+        events: file with the number of processes killed for their memory.
+        second: whether this is cgroup v2.
     """
 
     folder: Path
@@ -44,14 +44,14 @@ class _Place(NamedTuple):
 
 
 class ControlGroup:
-    """A group of processes that use no more than so much memory together.
+    """A group of processes with a common memory limit.
 
     Args:
-        place: where to make it.
-        num_bytes: what they may use; then the kernel ends one of them.
+        place: where to create it.
+        num_bytes: the limit; above it the kernel kills one of them.
 
     Raises:
-        OSError: this process may not, or may not any more.
+        OSError: this process lacks the permission.
     """
 
     def __init__(self, place: _Place, num_bytes: int) -> None:
@@ -71,18 +71,18 @@ class ControlGroup:
             raise
 
     def _perhaps(self, name: str, text: str) -> None:
-        if (self.folder / name).exists():  # a kernel without swap has none
+        if (self.folder / name).exists():  # a kernel without swap lacks the file
             (self.folder / name).write_text(text)
 
     @property
     def argv(self) -> list[str]:
-        """Words in front of a program that is to begin in the group."""
+        """Arguments before a program that must start in the group."""
         enter = 'echo 0 > "$0" && exec "$@"'
         return ["/bin/sh", "-c", enter, str(self.folder / self._place.enter)]
 
     @property
     def exceeded(self) -> bool:
-        """Whether the kernel has ended one of them for what they use."""
+        """Whether the kernel has killed a process for the memory limit."""
         with contextlib.suppress(OSError):
             for line in (self.folder / self._place.events).read_text().splitlines():
                 name, _, value = line.partition(" ")
@@ -91,10 +91,10 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """End what is left in it, and remove it now or in a later call; may be called twice."""
+        """Kill the rest, and remove the group now or in a later call; may be called twice."""
         patience = time.monotonic() + _GRACE_S
         with contextlib.suppress(OSError):
-            # Memory may have ended the very process that was to end the others.
+            # The memory limit may have killed the process that should end the others.
             while pids := (self.folder / "cgroup.procs").read_text().split():
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
@@ -111,11 +111,11 @@ class ControlGroup:
 
 
 def control_group(memory_bytes: int, file_bytes: int) -> ControlGroup | None:
-    """A new group for a run; ``None`` where none can be made.
+    """A new group for a run; ``None`` if none can be created.
 
     Args:
-        memory_bytes: for its processes.
-        file_bytes: for files in each of its two folders in memory.
+        memory_bytes: memory for its processes.
+        file_bytes: memory for files in each of its two memory folders.
     """
     place = _working_place()
     if place is None:
@@ -126,13 +126,13 @@ def control_group(memory_bytes: int, file_bytes: int) -> ControlGroup | None:
 
 
 def groups_work() -> bool:
-    """Whether this process can make groups."""
+    """Whether this process can create groups."""
     return _working_place() is not None
 
 
 @functools.cache
 def _owner() -> str:
-    """A name of this process that no other one of the machine has or will have."""
+    """A name of this process that is unique on the machine, also in the future."""
     began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}-{began}"
 
@@ -156,7 +156,7 @@ def _working_place() -> _Place | None:
 
 
 def _places() -> Iterator[_Place]:
-    """Where this process might make groups: next to it or below it."""
+    """Places where this process might create groups: next to its own or below it."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         own = Path("/proc/self/cgroup").read_text().splitlines()
@@ -173,7 +173,7 @@ def _places() -> Iterator[_Place]:
         name = {"cgroup": "memory", "cgroup2": ""}.get(kind)
         if name is None or name not in paths or name not in ("", *options.split(",")):
             continue
-        # A container may see its own group as the root of all.
+        # A container may see its own group as the root.
         path = os.path.relpath(paths[name], root)
         here = Path(os.path.normpath(f"{point}/{path}"))
         here = here if ".." not in path and here.is_dir() else Path(point)

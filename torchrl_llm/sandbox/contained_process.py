@@ -1,9 +1,9 @@
-"""Process in a sandbox: started with its pipes, watched, asked piece by piece, and ended.
+"""A process in a sandbox: its pipes, its limits, sessions of several pieces of code, and its end.
 
-:class:`Contained` runs one program. :class:`PipeSession` keeps an interpreter in one and gives it
-one piece of code after another. No text marks where an answer ends, so nothing that the code holds
-or prints can be taken for such a mark. Errors on standard error are no failure by themselves. What
-background work prints between two pieces comes with the later one.
+:class:`Contained` runs one program. :class:`PipeSession` keeps an interpreter in one and sends it
+pieces of code. No text marks the end of an answer, so nothing that the code prints can be mistaken
+for such a mark. Output on standard error alone is not a failure. Output of background work between
+two pieces is returned with the later piece.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession,
 from torchrl_llm.sandbox.process_watch import Capture, Feed, Tree, classify, cpu_seconds, pump
 
 GRACE_S = 1.5
-"""How long a killed process may take to be gone."""
+"""Seconds until a killed process must have ended."""
 
 INTERPRETER = Path(__file__).with_name("interpreter.py")
 _T = TypeVar("_T")
@@ -41,17 +41,16 @@ _IDLE_S = 1.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Program:
-    """What a sandbox is to run.
+    """A program for a sandbox.
 
     Attributes:
-        argv: program and arguments, as they are called inside.
-        limits: of the run.
+        argv: program and arguments, with paths inside the sandbox.
+        limits: limits of the run.
         files: path inside its folder to contents.
         stdin: descriptor for its standard input; ``None`` for ``/dev/null``.
-        pass_fds: further descriptors that it gets.
-        env: variables besides those of the sandbox.
-        folder: a folder of this machine in which it begins, and which it may only read; its own if
-            not given.
+        pass_fds: further descriptors to pass.
+        env: variables in addition to those of the sandbox.
+        folder: working directory on this machine, read-only; by default a new folder.
         network: whether it shares the network of this machine.
     """
 
@@ -66,21 +65,21 @@ class Program:
 
 
 class Contained:
-    """A process in a sandbox with its output pipes; a context that leaves nothing of it.
+    """A process in a sandbox with its output pipes; a context manager that removes everything.
 
     Args:
-        program: what runs.
-        argv: the whole command line, sandbox included.
+        program: the program.
+        argv: the whole command line, including the sandbox.
         env: its environment, complete.
-        pass_fds: descriptors that the sandbox gets besides the program's.
+        pass_fds: descriptors for the sandbox, in addition to the program's.
 
     Raises:
-        OSError: the program that makes the sandbox cannot be started.
-        ValueError: ``argv`` cannot be handed to any program.
+        OSError: the sandbox program cannot be started.
+        ValueError: ``argv`` is not a valid command line.
 
     Attributes:
         overhead: processes of the sandbox itself.
-        grouped: whether its memory is to be counted by a control group, where one can be made.
+        grouped: whether to count its memory with a control group, if possible.
     """
 
     overhead = 0
@@ -124,15 +123,15 @@ class Contained:
 
     @property
     def outputs(self) -> tuple[Capture, ...]:
-        """Every pipe that must be read while it runs."""
+        """All pipes that must be read while it runs."""
         return (self.stdout, self.stderr)
 
     def interrupt(self) -> None:
-        """Have it end soon; another thread that watches it sees that."""
+        """Ask it to end soon; the watching thread notices it."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """End it and all that it started; waits until they are gone."""
+        """End it and all processes that it started, and wait for their end."""
         self.process.kill()
         self.wait()
 
@@ -142,12 +141,12 @@ class Contained:
             self.process.wait(GRACE_S)
 
     def exit_code(self) -> int | None:
-        """How it ended, negative for a signal; ``None`` where the sandbox failed to run it."""
+        """Exit code, negative for a signal; ``None`` if the sandbox failed to run it."""
         return self.process.returncode
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether memory has ended it or a process of it."""
+        """Whether it, or a process of it, was killed for its memory."""
         return self.group is not None and self.group.exceeded
 
     def close_pipes(self) -> None:
@@ -156,7 +155,7 @@ class Contained:
             output.close()
 
     def close(self) -> None:
-        """Leave nothing of it; may be called twice."""
+        """Remove everything of it; may be called twice."""
         self.kill()
         self.close_pipes()
         if self.group is not None:
@@ -180,20 +179,20 @@ def interpreter_argv(python: str, *places: str | int) -> list[str]:
 
 
 class _Answers(Capture):
-    """The pipe on which the interpreter answers, one frame for each piece."""
+    """The pipe for the interpreter's answers, one frame per piece."""
 
     def __init__(self, fd: int) -> None:
         super().__init__(fd, keep=_ANSWER_BYTES)
 
     def complete(self) -> bool:
-        """Whether a whole frame has come, or something that is none."""
+        """Whether a whole frame, or an invalid one, has arrived."""
         if len(self.kept) < 4:
             return False
         (length,) = struct.unpack(">I", self.kept[:4])
         return len(self.kept) - 4 >= min(length, _ANSWER_BYTES - 4)
 
     def take_answer(self) -> tuple[int, bool] | None:
-        """Exit code and whether memory ran out; ``None`` if there is no frame, or none of ours."""
+        """Exit code and whether memory ran out; ``None`` without a valid frame."""
         frame = bytes(self.kept[4:])
         self.reset()
         try:
@@ -204,12 +203,12 @@ class _Answers(Capture):
 
 
 class PipeSession(SandboxSession):
-    """A session whose interpreter was given a pipe for code and one for its answers.
+    """A session with a pipe for code and a pipe for the interpreter's answers.
 
     Args:
-        start: starts the interpreter; it is given the two descriptors that belong inside.
+        start: starts the interpreter with the two inner descriptors.
         limits: of the session.
-        answers_fd: where the answers come from, if not from the second of these.
+        answers_fd: descriptor of the answers, if different from the second of these.
     """
 
     def __init__(
@@ -236,7 +235,7 @@ class PipeSession(SandboxSession):
         finally:
             os.close(code_r)
             os.close(answers_w)
-        # Also where nobody closes it, and where the process ends.
+        # Runs also if nobody closes it, and when the process ends.
         self._finalizer = weakref.finalize(
             self, _let_go, self._contained, self._answers, self._code_w, os.getpid()
         )
@@ -253,7 +252,7 @@ class PipeSession(SandboxSession):
 
     @checked
     def run(self, code: str, *, wall_s: Seconds | None = None) -> SandboxResult:
-        """See :meth:`SandboxSession.run`; one piece at a time, others wait."""
+        """See :meth:`SandboxSession.run`; one piece at a time; other callers wait."""
         with self._lock:
             if not self.alive:
                 self._end("the interpreter ended between two pieces of code")
@@ -279,7 +278,7 @@ class PipeSession(SandboxSession):
         )
         answer = self._answers.take_answer()
         if ended == "exit" and answer is not None:
-            ended = "ready"  # it answered, then died of something that it had left running
+            ended = "ready"  # it answered, and then ended because of a background process
         if ended == "ready" and contained.out_of_memory:
             ended = "memory"
         exit_code: int | None = -signal.SIGKILL
@@ -307,7 +306,7 @@ class PipeSession(SandboxSession):
         return dataclasses.replace(result, seconds=time.monotonic() - start)
 
     def check(self) -> None:
-        """End an idle session if what it left running has outgrown its limits."""
+        """End an idle session if its background processes exceed the limits."""
         if self._lock.acquire(blocking=False):
             try:
                 if self._contained is not None and self._contained.tree.outgrown():
@@ -316,7 +315,7 @@ class PipeSession(SandboxSession):
                 self._lock.release()
 
     def close(self) -> None:
-        """See :meth:`SandboxSession.close`; a piece that is running is cut short."""
+        """See :meth:`SandboxSession.close`; a running piece is stopped."""
         contained = self._contained
         if contained is not None:
             contained.interrupt()
@@ -334,17 +333,17 @@ class PipeSession(SandboxSession):
 def _let_go(contained: Contained | None, answers: Capture, code_w: int, owner: int) -> None:
     if contained is not None and os.getpid() == owner:
         contained.close()
-    elif contained is not None:  # a fork of the trainer lets go of its copy, and ends nothing
+    elif contained is not None:  # a fork of the trainer drops its copy without ending the process
         contained.close_pipes()
     answers.close()
     os.close(code_w)
 
 
 class _Keeper:
-    """Thread that lives as long as the process.
+    """A thread that lives as long as the process.
 
-    The kernel ends a sandbox when the thread that started it ends, so one that is to outlive a
-    worker of some pool has to be started here. Between starts it looks after the idle sessions.
+    The kernel ends a sandbox when the thread that started it ends. So a sandbox that must outlive a
+    pool's worker thread is started here. Between starts, the thread checks the idle sessions.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
-"""Containers: each run in one of its own, where an engine (Docker, Podman) answers.
+"""Runs each program in its own container, with an engine such as Docker or Podman.
 
-Starting one takes some tenths of a second; it is for code that needs an image (other languages,
-packages, another system), or for machines whose only door to isolation is such an engine.
+A start takes some tenths of a second. Use it for code that needs an image (other languages,
+packages, a different system), or on machines where only such an engine provides isolation.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from torchrl_llm.sandbox.process_watch import Capture, Tree
 FOLDER = "/sandbox"
 _NOBODY = "65534:65534"
 _ENGINES = ("docker", "podman")
-# With these an engine says that it could not start the program; a program may use them as well.
+# Exit codes of an engine that could not start the program; a program may use them as well.
 _PERHAPS_THE_ENGINE = (125, 126, 127)
 _KILLED = 137
 _RUNS = 64
@@ -37,7 +37,7 @@ _MEMORY, _PROCESSES = "memory of all processes together", "the number of process
 _PATIENCE_S = 60.0
 _TRIES = 4
 _PIPES = ("answers", "stdout", "stderr")
-# Waits for the end of who writes to it; a container may still be on its way then.
+# Waits until the writer of its input ends; a container may still be starting then.
 _INHERIT = 'cat; for i in 1 2 3 4 5; do "$0" rm --force --volumes "$1"; sleep 1; done'
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
@@ -45,21 +45,20 @@ _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 class ContainerSandbox(local_process.ProcessSandbox):
     r"""Runs programs in containers without network, capabilities or a writable file system.
 
-    ``memory_bytes`` counts for the container as a whole and for the data of each process; what else
-    of the machine it can see, the image decides. The image must be there already: nothing is
-    pulled. Its entry point and health check are not run. One container is started and removed at
-    construction, since only that tells whether the engine can. Each container has a process that
-    removes it where the trainer is killed.
+    ``memory_bytes`` limits the container as a whole and the data of each process. The image must
+    exist locally: nothing is pulled. Its entry point and health check are not run. The constructor
+    starts and removes a container, because only that shows whether the engine works. Each container
+    has a process that removes it if the trainer is killed.
 
     Args:
         limits: of each run; ``None`` for the defaults. ``wall_s`` includes the container's start.
-        image: the image; it needs ``sh`` and ``cp`` where runs are given files.
-        engine: ``"docker"``, ``"podman"``, or the path of a program that takes the same words;
-            ``None`` for the first of the two that answers.
+        image: the image; it needs ``sh`` and ``cp`` if runs have files.
+        engine: ``"docker"``, ``"podman"``, or the path of a compatible program; ``None`` for the
+            first of the two that works.
         python: the interpreter inside the image.
 
     Raises:
-        ResourceError: no engine answers, it does not have the image, or it can start no container.
+        ResourceError: no engine works, it does not have the image, or it cannot start a container.
 
     Example:
         >>> ContainerSandbox(image="python:3.12-slim").run_python("print(1)")  # doctest: +SKIP
@@ -87,7 +86,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
         self.missing = self._try()
 
     def _try(self) -> tuple[str, ...]:
-        """Start a container; what the engine does not hold.
+        """Start a container; returns the limits that the engine ignores.
 
         Raises:
             ResourceError: it cannot.
@@ -107,12 +106,12 @@ class ContainerSandbox(local_process.ProcessSandbox):
         return state.missing
 
     def argv(self, program: Program, name: str, *, share: Path | None) -> list[str]:
-        """The engine's command line for a program.
+        """Command line of the engine for a program.
 
         Args:
             program: what to run.
             name: of the container.
-            share: a folder with ``files``, to be copied into the run's, and ``pipes``.
+            share: a folder with ``files``, which are copied into the run's folder, and ``pipes``.
         """
         argv, limits, begin = program.argv, program.limits, program.folder
         words = [self.engine, "run", "--interactive", f"--name={name}", "--init", "--pull=never"]
@@ -120,17 +119,17 @@ class ContainerSandbox(local_process.ProcessSandbox):
         words += [f"--network={'host' if program.network else 'none'}", "--read-only"]
         words += ["--cap-drop=ALL", f"--user={_NOBODY}"]
         words += ["--security-opt=no-new-privileges", "--hostname=sandbox", "--log-driver=none"]
-        # Of words that it ignores an engine would complain in each run's errors.
+        # An engine would report ignored options in the errors of each run.
         if _MEMORY not in self.missing:
             words += [f"--memory={limits.memory_bytes}", f"--memory-swap={limits.memory_bytes}"]
         if _PROCESSES not in self.missing:
             words += [f"--pids-limit={limits.num_processes + 1}"]
         held = local_process.kernel_limits(limits)
         del held["RLIMIT_STACK"]
-        # One process that takes too much is told so, before all of them together are killed.
+        # A single process over the limit gets an error, before all of them are killed.
         held["RLIMIT_DATA"] = held.pop("RLIMIT_AS")
-        # It counts what the user runs in all containers; an engine's own default may be more than
-        # it may grant.
+        # It counts the user's processes in all containers; the engine's default may exceed what it
+        # can grant.
         held["RLIMIT_NPROC"] = (_granted(_RUNS * (limits.num_processes + 1)),) * 2
         words += local_process.limit_words("--ulimit=", held)
         words += [f"--shm-size={limits.file_bytes}"]
@@ -145,7 +144,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
         words += [f"--env={key}" for key in program.env]  # the client knows their values
         if share is None:
             return [*words, self.image, *argv]
-        # Pipes are written to; a folder that holds nothing else is all of the machine it can touch.
+        # Pipes must be writable; a folder with only pipes is all that it can change on the machine.
         words += [f"--mount=type=bind,source={share / 'files'},target=/files,readonly"]
         words += [f"--mount=type=bind,source={share / 'pipes'},target=/pipes"]
         copy = 'cp -R /files/. . && exec "$@"'
@@ -174,7 +173,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
         """See :meth:`Sandbox.open_session`."""
         limits = self.limits if limits is None else limits
         share = _share({})
-        # What is written to the engine's client comes later than an answer that goes by itself.
+        # Output through the engine's client arrives later than an answer on a separate pipe.
         answers_r, out_r, err_r = (_fifo(share / "pipes" / name) for name in _PIPES)
         argv = interpreter_argv(self.python, 0, *(f"/pipes/{name}" for name in _PIPES))
 
@@ -194,17 +193,17 @@ class ContainerSandbox(local_process.ProcessSandbox):
 def _fifo(path: Path) -> int:
     os.mkfifo(path)
     os.chmod(path, 0o622)
-    # For reading and writing, so that it is no end of file while nobody writes yet.
+    # Opened for reading and writing, so that there is no end of file before the first write.
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
 class _State(NamedTuple):
-    """What an engine knows of a container.
+    """State of a container, as reported by the engine.
 
     Attributes:
         started: whether its program was started.
-        out_of_memory: whether memory ended it.
-        missing: limits that the engine ignored.
+        out_of_memory: whether it was killed for its memory.
+        missing: limits that the engine ignores.
     """
 
     started: bool
@@ -213,7 +212,7 @@ class _State(NamedTuple):
 
 
 class _InContainer(Contained):
-    """The engine's client, which runs as long as the container does."""
+    """The engine's client; it runs as long as the container."""
 
     grouped = False
 
@@ -232,11 +231,11 @@ class _InContainer(Contained):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # The engine counts, and the client's own use does not belong to the run.
+        # The engine counts resources; the client's own use does not belong to the run.
         self.tree = Tree(-1, self.program.limits)
 
     def listen(self, out_r: int, err_r: int, keep: int) -> None:
-        """Take output and errors from pipes of their own, and not from the client any more."""
+        """Read output and errors from separate pipes instead of from the client."""
         self._client = (self.stdout, self.stderr)
         self.stdout, self.stderr = Capture(out_r, keep), Capture(err_r, keep)
 
@@ -249,7 +248,7 @@ class _InContainer(Contained):
         super().interrupt()
 
     def look(self) -> _State | None:
-        """What the engine knows of it; ``None`` where there is no such container."""
+        """State of the container; ``None`` if it does not exist."""
         keys = ("State.StartedAt", "State.OOMKilled", "HostConfig.Memory", "HostConfig.PidsLimit")
         form = "--format=" + "|".join(f"{{{{.{key}}}}}" for key in keys)
         answer = (_ask(self.engine, "inspect", form, self.name) or "").strip().split("|")
@@ -270,8 +269,8 @@ class _InContainer(Contained):
         exit_code = self.process.poll()
         if exit_code in (*_PERHAPS_THE_ENGINE, _KILLED):
             self._state = self.look()
-        # The client first: nobody reads what it still writes, and engines wait for it. It also must
-        # not start a container after this has removed it.
+        # End the client first: nobody reads its remaining output, and engines wait for it. It also
+        # must not start a container after its removal.
         self.process.kill()
         self.wait()
         for _ in range(1 if exit_code is not None else _TRIES):
@@ -304,7 +303,7 @@ class _InContainer(Contained):
 
 
 def _environment() -> dict[str, str]:
-    """Variables of the engine's client, which hands settings of a proxy on to its containers."""
+    """Variables of the engine's client, without proxy settings (it passes them on)."""
     return {key: value for key, value in os.environ.items() if key.lower() not in _PROXIES}
 
 
@@ -314,7 +313,7 @@ def _granted(num_processes: int) -> int:
 
 
 def _share(files: Mapping[PurePosixPath, bytes]) -> Path:
-    """A folder on this machine that a container is to see."""
+    """A folder on this machine that a container can see."""
     share = Path(tempfile.mkdtemp(prefix="sandbox-"))
     for name in ("files", "pipes"):
         (share / name).mkdir()
@@ -328,7 +327,7 @@ def _share(files: Mapping[PurePosixPath, bytes]) -> Path:
 
 
 def _ask(engine: str, *words: str) -> str | None:
-    """What an engine answers; ``None`` where it fails."""
+    """Output of an engine command; ``None`` if it fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             [engine, *words],
@@ -344,10 +343,10 @@ def _ask(engine: str, *words: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _answering_engine(engine: str | None) -> str:
-    """The first engine whose daemon, if it has one, answers.
+    """The first engine that works, including its daemon if it has one.
 
     Raises:
-        ResourceError: none does.
+        ResourceError: none works.
     """
     wanted = _ENGINES if engine is None else (engine,)
     for name in wanted:

@@ -1,9 +1,9 @@
-"""Running code that a model wrote: one interface, and what came of a run as data.
+"""Interface of sandboxes, and the result of a run as data.
 
-A :class:`Sandbox` never runs anything in the trainer's process, and never raises for what the code
-does: a crash, a limit that was hit or a process that was killed is a :class:`SandboxResult`.
+A :class:`Sandbox` never runs code in the trainer's process, and never raises because of the code: a
+crash, an exceeded limit and a killed process are a :class:`SandboxResult`.
 
-Next: :func:`torchrl_llm.sandbox.make_sandbox` chooses the strongest that a machine has.
+Next: :func:`torchrl_llm.sandbox.make_sandbox` chooses the strongest kind of a machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from torchrl_llm._checked import Ge, Gt, checked
 
 MEMORY_BYTES = 512 << 20
-"""Address space of a process of a run, where nobody says otherwise."""
+"""Default address space of a process."""
 
 Seconds = Annotated[float, Gt(0, finite=True)]
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "killed", "sandbox_error"]
@@ -25,21 +25,21 @@ Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "killed", 
 @checked
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What a run may use.
+    """Resource limits of a run.
 
     Attributes:
-        wall_s: seconds of wall-clock time, start of the interpreter included.
+        wall_s: seconds of wall-clock time, including the start of the interpreter.
         cpu_s: seconds of CPU time of a process; ``None`` for ``wall_s`` rounded up.
         memory_bytes: address space of a process.
-        file_bytes: size of a file that it writes, and of everything in its folder where the
-            sandbox can hold that.
-        output_bytes: kept of standard output, and of standard error; the rest is thrown away while
-            the run goes on, and a run that writes more than 64 times as much is ended.
-        num_processes: processes and threads at a time, where the sandbox can hold that.
-        num_files: open files of a process.
+        file_bytes: size of a file, and of its whole folder if the sandbox can enforce that.
+        output_bytes: bytes kept of standard output, and of standard error. The rest is discarded
+            while the run continues; a run that writes more than 64 times as much is ended.
+        num_processes: most processes and threads, if the sandbox can enforce that.
+        num_files: most open files of a process.
 
     Raises:
-        ConfigError: a time is not above 0 and finite, or another limit no whole number above 0.
+        ConfigError: a time is not positive and finite, or a different limit is not a positive whole
+            number.
     """
 
     wall_s: Seconds = 10.0
@@ -53,15 +53,16 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SandboxResult:
-    """What came of a run.
+    """Result of a run.
 
     Attributes:
-        status: ``ok`` (exit code 0); ``error`` (another exit code); ``timeout``, ``cpu``,
-            ``memory``, ``output`` (the limit that ended it); ``killed`` (by a signal for another
-            reason); ``sandbox_error`` (the sandbox itself failed: it says nothing about the code).
-        stdout: what it wrote, UTF-8 with replacements, cut at ``output_bytes``.
-        stderr: as above.
-        exit_code: exit status; negative for the signal that ended it; ``None`` where unknown.
+        status: ``ok`` (exit code 0); ``error`` (a different exit code); ``timeout``, ``cpu``,
+            ``memory``, ``output`` (the limit that ended it); ``killed`` (by a signal for a
+            different reason); ``sandbox_error`` (the sandbox itself failed, so nothing is known
+            about the code).
+        stdout: standard output, UTF-8 with replacements, cut at ``output_bytes``.
+        stderr: standard error, likewise.
+        exit_code: exit status; negative for a signal; ``None`` if unknown.
         seconds: wall-clock time.
         stdout_truncated: whether ``stdout`` was cut.
         stderr_truncated: whether ``stderr`` was cut.
@@ -82,15 +83,15 @@ class SandboxResult:
 
 
 class SandboxSession(ABC):
-    """A Python interpreter in a sandbox that keeps its names from one piece of code to the next."""
+    """A Python interpreter in a sandbox that keeps its names between pieces of code."""
 
     @abstractmethod
     def run(self, code: str, *, wall_s: float | None = None) -> SandboxResult:
-        """Run a piece of code; after a limit was hit the session is over.
+        """Run a piece of code; after an exceeded limit the session has ended.
 
         Args:
             code: Python source.
-            wall_s: seconds for this piece; the limits' if not given.
+            wall_s: seconds for this piece; by default the session's limit.
 
         Raises:
             ConfigError: ``wall_s`` is not above 0 and finite.
@@ -99,23 +100,22 @@ class SandboxSession(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can run more; where not, :meth:`run` gives ``sandbox_error``."""
+        """Whether it can run more code; otherwise :meth:`run` returns ``sandbox_error``."""
 
     @abstractmethod
     def close(self) -> None:
-        """End the interpreter and every process that it started; may be called twice."""
+        """End the interpreter and all its processes; may be called twice."""
 
 
 class Sandbox(ABC):
-    """A way of running code apart from everything else.
+    """Runs code in isolation.
 
     Args:
         limits: of each run; ``None`` for the defaults.
 
     Attributes:
-        python: the interpreter, as it is called inside the sandbox.
-        missing: what this sandbox does not contain, a phrase each (``"the network"``); empty for
-            none.
+        python: path of the interpreter inside the sandbox.
+        missing: what this sandbox does not isolate, one phrase each (``"the network"``).
     """
 
     python: str
@@ -133,18 +133,18 @@ class Sandbox(ABC):
         files: Mapping[str, str | bytes] | None = None,
         limits: Limits | None = None,
     ) -> SandboxResult:
-        """Run a program in a fresh, empty folder of its own.
+        """Run a program in a fresh, empty folder.
 
         Thread-safe.
 
         Args:
-            argv: program and arguments, as they are called inside the sandbox.
+            argv: program and arguments, with paths inside the sandbox.
             stdin: its standard input.
-            files: relative path to contents, put into its folder beforehand.
-            limits: instead of the sandbox's own.
+            files: relative path to contents, written into its folder first.
+            limits: replaces the sandbox's own limits.
 
         Returns:
-            What came of it; nothing that the program does raises.
+            The result; nothing that the program does raises.
         """
 
     @abstractmethod
@@ -165,8 +165,8 @@ class Sandbox(ABC):
     ) -> SandboxResult:
         """Run Python source in a fresh interpreter.
 
-        It lies in the run's folder as ``main.py``, so that tracebacks show its lines and it can
-        import the modules among ``files``.
+        The source is ``main.py`` in the run's folder, so tracebacks show its lines and it can
+        import modules from ``files``.
 
         Args:
             code: Python source.
@@ -180,4 +180,4 @@ class Sandbox(ABC):
         )
 
     def close(self) -> None:
-        """Let go of what was kept between runs; may be called twice."""
+        """Release everything kept between runs; may be called twice."""

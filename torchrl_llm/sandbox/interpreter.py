@@ -1,12 +1,12 @@
-"""The interpreter of a session: a program that runs inside the sandbox, and nowhere else.
+"""The interpreter of a session: a program that runs only inside the sandbox.
 
-It is handed to the sandbox as text and imports nothing of this package. It takes one piece of code
-after another from a pipe and answers each with how it ended; both are frames, four bytes of length
-and then JSON. What the code prints goes to its standard output and errors as ever: the reader takes
-from those pipes what lies there when the answer comes.
+Its source is sent to the sandbox as text and imports nothing of this package. It reads pieces of
+code from a pipe and answers each with its status. Both are frames: four bytes of length, then JSON.
+The code prints to standard output and errors as usual; the reader drains these pipes when the
+answer arrives.
 
-``sys.argv`` names the two pipes, as numbers of open descriptors or as paths; paths of two more are
-where its output and errors go, if not where they go anyway.
+``sys.argv`` names the two pipes, as numbers of open descriptors or as paths; two more paths
+redirect its output and errors.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _serve(requests, answers) -> None:
         request = json.loads(requests.read(struct.unpack(">I", head)[0]))
         number += 1
         values = _run(request["code"], f"<piece {number}>", vars(main))
-        if os.getpid() != own:  # the piece forked, and this is not who was asked
+        if os.getpid() != own:  # the piece forked, and this is the child
             os._exit(values["exit_code"])
         answer = json.dumps(values).encode()
         answers.write(struct.pack(">I", len(answer)) + answer)
@@ -53,7 +53,7 @@ def _run(code: str, file: str, names: dict) -> dict:
     except BaseException as error:
         answer["exit_code"] = 1
         answer["memory"] = isinstance(error, MemoryError)
-        # The first frame is this function's.
+        # The first frame belongs to this function.
         inner = error.__traceback__.tb_next if error.__traceback__ else None
         error = error.with_traceback(inner)
         try:
@@ -74,7 +74,7 @@ def _write(fd: int, text: str) -> None:
 def _open(place: str, mode: str):
     if place != "0":
         return open(int(place) if place.isdigit() else place, mode)
-    # The code must not read the pieces that follow it from its standard input.
+    # The code must not read later pieces from its standard input.
     pipe = os.dup(0)
     empty = os.open(os.devnull, os.O_RDONLY)
     os.dup2(empty, 0)

@@ -1,9 +1,9 @@
-"""What the sandboxes share that start a process on this machine.
+"""Base of the sandboxes that start a process on this machine.
 
-A subclass of :class:`ProcessSandbox` says how a process is started apart from everything else, and
-gives back a :class:`~torchrl_llm.sandbox.contained_process.Contained` that can end it with all that
-it started. Here are also the interpreter that a sandbox runs, with the folders that it needs to
-see, and the limits of one process.
+A subclass of :class:`ProcessSandbox` defines how to start an isolated process, and returns a
+:class:`~torchrl_llm.sandbox.contained_process.Contained` that can end it with all its children. The
+module also finds the interpreter of a sandbox with the folders that it needs, and sets the limits
+of one process.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torchrl_llm.sandbox.process_watch import Feed, classify, cpu_seconds, pump
 
 ENVIRONMENT = {
     "LANG": "C.UTF-8",
-    # A thread of malloc's takes 64 MB of addresses, and a thread of OpenBLAS as much again.
+    # malloc reserves 64 MB of addresses per thread, and OpenBLAS as much again.
     "MALLOC_ARENA_MAX": "2",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""Variables that every sandboxed process gets, and nothing of the trainer's."""
+"""The only variables of a sandboxed process; none of the trainer's."""
 
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
 """Folders of the system next to ``/usr``; links into it on most distributions."""
@@ -49,18 +49,18 @@ _turns = itertools.count()
 
 
 def encode(text: str | bytes) -> bytes:
-    """UTF-8 bytes; lone surrogates are written as they are, for the program to stumble over."""
+    """Encode as UTF-8; lone surrogates are kept, so that the program gets an error for them."""
     return text if isinstance(text, bytes) else text.encode("utf-8", errors="surrogatepass")
 
 
 def relative_parts(name: str) -> PurePosixPath:
-    """A path inside a run's folder.
+    """Parts of a path inside a run's folder.
 
     Args:
-        name: as the caller gave it.
+        name: path given by the caller.
 
     Raises:
-        ConfigError: absolute, empty, or leaving the folder.
+        ConfigError: it is absolute, empty, or leaves the folder.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -72,7 +72,7 @@ def relative_parts(name: str) -> PurePosixPath:
 
 
 def data_fd(data: bytes) -> int:
-    """An open, unnamed file with some bytes, at its beginning.
+    """An open, unnamed file with the data, positioned at its start.
 
     Args:
         data: its contents.
@@ -89,11 +89,11 @@ def data_fd(data: bytes) -> int:
 
 
 class ProcessSandbox(Sandbox):
-    """A sandbox whose runs are processes that this one watches."""
+    """A sandbox whose runs are processes watched by this process."""
 
     @abstractmethod
     def _spawn(self, program: Program) -> Contained:
-        """Start a program apart from everything else, in a folder with its files."""
+        """Start an isolated program in a folder with its files."""
 
     def run(
         self,
@@ -106,8 +106,8 @@ class ProcessSandbox(Sandbox):
         """See :meth:`Sandbox.run`.
 
         Raises:
-            ConfigError: a file's name would leave the folder or is that of another one's folder, or
-                ``argv`` is no sequence of strings.
+            ConfigError: a file name leaves the folder or equals the folder of a different file, or
+                ``argv`` is not a sequence of strings.
         """
         limits = self.limits if limits is None else limits
         if isinstance(argv, str) or not argv or not all(isinstance(word, str) for word in argv):
@@ -132,12 +132,12 @@ class ProcessSandbox(Sandbox):
         feed: Feed | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> SandboxResult:
-        """Run a program, and leave nothing of it.
+        """Run a program and remove everything of it.
 
         Args:
             program: what to run; its standard input is closed here.
-            feed: what is written to it.
-            is_over: asked ten times a second whether to end it.
+            feed: data for its standard input.
+            is_over: called ten times per second; true ends the program.
 
         Returns:
             What came of it.
@@ -188,10 +188,10 @@ class ProcessSandbox(Sandbox):
 
 
 def _input(data: bytes) -> tuple[int | None, Feed | None]:
-    """The reading end of a pipe with some bytes, and those that did not go into it yet.
+    """The reading end of a pipe with the data, and the bytes that did not fit yet.
 
-    A pipe, since what was read from it is gone: an open file could be read once more by whoever
-    finds a descriptor of it in ``/proc``.
+    A pipe can be read only once; an open file could be read again through its descriptor in
+    ``/proc``.
     """
     if not data:
         return None, None
@@ -202,7 +202,7 @@ def _input(data: bytes) -> tuple[int | None, Feed | None]:
 
 
 def works(spawn: Callable[[Program], Contained], python: str) -> tuple[bool, str]:
-    """Whether a sandbox can run an interpreter, as somebody else than root, and what it said.
+    """Whether a sandbox can run an interpreter as a user other than root, and its output.
 
     Args:
         spawn: starts a program in the sandbox.
@@ -223,7 +223,7 @@ def works(spawn: Callable[[Program], Contained], python: str) -> tuple[bool, str
 
 
 def find(program: str) -> str | None:
-    """Where a system program is, ``PATH`` of the trainer aside.
+    """Path of a system program, ignoring the trainer's ``PATH``.
 
     Args:
         program: its name.
@@ -233,9 +233,10 @@ def find(program: str) -> str | None:
 
 @functools.cache
 def counts_processes_by_namespace() -> bool:
-    """Whether a limit on processes counts those of a user namespace alone (Linux 5.14 and later).
+    """Whether a process limit counts only the user namespace (Linux 5.14 and later).
 
-    Before, it counts everything that the user runs on the machine, and would forbid all.
+    Older kernels count all processes of the user on the machine, so the limit would forbid
+    everything.
     """
     try:
         major, minor = platform.release().split(".")[:2]
@@ -245,17 +246,17 @@ def counts_processes_by_namespace() -> bool:
 
 
 def unused_uid() -> int:
-    """A user that no account has, another one for each of the next thousands of runs."""
+    """A user id without an account; the next thousands of runs get different ones."""
     low, high = _UIDS
     return low + (os.getpid() * 67 + next(_turns)) % (high - low + 1)
 
 
 def kernel_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """Limits of one process by the kernel's names: the soft one, and the hard one."""
+    """Soft and hard limits of one process, by the kernel's names."""
     cpu_s = cpu_seconds(limits)
     return {
         "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
-        # One may ignore the signal at the first; none can ignore that at the second.
+        # A process can ignore the signal of the soft limit, but not that of the hard limit.
         "RLIMIT_CPU": (cpu_s, cpu_s + 1),
         "RLIMIT_FSIZE": (limits.file_bytes, limits.file_bytes),
         "RLIMIT_NOFILE": (limits.num_files, limits.num_files),
@@ -265,15 +266,15 @@ def kernel_limits(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> list[str]:
-    """The words to put in front of a program, so that it has the limits of one process.
+    """Arguments to put before a program to set its limits.
 
-    A Python function between fork and exec would do the same, but forking a trainer with many
+    A Python function between fork and exec could do the same, but to fork a trainer with many
     gigabytes and threads is slow and can hang; ``prlimit`` costs a millisecond.
 
     Args:
         prlimit: the program of that name.
-        limits: what the run may use.
-        num_processes: of the user, or ``None`` for no limit.
+        limits: limits of the run.
+        num_processes: process limit of the user, or ``None``.
     """
     named = kernel_limits(limits)
     if num_processes is not None:
@@ -282,10 +283,10 @@ def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> 
 
 
 def limit_words(before: str, named: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Limits as words of a command line, such as ``--cpu=10:11``.
+    """Limits as command-line options, such as ``--cpu=10:11``.
 
     Args:
-        before: the beginning of each word.
+        before: prefix of each option.
         named: as :func:`kernel_limits` names them.
     """
     return [
@@ -295,19 +296,19 @@ def limit_words(before: str, named: Mapping[str, tuple[int, int]]) -> list[str]:
 
 
 def own_python() -> str:
-    """The interpreter that the trainer's environment was made from, or else that environment's."""
+    """The base interpreter of the trainer's environment, or else that environment's."""
     base = getattr(sys, "_base_executable", None)
     return base if base and os.access(base, os.X_OK) else sys.executable
 
 
 def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
-    """Interpreters to try, with the folders that each needs besides the system's.
+    """Interpreters to try, with the folders that each needs in addition to the system's.
 
     Args:
         python: the only one to try; ``None`` for the trainer's own, then the system's.
 
     Raises:
-        ResourceError: ``python`` is no interpreter that runs here.
+        ResourceError: ``python`` is not a working interpreter.
     """
     if python is not None:
         return [(python, _folders(python))]
@@ -319,10 +320,10 @@ def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _folders(python: str) -> tuple[str, ...]:
-    """The folders that an interpreter needs, by its own account.
+    """The folders that an interpreter reports to need.
 
     Raises:
-        ResourceError: it is no interpreter that runs here.
+        ResourceError: it is not a working interpreter.
     """
     ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
     try:
@@ -336,7 +337,7 @@ def _folders(python: str) -> tuple[str, ...]:
 
 
 def _outside_usr(*folders: str) -> tuple[str, ...]:
-    """Those that are not shown anyway, none inside another."""
+    """Folders that are not visible anyway; nested ones are dropped."""
     shown = [Path("/usr"), *map(Path, ROOT_FOLDERS)]
     kept: list[Path] = []
     for folder in sorted({Path(os.path.abspath(f)) for f in folders if f}):

@@ -1,8 +1,8 @@
-"""Watching a process: its output with a cap, its time, its memory, and what came of it.
+"""Watches a process: its capped output, its time, its memory, and its result.
 
-Everything here runs in the calling thread, on pipes that never block it. Limits of the kernel hold
-for one process each, so a run that starts many is held by a count over ``/proc``. Each sandbox
-itself keeps a process apart, and kills it with all that it started.
+Everything runs in the calling thread, on non-blocking pipes. The kernel limits single processes, so
+a run with many processes is limited by counting over ``/proc``. The sandbox isolates a process and
+kills it with all its children.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from torchrl_llm.sandbox.interface import Limits, SandboxResult, Status
 Ended = Literal["exit", "ready", "timeout", "output", "memory", "processes"]
 
 OUTPUT_FACTOR = 64
-"""A run that writes this many times what is kept is ended."""
+"""A run that writes more than this many times the kept bytes is ended."""
 
 _CHUNK = 1 << 16
-# What may lie in a socket until somebody reads it: Linux's default, which a run cannot raise.
+# Bytes that a socket can buffer: Linux's default, which a run cannot raise.
 _SOCKET_BYTES = 212_992
-# Descriptors that any program may have open without being taken for a hoard of sockets.
+# Number of open descriptors below which sockets are not counted.
 _FEW_FILES = 32
 
 
 def cpu_seconds(limits: Limits) -> int:
-    """CPU seconds of a process, whole as the kernel wants them."""
+    """CPU seconds of a process, rounded up for the kernel."""
     return max(1, math.ceil(limits.wall_s if limits.cpu_s is None else limits.cpu_s))
 
 
 class Capture:
-    """The reading end of a pipe, of which the first ``keep`` bytes are kept.
+    """The reading end of a pipe; the first ``keep`` bytes are kept.
 
     Args:
-        fd: the reading end; it belongs to the capture from now on.
+        fd: the reading end; the capture takes ownership.
         keep: bytes.
     """
 
@@ -57,7 +57,7 @@ class Capture:
         self.open = True
 
     def take(self) -> bool:
-        """Read what there is, one chunk; whether more may come at once."""
+        """Read one chunk; returns whether more may be available at once."""
         try:
             chunk = os.read(self.fd, _CHUNK)
         except BlockingIOError:
@@ -70,20 +70,20 @@ class Capture:
         return self.open
 
     def drain(self) -> None:
-        """Read all that is in the pipe now, without waiting."""
+        """Read everything in the pipe without waiting."""
         most = self.total + OUTPUT_FACTOR * max(self.keep, _CHUNK)
         while self.open and self.total < most and self.take():
             pass
 
     def text(self) -> str:
-        """What was kept, as text: UTF-8, with replacements for invalid bytes."""
+        """The kept bytes as text: UTF-8 with replacements."""
         return self.kept.decode("utf-8", errors="replace")
 
     def report(self, key: str) -> Any:
-        """A value of the JSON objects that it holds, one per line; ``None`` if there is none yet.
+        """A value from the JSON objects in it, one per line; ``None`` if not there yet.
 
         Args:
-            key: of the value.
+            key: key of the value.
         """
         for line in self.text().splitlines():
             with contextlib.suppress(json.JSONDecodeError):
@@ -94,11 +94,11 @@ class Capture:
 
     @property
     def cut(self) -> bool:
-        """Whether something was thrown away."""
+        """Whether output was discarded."""
         return self.total > len(self.kept)
 
     def reset(self) -> None:
-        """Forget what was read, and go on with the same pipe."""
+        """Clear the kept bytes and continue with the same pipe."""
         self.kept = bytearray()
         self.total = 0
 
@@ -111,12 +111,12 @@ class Capture:
 
 
 class Feed:
-    """Bytes on their way into a pipe.
+    """Writes bytes into a pipe.
 
     Args:
         fd: the writing end.
-        data: what to write.
-        last: whether the pipe belongs to the feed, which closes it behind them.
+        data: the bytes.
+        last: whether the feed owns the pipe and closes it after them.
     """
 
     def __init__(self, fd: int, data: bytes, *, last: bool = False) -> None:
@@ -126,19 +126,19 @@ class Feed:
         self.last = last
 
     def write(self) -> bool:
-        """Write what the pipe takes now; whether there is more to write."""
+        """Write as much as the pipe takes; returns whether there is more to write."""
         try:
             while self.rest:
                 self.rest = self.rest[os.write(self.fd, self.rest[:_CHUNK]) :]
         except BlockingIOError:
             return True
-        except OSError:  # nobody reads it any more
+        except OSError:  # no reader is left
             pass
         self.close()
         return False
 
     def close(self) -> None:
-        """Drop what is left; may be called twice."""
+        """Drop the remaining bytes; may be called twice."""
         self.rest = self.rest[:0]
         if self.last and self.fd >= 0:
             os.close(self.fd)
@@ -152,11 +152,11 @@ class _Entry(NamedTuple):
 
 
 class Use(NamedTuple):
-    """What a process and everything below it use.
+    """Resource use of a process and its descendants.
 
     Attributes:
         threads: processes and threads.
-        address_bytes: all that they have mapped, used or not; no less than their memory.
+        address_bytes: all mapped addresses, used or not; an upper bound of their memory.
         pids: the processes.
     """
 
@@ -171,17 +171,17 @@ def _entry(pid: str) -> _Entry | None:
             text = file.read()
     except OSError:
         return None
-    # The name of the program stands in parentheses and may itself hold anything.
+    # The program name is in parentheses and may contain any character.
     fields = text[text.rfind(b")") + 2 :].split()
     return _Entry(int(fields[1]), int(fields[17]), int(fields[20]))
 
 
 class ProcessTable:
-    """The machine's processes as a tree, at most ``max_age_s`` old.
+    """The process tree of the machine, at most ``max_age_s`` old.
 
     Args:
-        max_age_s: seconds for which a reading serves; longer where a reading takes long, so that it
-            never costs more than a tenth of a core.
+        max_age_s: seconds for which a reading is reused; longer if a reading is slow, so that it
+            costs at most a tenth of a core.
 
     Example:
         >>> ProcessTable().use(os.getpid()).threads >= 1
@@ -200,7 +200,7 @@ class ProcessTable:
         """Sum over a process and its descendants.
 
         Args:
-            pid: the process; zeros if it is gone.
+            pid: the process; zeros if it has ended.
         """
         entries, children = self._table()
         pids = tuple(p for p in _below(pid, children) if p in entries)
@@ -220,7 +220,7 @@ class ProcessTable:
     def _read(self) -> None:
         try:
             pids = [name for name in os.listdir("/proc") if name.isdigit()]
-        except OSError:  # no /proc: nothing is seen, and the limits of each process remain
+        except OSError:  # without /proc nothing is counted, and only the limits per process remain
             pids = []
         entries: dict[int, _Entry] = {}
         children: dict[int, list[int]] = defaultdict(list)
@@ -241,7 +241,7 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 
 
 def socket_bytes(pids: tuple[int, ...]) -> int:
-    """The most that the kernel may hold in sockets of some processes, if that is much.
+    """Upper bound of the kernel memory in sockets of some processes; 0 if it is small.
 
     Args:
         pids: the processes.
@@ -255,13 +255,13 @@ def socket_bytes(pids: tuple[int, ...]) -> int:
 
 
 def committed_bytes(pids: tuple[int, ...]) -> int:
-    """Memory that some processes may use at any moment without asking for more.
+    """Memory that some processes may use without another allocation.
 
-    What was never written to counts, or was given back and can be written to again; a page that a
-    fork shares with its parent counts once until one of them writes to it.
+    Allocated pages count even if they were never written, or were freed and can be written again. A
+    page that a fork shares with its parent counts once until one of them writes to it.
 
     Args:
-        pids: the processes; those that are gone count nothing.
+        pids: the processes; those that have ended count 0.
     """
     total = 0
     shared: dict[tuple[bytes, ...], int] = {}
@@ -274,7 +274,7 @@ def committed_bytes(pids: tuple[int, ...]) -> int:
                 maps = [line.split(maxsplit=5) for line in file.read().splitlines()]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        except OSError:  # it hides itself: it may have all that it has addresses for
+        except OSError:  # it hides its data: assume that it uses all its addresses
             entry = _entry(str(pid))
             total += 0 if entry is None else entry.addresses
             continue
@@ -294,13 +294,13 @@ _TABLE = ProcessTable()
 
 
 class Tree:
-    """A process and all below it, held to limits that the kernel sets for one process at most.
+    """Enforces limits on a process and its descendants; the kernel limits only single processes.
 
     Args:
         pid: the process.
         limits: of the run.
         overhead: processes of the sandbox itself.
-        group: that counts their memory; else they are looked at.
+        group: control group that counts their memory; otherwise they are polled.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Tree:
         self.num_processes = limits.num_processes + overhead
 
     def outgrown(self) -> Literal["memory", "processes"] | None:
-        """Which limit they are above now."""
+        """The limit that they exceed, if any."""
         use = _TABLE.use(self.pid)
         if use.threads > self.num_processes:
             return "processes"
@@ -333,18 +333,18 @@ def pump(
     feed: Feed | None = None,
     ready: Callable[[], bool] = lambda: False,
 ) -> Ended:
-    """Read a process's pipes until it exits, ``ready`` says so, or a limit is hit.
+    """Read a process's pipes until it exits, ``ready`` returns true, or a limit is exceeded.
 
     Args:
         process: the process.
-        outputs: its pipes; read to their present end when it exits.
-        deadline: on the clock of ``time.monotonic``.
-        tree: looked at about ten times a second.
-        feed: what to write to the process meanwhile.
-        ready: asked after each piece of output.
+        outputs: its pipes; drained when it exits.
+        deadline: time on the clock ``time.monotonic``.
+        tree: checked about ten times per second.
+        feed: data to write to the process meanwhile.
+        ready: called after each piece of output.
 
     Returns:
-        Why it came back. The process still runs unless that is ``"exit"``.
+        The reason of the return. The process still runs unless it is ``"exit"``.
     """
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -373,7 +373,7 @@ def pump(
                 if key.data == "exit":
                     exited = True
                 elif key.data is feed:
-                    # A write that ends it may close the pipe.
+                    # The last write may close the pipe.
                     selector.unregister(key.fd)
                     if feed.write():
                         selector.register(key.fd, selectors.EVENT_WRITE, feed)
@@ -392,7 +392,7 @@ def pump(
 
 
 def _exit_fd(pid: int) -> int | None:
-    """A descriptor that is readable once the process has ended; ``None`` where there is none."""
+    """A descriptor that becomes readable when the process ends; ``None`` if unsupported."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -407,15 +407,15 @@ def classify(
     seconds: float,
     cpu_s: int,
 ) -> SandboxResult:
-    """What came of a run, from how it ended and what it wrote.
+    """Result of a run from its ending and its output.
 
     Args:
-        ended: why watching it ended.
+        ended: reason of :func:`pump`.
         exit_code: as in :class:`SandboxResult`.
         stdout: its output.
-        stderr: its errors.
-        seconds: wall-clock time that it took.
-        cpu_s: CPU seconds that it had.
+        stderr: standard error.
+        seconds: wall-clock time of the run.
+        cpu_s: limit of CPU seconds.
     """
     errors = stderr.text()
     return SandboxResult(

@@ -1,12 +1,12 @@
 """Guard of a run without namespaces: a small program between the trainer and the code.
 
-It starts the code in a session, with limits and under another user where it can, forbids it what an
-unprivileged process can be forbidden (system calls by a filter, files and signals by Landlock), and
-becomes the parent of everything that the code leaves behind. When the code ends, when it is told
-to, or when the trainer is gone, it kills all of that before it ends itself.
+It starts the code in a session, with limits and under a different user if possible. It forbids
+everything that can be forbidden without privileges (system calls by a filter, files and signals by
+Landlock), and becomes the parent of all processes that the code leaves behind. When the code ends,
+on an order, or when the trainer ends, it kills all of them and then exits.
 
-It imports nothing of this package, for a quick start. ``sys.argv`` names two descriptors: that of
-its orders, a JSON object, and that on which it reports.
+It imports nothing of this package, for a quick start. ``sys.argv`` names two descriptors: one for
+its orders (a JSON object) and one for its reports.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ import time
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
-# Of a filter of system calls: to install it, to be asked by it, to hear a question, to answer.
+# System-call filter: install it, get its notifications, receive one, answer it.
 _SECCOMP = 317 if os.uname().machine == "x86_64" else 277
 _SECCOMP_SET_FILTER, _SECCOMP_NEW_LISTENER = 1, 8
 _SECCOMP_RECEIVE, _SECCOMP_SEND, _SECCOMP_CONTINUE = 0xC0502100, 0xC0182101, 1
 _LANDLOCK_CREATE, _LANDLOCK_ADD, _LANDLOCK_RESTRICT = 444, 445, 446
 _LANDLOCK_VERSION, _LANDLOCK_BENEATH = 1, 1
-# Bits of Landlock's rights to files: how many there are at each version of its interface.
+# Number of Landlock's file rights at each version of its interface.
 _RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}
 _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14, 1 << 15
 _TCP = 0b11  # to bind, to connect
 _SCOPES = 0b11  # abstract sockets, signals
 
-# How many sessions a run may have at a time. The scheduler gives each a share of its own, so a bomb
-# that makes one in every process would leave next to nothing for whoever is to end it.
+# Most sessions of a run. The scheduler gives each session a share, so a fork bomb with a session
+# per process would leave almost no time for the guard.
 _SESSIONS = 8
 
-# Processes that others of the same user may start meanwhile.
+# Allowance for other processes of the same user that start meanwhile.
 _SLACK = 128
 
 _SIGNALS = {signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT}
@@ -70,7 +70,7 @@ def _syscall(number: int, *arguments) -> int:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock, 0 where there is none."""
+    """Version of the kernel's Landlock; 0 if unsupported."""
     try:
         return _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
@@ -78,7 +78,7 @@ def landlock_version() -> int:
 
 
 def _landlock(read: list[str], write: list[str], folder: str) -> None:
-    """Allow reading these places, writing those, everything in the folder, and nothing else."""
+    """Allow only: read some places, write others, and everything in the folder."""
     version = landlock_version()
     if version == 0:
         return
@@ -116,7 +116,7 @@ def _restrict(rules: int) -> None:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """What the kernel says of a process, from its state on: the name may itself hold anything."""
+    """Fields of ``/proc/PID/stat`` after the name, because the name may contain any character."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
@@ -132,10 +132,10 @@ def _threads_of(uid: int) -> int:
 
 
 def _install(programs: list[str], channel: _socket.socket) -> None:
-    """Install the first of these filters that the kernel takes, and hand over who is asked by it.
+    """Install the first of these filters that the kernel accepts, and pass on its listener.
 
-    Only one filter of a process can ask, and there may be one around it (of a container), so the
-    second refuses by itself.
+    Only one filter of a process can have a listener, and a container may already use one, so the
+    second filter rejects without asking.
     """
     for program, flags in zip(programs, (_SECCOMP_NEW_LISTENER, 0), strict=True):
         data = bytes.fromhex(program)
@@ -158,17 +158,18 @@ def _install(programs: list[str], channel: _socket.socket) -> None:
 
 
 def _listener(channel: _socket.socket) -> int | None:
-    """Where the questions of the child's filter come; ``None`` if it never asks."""
+    """The listener of the child's filter; ``None`` if it has none."""
     _, rights, _, _ = channel.recvmsg(1, _socket.CMSG_SPACE(4))
     return array.array("i", rights[0][2])[0] if rights else None
 
 
 def _answer(listener: int, allowed: set[int]) -> None:
-    """Let a process begin a session, unless the run has as many as it may.
+    """Allow a new session, unless the run already has the maximum.
 
     Args:
-        listener: where the question is.
-        allowed: processes that were let, though they may not have got to it yet; kept up to date.
+        listener: descriptor of the request.
+        allowed: processes that were allowed, even if they have not created the session yet; updated
+            in place.
     """
     question = bytearray(80)
     with contextlib.suppress(OSError, StopIteration):  # it was killed meanwhile
@@ -184,13 +185,14 @@ def _answer(listener: int, allowed: set[int]) -> None:
 
 
 def _become(orders: dict, channel: _socket.socket) -> None:
-    """Turn this process, which has just been forked, into the program."""
+    """Replace this freshly forked process by the program."""
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     os.setsid()
     uid = orders["uid"]
     num_processes = orders["num_processes"]
     if uid is None:
-        # The limit counts all that the user runs; the watcher in the trainer holds the run itself.
+        # This limit counts all processes of the user; the watcher in the trainer limits the run
+        # itself.
         num_processes += _threads_of(os.getuid()) + _SLACK
     for name, (soft, hard) in orders["limits"].items():
         kind = getattr(resource, name)
@@ -220,7 +222,7 @@ def _become(orders: dict, channel: _socket.socket) -> None:
 
 
 def _execute(argv: list[str], env: dict[str, str]) -> None:
-    # os.execvpe would import a module, which may be out of reach by now.
+    # os.execvpe would import a module, which may not be readable any more.
     folders = [""] if "/" in argv[0] else env["PATH"].split(":")
     problem = ""
     for folder in folders:
@@ -232,7 +234,7 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
 
 
 def _below(pid: int) -> dict[int, int]:
-    """Every process below one, and its session."""
+    """All descendants of a process, with their sessions."""
     children: dict[int, list[tuple[int, int]]] = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -261,10 +263,10 @@ def _reap() -> tuple[dict[int, int], bool]:
 
 
 def _enter_domain(outside: int) -> bool:
-    """Have signals of this process reach nothing but its own descendants; whether they do now.
+    """Restrict signals of this process to its descendants; returns whether it worked.
 
     Args:
-        outside: a process that they must not reach any more.
+        outside: a process that must become unreachable.
     """
     if landlock_version() < 6:
         return False
@@ -279,15 +281,15 @@ def _enter_domain(outside: int) -> bool:
 
 
 def _kill_all(exit_codes: dict[int, int], *, alone: bool, uid: int | None) -> None:
-    """Kill every process below this one, however fast they start others.
+    """Kill all descendants, even if they start new processes quickly.
 
-    A signal to all is delivered at one instant, in which nothing can be started; where it would
-    reach others too, the processes are stopped first, one after another until no new one is found.
+    A signal to all processes is delivered atomically, so nothing can start meanwhile. If it would
+    also reach other processes, descendants are stopped one by one first, until no new one is found.
 
     Args:
-        exit_codes: of the processes that ended, to be filled.
-        alone: whether a signal to all reaches only what is below.
-        uid: a user of theirs alone.
+        exit_codes: filled with the exit codes of the processes.
+        alone: whether a signal to all reaches only descendants.
+        uid: a user id that only they have.
     """
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -325,7 +327,7 @@ def _stop_and_kill() -> None:
             break
         for pid in new:
             with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it starts no more
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it starts no more processes
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
         stopped |= new
@@ -335,11 +337,11 @@ def _stop_and_kill() -> None:
 
 
 def _watch(child: int, listener: int | None, exit_codes: dict[int, int]) -> None:
-    """Answer the filter's questions until the child ends, or a signal says that it shall.
+    """Answer the filter's requests until the child ends or a signal asks for the end.
 
     Args:
         child: the program.
-        listener: where the questions come.
+        listener: listener of the filter.
         exit_codes: of the processes that ended, to be filled.
     """
     mask = (ctypes.c_ulong * 16)(sum(1 << (number - 1) for number in _SIGNALS))
@@ -357,7 +359,7 @@ def _watch(child: int, listener: int | None, exit_codes: dict[int, int]) -> None
             exit_codes.update(_reap()[0])
         elif ready[listener] & select.POLLIN:
             _answer(listener, allowed)
-        else:  # nobody is left who could ask
+        else:  # no process is left that could ask
             poll.unregister(listener)
 
 
@@ -368,7 +370,7 @@ def _main() -> None:
     os.set_inheritable(report_fd, False)
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # The run's pipes are open here too, and are not to be found in /proc.
+    # The run's pipes are also open here, and must not be reachable through /proc.
     _prctl(_PR_SET_DUMPABLE, 0)
     _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
     if os.getppid() != orders["parent"]:

@@ -1,12 +1,12 @@
-"""A filter of system calls for the sandboxes of Linux, as the kernel's own small programs.
+"""System-call filter for Linux sandboxes, as a classic BPF program.
 
-Namespaces do not hold everything. This filter forbids what they leave open and no ordinary program
-misses: memory that no limit counts (System V segments, ``memfd``, what lies in sockets of TCP or in
-a socket's larger buffer), sockets of families that know no network namespace (``AF_VSOCK`` reaches
-the host of a virtual machine), namespaces of its own, and parts of the kernel known for their holes
+Namespaces do not isolate everything. This filter forbids the remaining gaps that no ordinary
+program needs: memory that no limit counts (System V segments, ``memfd``, data in TCP sockets or in
+enlarged socket buffers), socket families without network namespaces (``AF_VSOCK`` reaches the host
+of a virtual machine), new namespaces, and parts of the kernel with a history of vulnerabilities
 (``io_uring``, ``bpf``, ``userfaultfd``, keys).
 
-Forbidden calls fail with an error that programs know, they are not killed.
+A forbidden call fails with a normal error; the program is not killed.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ AF_UNIX = 1
 _AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 
 # Numbers of system calls on x86_64 and aarch64 (asm/unistd_64.h, asm-generic/unistd.h).
-# "attributes" are what Landlock does not know: modes, owners, times and attributes of files by
-# their paths; where a call does not exist on one architecture its number is that of a call for the
-# same purpose. "others" are what a process may ask of any other of its user, limits and the
-# scheduler, by number: only itself (0) is let; of calls that name groups and users too, only the
-# process.
+# "attributes" are changes that Landlock does not cover: modes, owners, times and attributes of
+# files by path. If an architecture lacks a call, its number is that of a call with the same
+# purpose. "others" are calls that change limits or scheduling of another process of the same user:
+# only the process itself (0) is allowed, and for calls that can also name groups and users, only
+# the process.
 _CALLS = json.loads(Path(__file__).with_name("system_calls.json").read_text(encoding="utf-8"))
 _SOL_SOCKET, _SO_SNDBUF, _SO_SNDBUFFORCE = 1, 7, 32
 _CLONE_NEWUSER = 0x10000000
@@ -48,18 +48,18 @@ def filter_program(
     others: bool = True,
     sessions: Literal["allow", "ask", "refuse"] = "allow",
 ) -> bytes | None:
-    """The filter, as ``bwrap --seccomp`` reads it.
+    """The filter in the format of ``bwrap --seccomp``.
 
     Args:
         machine: name of the processor's architecture; this machine's if not given.
-        families: sockets that may be opened one by one; pairs of ``AF_UNIX`` may always be.
-        attributes: whether modes, owners and times of files may be changed by their paths.
+        families: allowed socket families; pairs of ``AF_UNIX`` sockets are always allowed.
+        attributes: whether modes, owners and times of files may be changed by path.
         others: whether limits and priorities of other processes may be changed.
-        sessions: whether a process may begin a session of its own; with ``"ask"``, whoever installs
-            the filter with a listener decides about each.
+        sessions: whether a process may create a session; with ``"ask"``, the listener of the filter
+            decides each time.
 
     Returns:
-        Instructions of eight bytes; ``None`` for an architecture whose numbers are not listed.
+        Instructions of eight bytes; ``None`` for an unknown architecture.
 
     Example:
         >>> len(filter_program("x86_64")) % 8
@@ -92,13 +92,13 @@ def filter_program(
         (_RETURN, _KILL, None),
         "known",
         (_LOAD, _NUMBER_AT, None),
-        # The second table of x86_64, which no distribution uses any more.
+        # The x32 table of x86_64, which no distribution uses any more.
         (_AT_LEAST, _X32, "forbid"),
         (_EQUAL, looked_into["socket"], "socket"),
         (_EQUAL, looked_into["socketpair"], "pair"),
         (_EQUAL, looked_into["setsockopt"], "option"),
         (_EQUAL, looked_into["clone"], "clone"),
-        # Its flags lie in memory, where a filter cannot look; the C library falls back to clone.
+        # Its flags are in memory, which a filter cannot read; the C library falls back to clone.
         (_EQUAL, looked_into["clone3"], "absent"),
         (_EQUAL, looked_into["setsid"], new_session),
         *named,
@@ -151,7 +151,7 @@ def filter_program(
 
 
 def _assemble(lines: list[tuple[int, int, str | None] | str]) -> bytes:
-    """Instructions from lines of (code, operand, label to jump to if it holds) and labels."""
+    """Assemble lines of (code, operand, label for the jump if true) and labels."""
     places: dict[str, int] = {}
     at = 0
     for line in lines:

@@ -1,9 +1,9 @@
-"""Shell of a session: a program that runs inside the sandbox, and nowhere else.
+"""Shell of a session: a program that runs only inside the sandbox.
 
-Its source is sent as text to the interpreter of a session (:mod:`.interpreter`), next to that of
-:mod:`.run_supervisor`, whose functions find and kill processes and which it knows as ``guard``. A
-:class:`Shell` gives one command after another to a bash that it keeps, reads what they print, and
-says as JSON on standard output what came of each.
+Its source is sent as text to the interpreter of a session (:mod:`.interpreter`), together with
+:mod:`.run_supervisor`, which is available as ``guard`` and finds and kills processes. A
+:class:`Shell` sends commands to a persistent bash, reads their output, and prints each result as
+JSON.
 
 Next: :mod:`torchrl_llm.tools.shell` is the tool.
 """
@@ -22,27 +22,27 @@ import subprocess
 import sys
 import time
 
-# Of all files that are handed out together.
+# Most bytes of all returned files together.
 _FILE_BYTES = 64 << 10
-# A command that writes this many times what is kept is ended, as every run in a sandbox.
+# A command that writes more than this many times the kept bytes is ended, like every run.
 _OUTPUT_FACTOR = 64
 _CHUNK = 1 << 16
-# Between two looks whether the shell has ended.
+# Seconds between two checks whether the shell has ended.
 _LOOK_S = 0.02
 guard = None
 
 
 class Shell:
-    """A bash that is kept from one command to the next, and replaced where it ends.
+    """A bash that persists between commands, and is replaced when it ends.
 
     Args:
-        files: path to text, put into the working directory.
+        files: path to text, written into the working directory.
     """
 
     def __init__(self, files) -> None:
-        # What a command leaves behind becomes a child of this process, which can end it.
+        # Orphans of a command become children of this process, so that it can end them.
         guard._prctl(guard._PR_SET_CHILD_SUBREAPER, 1)
-        # Commands must not find the pipes of this process in /proc.
+        # Commands must not reach the pipes of this process through /proc.
         guard._prctl(guard._PR_SET_DUMPABLE, 0)
         for path, text in files.items():
             pathlib.Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -50,15 +50,15 @@ class Shell:
         self._bash = None
 
     def run(self, command, *, timeout_s, keep, names) -> None:
-        """Run a command and write what came of it.
+        """Run a command and print its result.
 
         Args:
             command: for bash.
-            timeout_s: seconds that it may take.
+            timeout_s: time limit in seconds.
             keep: bytes of its output.
-            names: files whose contents are handed out.
+            names: files whose contents are returned.
         """
-        linecache.clearcache()  # the interpreter keeps each piece, which holds all of this file
+        linecache.clearcache()  # the interpreter keeps each piece, which contains this whole file
         if self._bash is None:
             self._start()
         self._told, self._status = _Output(keep), bytearray()
@@ -87,7 +87,7 @@ class Shell:
             os.set_blocking(fd, False)
 
     def _stop(self):
-        """End the shell and all that it left running; its exit code."""
+        """End the shell and its background processes; returns its exit code."""
         exit_codes = {}
         guard._kill_all(exit_codes, alone=False, uid=None)
         while self._take(self._output_r, self._told.add):
@@ -100,7 +100,7 @@ class Shell:
         return bash.returncode
 
     def _pump(self, script, deadline) -> str:
-        """Write the script and read until its status has come, or a limit is hit."""
+        """Write the script and read until its status arrives or a limit is exceeded."""
         stdin = self._bash.stdin.fileno()
         readers = {self._output_r: self._told.add, self._status_r: self._status.extend}
         while (left := deadline - time.monotonic()) > 0:
@@ -115,7 +115,7 @@ class Shell:
                 if not self._take(fd, readers[fd]):
                     del readers[fd]
             if self._status.endswith(b"\n"):
-                # What still runs in the background may write without an end.
+                # Background processes may write without an end.
                 while not self._told.too_long and self._take(self._output_r, self._told.add):
                     pass
                 return "ready" if self._status.strip().isdigit() else "exit"
@@ -129,7 +129,7 @@ class Shell:
 
     @staticmethod
     def _take(fd, add) -> bool:
-        """Read a chunk; false at the end of the pipe, and where there is nothing now."""
+        """Read a chunk; false at the end of the pipe, or if nothing is available."""
         try:
             chunk = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -139,10 +139,10 @@ class Shell:
 
 
 class _Output:
-    """The beginning and the end of what a command writes.
+    """The beginning and the end of a command's output.
 
     Args:
-        keep: bytes of both together.
+        keep: most bytes of both together.
     """
 
     def __init__(self, keep) -> None:
@@ -157,20 +157,20 @@ class _Output:
 
     @property
     def too_long(self) -> bool:
-        """Whether it is more than any command may write."""
+        """Whether the command has written too much."""
         return self.total > _OUTPUT_FACTOR * self.keep
 
     def parts(self):
-        """Both as texts, and how many bytes are missing between them."""
+        """Both as texts, and the number of bytes left out between them."""
         left_out = self.total - len(self._head) - len(self._tail)
-        if not left_out:  # a character may lie across the two
+        if not left_out:  # a character may be split between the two
             return [(self._head + self._tail).decode("utf-8", "replace"), 0, ""]
         head, tail = (part.decode("utf-8", "replace") for part in (self._head, self._tail))
         return [head, left_out, tail]
 
 
 def _contents(names):
-    """Texts of files; ``None`` for what is no file, or too much."""
+    """Texts of files; ``None`` if something is not a file or too large."""
     found, room = dict.fromkeys(names), _FILE_BYTES
     for name in names:
         with contextlib.suppress(OSError, ValueError), open(name, "rb", opener=_at_once) as file:

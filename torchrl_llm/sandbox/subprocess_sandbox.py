@@ -1,10 +1,9 @@
 """A plain process with limits, for machines without bubblewrap or user namespaces.
 
-A guard of its own stands between the trainer and each run (``run_supervisor``): it sets the
-limits, takes away what an unprivileged process can be made to give up, and kills all that the run
-leaves behind. What it cannot take away is listed in :attr:`SubprocessSandbox.missing`; how much
-that is depends on the kernel (Landlock) and on whether the trainer is root, who gives each run a
-user of its own.
+Each run has a guard process (``run_supervisor``) that sets the limits, drops all rights that can be
+dropped without privileges, and kills everything that the run leaves behind.
+:attr:`SubprocessSandbox.missing` lists the remaining gaps. They depend on the kernel (Landlock) and
+on whether the trainer is root, because root gives each run its own user.
 """
 
 from __future__ import annotations
@@ -39,21 +38,21 @@ _WRITE = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom", 
 
 
 class SubprocessSandbox(local_process.ProcessSandbox):
-    """Runs programs as plain processes with limits; it warns of what that leaves open.
+    """Runs programs as plain processes with limits, and warns about the remaining gaps.
 
-    There are no sockets inside, and no program can change the mode, owner or times of a file by its
-    path. Where the trainer is an ordinary user, a run has that user's rights in all that the kernel
-    cannot forbid.
+    A run has no sockets and cannot change the mode, owner or times of a file by path. If the
+    trainer is an ordinary user, a run keeps that user's rights where the kernel cannot restrict
+    them.
 
     Args:
         limits: of each run; ``None`` for the defaults.
-        python: the interpreter. ``None`` for the one that the trainer's environment was made from,
-            without the packages of that environment, or the system's where the run's user could
-            not enter its folder.
-        read_only: further folders that a run may read, where the kernel can forbid the others.
+        python: the interpreter. ``None`` for the base interpreter of the trainer's environment,
+            without its packages, or the system's interpreter if the run's user cannot enter that
+            folder.
+        read_only: further folders that a run may read, if the kernel can forbid the others.
 
     Raises:
-        ResourceError: the run's user can start no interpreter.
+        ResourceError: the run's user cannot start an interpreter.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ def _missing(landlock: int, root: bool) -> tuple[str, ...]:
     missing = [
         "the size of all files in its folder together",
         "the list of processes with their command lines",
-        # Landlock forbids to open and to list, but knows nothing of stat.
+        # Landlock forbids open and list, but not stat.
         "sizes, owners, modes and times of files outside its folder",
     ]
     if landlock < 1:
@@ -112,7 +111,7 @@ class _Supervised(Contained):
         return (self.stdout, self.stderr, self.report)
 
     def kill(self) -> None:
-        """Have the supervisor kill all; where somebody killed the supervisor, look for the rest."""
+        """Let the supervisor kill all; if the supervisor was killed, search for the rest."""
         if self.process.poll() is None:
             self.process.terminate()
             self.wait()
@@ -196,7 +195,7 @@ def _write_files(folder: Path, files: Mapping[PurePosixPath, bytes], uid: int | 
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill the processes that still carry a run's mark in the environment that they began with."""
+    """Kill processes that still have the run's mark in their initial environment."""
     needle = f"{_MARK}={mark}".encode()
     stopped: set[int] = set()
     for _ in range(64):
@@ -218,15 +217,15 @@ def _kill_marked(mark: str) -> None:
 
 
 def _remove(folder: str) -> None:
-    """Remove a folder that a run may have left in any state; what takes long goes on behind."""
+    """Remove a folder in any state; a slow removal continues in the background."""
     work = threading.Thread(target=_remove_all, args=(folder,), daemon=True)
     work.start()
     work.join(1.0)
 
 
 def _remove_all(folder: str) -> None:
-    # Folders are moved up before they are removed: a run can nest them deeper than a path is long,
-    # deeper than Python recurses, and so deep that rm takes ten seconds.
+    # Folders are moved up before removal: a run can nest them deeper than the longest path, deeper
+    # than Python's recursion limit, and so deep that rm takes ten seconds.
     mark = uuid.uuid4().hex
     waiting = [folder]
     moved = itertools.count()
@@ -254,7 +253,7 @@ def _working_python(python: str | None) -> tuple[str, tuple[str, ...]]:
     """The first interpreter that a run's user can start, and its folders.
 
     Raises:
-        ResourceError: there is none.
+        ResourceError: none works.
     """
     said = ""
     for path, folders in local_process.candidates(python):

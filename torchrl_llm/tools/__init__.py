@@ -1,4 +1,4 @@
-"""Tools: what a model can call, how it writes a call, and how the answer comes back."""
+"""Tools: callable functions and services, parsers of calls, and execution."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,9 +1,8 @@
-"""Thread with an asyncio loop, for tools whose libraries are asynchronous.
+"""Thread with an asyncio loop, for tools that use asynchronous libraries.
 
 Tools are called from ordinary threads; the connections of
 :mod:`torchrl_llm.tools.mcp_client` and the pages of
-:mod:`torchrl_llm.tools.browser_driver` live in one loop each. It knows nothing of
-either.
+:mod:`torchrl_llm.tools.browser_driver` run in one loop each.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ Result = TypeVar("Result")
 class BackgroundLoop:
     """Runs coroutines for threads that wait for them.
 
-    The thread is a daemon that starts with the first coroutine and ends with :meth:`close`, with
-    the process, or when nobody holds the object any more; after that a new one starts.
+    The daemon thread starts with the first coroutine. It ends with :meth:`close`, with the process,
+    or when the object is garbage-collected; a later call starts a new one.
 
     Args:
         name: of the thread.
@@ -52,19 +51,19 @@ class BackgroundLoop:
         """Run a coroutine in the loop and wait for it.
 
         Args:
-            work: the coroutine; cancelled where it takes too long.
+            work: the coroutine; it is cancelled if it takes too long.
             timeout_s: most seconds to wait.
 
         Raises:
             TimeoutError: it took longer.
-            Exception: what the coroutine raised.
+            Exception: an exception of the coroutine.
         """
         future = self.submit(work)
         try:
             return future.result(timeout_s)
         except TimeoutError:
             if future.done() and not future.cancelled():
-                raise  # the coroutine's own
+                raise  # raised by the coroutine itself
             raise TimeoutError(f"not done within {timeout_s:g} s") from None
         finally:
             future.cancel()
@@ -87,10 +86,10 @@ class BackgroundLoop:
             return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def close(self, last: Callable[[], Coroutine[Any, Any, None]] | None = None) -> None:
-        """Cancel what runs, wait for its cleaning up, and end the thread; may be called twice.
+        """Cancel all coroutines, wait for their cleanup, and end the thread; may be called twice.
 
         Args:
-            last: what runs before that, where the thread runs; at most 30 seconds.
+            last: a coroutine to run before that, for at most 30 seconds, if the thread runs.
         """
         try:
             if last is not None and self.running:
@@ -109,7 +108,7 @@ async def _until_ended(started: Future[tuple[asyncio.AbstractEventLoop, asyncio.
 
 
 def _end(loop: asyncio.AbstractEventLoop, end: asyncio.Event, thread: threading.Thread) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended by itself
+    with contextlib.suppress(RuntimeError):  # the loop has already ended
         loop.call_soon_threadsafe(end.set)
     if thread is not threading.current_thread():
         thread.join(10.0)

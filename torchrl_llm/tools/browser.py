@@ -1,7 +1,7 @@
 """A web browser for a model: :class:`BrowserTool` and :class:`BrowserTransform`.
 
-The tool says what a model can do and makes results of what comes of it; the pages are
-:mod:`torchrl_llm.tools.browser_driver`'s.
+The tool defines the actions and turns their outcomes into results;
+:mod:`torchrl_llm.tools.browser_driver` controls the pages.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrl_llm.tools.tool import Restarted, Tool, no_answer
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-# What each action needs and may have.
+# Required and optional arguments of each action.
 _ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "navigate": (("url",), ()),
     "read": ((), ("offset",)),
@@ -37,8 +37,9 @@ _ACTIONS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 BROWSER_SCHEMA: dict[str, Any] = json.loads(
     Path(__file__).with_name("browser_schema.json").read_text(encoding="utf-8")
 )
-"""What a model is told of the browser."""
-# The whole of a call: waiting for a browser that starts, and for a page that is given up.
+"""Description of the browser for the model."""
+# Time limit of a whole call, including the start of the browser and the close of a page that timed
+# out.
 _GRACE_S = 5.0
 
 
@@ -46,21 +47,19 @@ _GRACE_S = 5.0
 class BrowserTool(Restarted, Tool):
     """Opens web pages and acts on them; one page per conversation, one browser for all.
 
-    What the model reads is a page's title, address and text. A page that never loads, an element
-    that is not there and an address that is not allowed are results with an error. The page of a
-    conversation is closed when that ends. The browser starts with the first call, and again after
-    it died.
+    The model reads a page's title, address and text. A page that does not load, a missing element
+    and a forbidden address are results with an error. The page closes when its conversation ends.
+    The browser starts with the first call, and restarts after a crash.
 
     Args:
-        allowed_domains: hosts that may be reached, by the page and by everything in it; see
-            :class:`~torchrl_llm.tools.browser_rules.AddressRules`. ``None`` for
-            every public one.
+        allowed_domains: hosts that the page, and everything in it, may reach; see
+            :class:`~torchrl_llm.tools.browser_rules.AddressRules`. ``None`` for every public one.
         headless: without a window.
-        timeout: seconds that an action may take.
+        timeout: time limit of an action in seconds.
         executable_path: the browser; by default a Chromium on the path, else Playwright's own.
         chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.
-        start_timeout: seconds that the browser may take to start.
-        page_chars: characters of a page that are shown at a time.
+        start_timeout: time limit of the browser's start in seconds.
+        page_chars: number of characters of a page to show at a time.
 
     Raises:
         ConfigError: an impossible argument.
@@ -126,7 +125,7 @@ class BrowserTool(Restarted, Tool):
         return {**self.parameters, "properties": {**self.parameters["properties"], **others}}
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Carry out an action; its failure is a result."""
+        """Run an action; a failure becomes a result."""
         args = dict(call.args)
         if "scroll_amount" in args:
             args["amount"] = args["scroll_amount"]
@@ -136,10 +135,10 @@ class BrowserTool(Restarted, Tool):
         required, optional = _ACTIONS[action]
         if missing := [name for name in required if name not in args]:
             return ToolOutput(f"{action} needs {missing[0]!r}", "InvalidArguments")
-        # What another action would take is no reason to refuse this one.
+        # Arguments of other actions are ignored, not rejected.
         args = {name: value for name, value in args.items() if name in required + optional}
         try:
-            self.start()  # its time is not the action's
+            self.start()  # the start does not count towards the time of the action
             work = self._driver.act(call.session, action, args)
             return ToolOutput(self._loop.run(work, timeout_s=self.timeout))
         except BrowserError as error:
@@ -150,13 +149,13 @@ class BrowserTool(Restarted, Tool):
             return no_answer("WorkerError", str(error))
 
     def end_session(self, session: int) -> None:
-        """Close the page of a conversation, with its cookies and everything else."""
+        """Close the page of a conversation, including cookies and all other state."""
         if self._loop.running:
             self._loop.submit(self._driver.end_session(session))
 
     @property
     def num_pages(self) -> int:
-        """How many conversations have a page open."""
+        """Number of open pages."""
         return self._driver.num_pages
 
     def close(self) -> None:
@@ -171,12 +170,13 @@ class BrowserTransform(ToolTransform):
 
     Args:
         allowed_domains: hosts that may be reached; ``None`` for every public one. See
-            :class:`BrowserTool`, which also explains what is not allowed.
+            :class:`BrowserTool` for the rules.
         headless: without a window.
         timeout: seconds that an action may take.
-        tokenizer: with one, it is checked at once that its chat template writes calls and results.
+        tokenizer: if given, the constructor checks that its chat template can express calls and
+        results.
         tool_name: role of the appended messages.
-        parser: how calls are written; by default as the chat template writes them, or as
+        parser: parser of calls; by default the form of the chat template, or
             ``<tool>browser\n{"action": ...}</tool>`` in the text.
         executable_path: the browser; by default a Chromium on the path, else Playwright's own.
         chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.

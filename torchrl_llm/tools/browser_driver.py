@@ -1,8 +1,8 @@
-"""Chromium, driven for many conversations at once: a browsing context and one page for each.
+"""Controls Chromium for many conversations at once, with a context and a page for each.
 
-It runs inside an asyncio loop and knows nothing of models or tools:
-:mod:`torchrl_llm.tools.browser` does. Which addresses may be opened is
-:mod:`torchrl_llm.tools.browser_rules`.
+It runs inside an asyncio loop and does not depend on models or tools;
+:mod:`torchrl_llm.tools.browser` is the tool. :mod:`torchrl_llm.tools.browser_rules` decides which
+addresses may be opened.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from torchrl_llm.tools.browser_rules import AddressRules, PublicProxy
 
 _FEATURE = "BrowserTransform"
 _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
-# How long an element may take to appear, and a click to lead somewhere.
+# Time limits for an element to appear and for a click to start a navigation.
 _ELEMENT_S = 3.0
 _SETTLE_S = 0.15
-# How often a page is read that goes on to another meanwhile, and how Chromium says so; a page that
-# was closed has made way for a window that was opened from it.
+# Number of retries when a page navigates while it is read, and Chromium's messages for this; a page
+# that was closed has been replaced by a window that it opened.
 _TRIES = 5
 _GONE = ("Cannot find context", "context was destroyed", "No frame for given id", "been closed")
-# Answers that leave the page as it is.
+# HTTP statuses that leave the page unchanged.
 _NO_CONTENT = (204, 205)
 _URL_CHARS = 500
 _MAX_ELEMENTS = 100
@@ -39,11 +39,11 @@ _READ, _EXTRACT = (
 
 
 class BrowserError(TorchRLLLMError, RuntimeError):
-    """What a model asked for could not be done; the message is for the model."""
+    """An action failed; the message is for the model."""
 
 
 class _Seat:
-    """What one conversation has open."""
+    """The open page of one conversation."""
 
     def __init__(self, context: Any) -> None:
         self.context = context
@@ -53,13 +53,13 @@ class _Seat:
         self._closing: set[asyncio.Future[None]] = set()
         self._arrived = asyncio.Event()
         context.on("page", self.take)
-        # Those of the context, for a new window asks before it is announced.
+        # Requests of the context, because a new window sends requests before it is announced.
         context.on("request", self._leaves)
         context.on("response", self._answers)
         context.on("requestfailed", lambda request: _is_visit(request) and self._arrived.set())
 
     def take(self, page: Any) -> None:
-        """Make this the page; a link may open a new one, and the old one goes."""
+        """Make this the current page; a link may open a new one, and the old one is closed."""
         old, self.page, self._link = self.page, page, None
         self._arrived.set()
         page.on("domcontentloaded", lambda _: self._arrived.set())
@@ -78,26 +78,26 @@ class _Seat:
             self._arrived.set()
 
     async def link(self) -> Any:
-        """A channel to the page below Playwright's own, which runs scripts among the page's."""
+        """A low-level channel to the page; Playwright's own runs scripts in the page's world."""
         if self._link is None:
             self._link = await self.context.new_cdp_session(self.page)
         return self._link
 
     async def settle(self) -> None:
-        """Wait for the page that an action may have led to."""
+        """Wait for a navigation that an action may have started."""
         await asyncio.sleep(_SETTLE_S)
         await self._arrived.wait()
         await self.page.wait_for_load_state("domcontentloaded")
 
 
 def _is_visit(request: Any) -> bool:
-    """Whether a request is for the page itself and not for something in it."""
+    """Whether a request is for the page itself, not for a resource in it."""
     if not request.is_navigation_request():
         return False
     try:
         return request.frame.parent_frame is None
     except _errors().Error:
-        return True  # of a window that is not there yet
+        return True  # from a window that does not exist yet
 
 
 @dataclass(eq=False)
@@ -107,14 +107,14 @@ class BrowserDriver:
     Args:
         rules: which addresses may be opened.
         headless: without a window.
-        timeout_s: seconds that an action may take; a page that takes longer is closed.
-        start_timeout_s: seconds that the browser may take to start.
+        timeout_s: time limit of an action in seconds; a page that exceeds it is closed.
+        start_timeout_s: time limit of the browser's start in seconds.
         executable_path: the browser; by default a Chromium on the path, else Playwright's own.
         chromium_sandbox: run Chromium's own sandbox, which needs an ordinary user.
-        page_chars: characters of a page that are shown at a time.
+        page_chars: number of characters of a page to show at a time.
 
     Attributes:
-        num_starts: how often the browser was started.
+        num_starts: number of browser starts.
     """
 
     rules: AddressRules
@@ -136,13 +136,13 @@ class BrowserDriver:
 
     @property
     def num_pages(self) -> int:
-        """How many conversations have a page open."""
+        """Number of open pages."""
         return len(self._seats)
 
     # The browser
 
     async def start(self) -> None:
-        """Start the browser, again where it has died.
+        """Start the browser, or restart it after a crash.
 
         Raises:
             MissingExtraError: Playwright is not installed.
@@ -169,10 +169,10 @@ class BrowserDriver:
         way = ["--no-proxy-server"]
         if self.rules.allowed is None:
             proxy = f"--proxy-server=socks5://127.0.0.1:{await self._proxy.start()}"
-            # By itself Chromium goes to this machine directly.
+            # By default Chromium bypasses the proxy for this machine.
             way = [proxy, "--proxy-bypass-list=<-loopback>"]
         programs = filter(None, map(shutil.which, _PROGRAMS))
-        # The trainer's own variables (keys, proxies) stay with the trainer.
+        # The trainer's variables (keys, proxies) are not passed on.
         env = {name: os.environ[name] for name in ("PATH", "HOME", "LANG") if name in os.environ}
         self._browser = await self._playwright.chromium.launch(
             executable_path=self.executable_path or next(programs, None),
@@ -185,7 +185,7 @@ class BrowserDriver:
                 "--force-webrtc-ip-handling-policy=disable_non_proxied_udp",
                 "--js-flags=--max-old-space-size=512",
             ],
-            # A page that nobody clicked on opens no others.
+            # Block windows that open without a click.
             ignore_default_args=["--disable-popup-blocking"],
         )
 
@@ -205,7 +205,7 @@ class BrowserDriver:
                 await _quietly(playwright.stop())
 
     async def end_session(self, session: int | None) -> None:
-        """Close what a conversation has open.
+        """Close the page of a conversation.
 
         Args:
             session: which conversation.
@@ -217,7 +217,7 @@ class BrowserDriver:
     # Acting
 
     async def act(self, session: int | None, action: str, args: Mapping[str, Any]) -> str:
-        """Carry out an action in the page of a conversation.
+        """Run an action in the page of a conversation.
 
         Args:
             session: which conversation.
@@ -225,11 +225,11 @@ class BrowserDriver:
             args: its arguments.
 
         Returns:
-            What the page shows then.
+            The content of the page after the action.
 
         Raises:
-            BrowserError: it cannot be done.
-            TimeoutError: it took too long; what was open is gone.
+            BrowserError: the action failed.
+            TimeoutError: it took too long; the page was closed.
             WorkerError: the browser did not start, or died.
         """
         await self.start()
@@ -276,7 +276,8 @@ class BrowserDriver:
             raise
 
     async def _renew(self, seat: _Seat) -> None:
-        # The old page goes when the new one is taken; a renderer in an endless loop is killed so.
+        # The old page is closed when the new one is taken; this also kills a renderer in an endless
+        # loop.
         try:
             await asyncio.wait_for(seat.context.new_page(), 5.0)
         except (TimeoutError, _errors().Error):
@@ -298,7 +299,7 @@ class BrowserDriver:
         except _errors().Error as error:
             if not self._browser.is_connected():
                 raise
-            # Chromium shows its own page for the error a moment later, in the way of what follows.
+            # Chromium shows its own error page a moment later, which would disturb the next steps.
             await self._renew(seat)
             reason = _first_line(error)
             if "ERR_NAME_NOT_RESOLVED" in reason:
@@ -310,13 +311,13 @@ class BrowserDriver:
         return status + await self._read(seat)
 
     async def _in_page(self, seat: _Seat, function: str, *args: Any) -> Any:
-        """Call a function on the page, in a world that the scripts of the page cannot reach."""
+        """Call a function in an isolated world that the page's scripts cannot reach."""
         for tries_left in reversed(range(_TRIES)):
             try:
                 answer = await self._called(seat, function, *args)
                 break
             except _errors().Error as error:
-                # The page went on to another between two of these steps.
+                # The page navigated between two of these steps.
                 if not tries_left or not any(word in str(error) for word in _GONE):
                     raise
                 await asyncio.sleep(_SETTLE_S)
@@ -400,7 +401,7 @@ def _first_line(error: Exception) -> str:
 
 
 async def _quietly(work: Any) -> None:
-    """Wait for a page or browser to close; one that hangs or is gone already is let go of."""
+    """Wait for a page or browser to close; ignore one that hangs or is already closed."""
     try:
         await asyncio.wait_for(work, 5.0)
     except (TimeoutError, _errors().Error):

@@ -1,11 +1,10 @@
-"""Which addresses a browser may open: a list of sites, or every public one.
+"""Rules for the addresses that a browser may open: a list of sites, or every public one.
 
-A list is handed to Chromium's own name resolution, so that it holds for redirects, frames,
-pictures, scripts and sockets of a page as much as for what a model asks for. Without one, all of
-that goes through :class:`PublicProxy`, since Chromium's own rules know names and not what they lead
-to. There a name is looked up, and the connection made to the very address that was checked. The
-machine itself is out of reach by each of its names and addresses. The browser is
-``torchrl_llm.tools.browser_driver``.
+A list is enforced by Chromium's name resolution, so it also applies to redirects, frames, pictures,
+scripts and sockets of a page. Without a list, all traffic goes through :class:`PublicProxy`,
+because Chromium's rules match names, not the addresses behind them. The proxy looks up a name and
+connects to the same address that it checked. The machine itself cannot be reached by any of its
+names and addresses. The browser is ``torchrl_llm.tools.browser_driver``.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from urllib.parse import urlsplit
 
 from torchrl_llm.errors import ConfigError
 
-# IPv6 addresses of a network that translates them carry an IPv4 address.
+# NAT64: these IPv6 addresses contain an IPv4 address.
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _CONNECT_S = 10.0
 _CHUNK = 1 << 16
-# SOCKS 5 (RFC 1928): its version, "no password", and the two answers; no address is told.
+# SOCKS 5 (RFC 1928): its version, "no password", and the two replies; they contain no address.
 _VERSION, _CONNECT, _IPV4, _NAME, _IPV6 = 5, 1, 1, 3, 4
 _NO_PASSWORD = bytes([_VERSION, 0])
 _REACHED, _UNREACHABLE = (bytes([_VERSION, code, 0, _IPV4, *bytes(6)]) for code in (0, 4))
@@ -32,12 +31,12 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class AddressRules:
-    """Says which addresses are allowed, to Python and to Chromium.
+    """The allowed addresses, for Python and for Chromium.
 
     Args:
         allowed_domains: hosts such as ``"example.org"`` (its subdomains are allowed too) or
-            ``"127.0.0.1:8000"`` (this port only); ``None`` allows every host but those of the
-            machine itself and of private networks.
+            ``"127.0.0.1:8000"`` (this port only); ``None`` allows every host except this machine
+            and private networks.
 
     Raises:
         ConfigError: something that is not a host, or an empty list.
@@ -56,12 +55,12 @@ class AddressRules:
             raise ConfigError("allowed_domains is empty: nothing could be opened")
 
     def problem(self, url: str) -> str:
-        """Why an address may not be opened, for the model to read; empty where it may.
+        """Why an address must not be opened, as a message for the model; empty if it is allowed.
 
-        The last word is Chromium's, by :attr:`resolver_rules`, or that of the proxy.
+        Chromium (by :attr:`resolver_rules`) or the proxy makes the final decision.
 
         Args:
-            url: as the model wrote it.
+            url: text of the model.
         """
         try:
             parts = urlsplit(url.strip())
@@ -83,16 +82,16 @@ class AddressRules:
 
     @property
     def resolver_rules(self) -> str:
-        """The same for Chromium's ``--host-resolver-rules``; the first rule that fits holds.
+        """The same rules for Chromium's ``--host-resolver-rules``; the first match applies.
 
-        Without a list Chromium knows the proxy and nobody else: names are the proxy's.
+        Without a list, Chromium resolves only the proxy; the proxy resolves names.
         """
         if self.allowed is None:
             return "MAP * ~NOTFOUND, EXCLUDE 127.0.0.1"
         rules = []
         for name, port in self.allowed:
             for pattern in [name] if _is_literal(name) else [name, f"*.{name}"]:
-                # An exclusion knows no ports, and a subdomain cannot be mapped onto itself.
+                # An exclusion cannot contain ports, and a subdomain cannot be mapped to itself.
                 if port is None:
                     rules.append(f"EXCLUDE {pattern}")
                 elif pattern == name:
@@ -101,10 +100,10 @@ class AddressRules:
 
 
 def is_public(ip: str) -> bool:
-    """Whether an address is one that everybody can reach, and not of this machine or network.
+    """Whether an address is public, not of this machine or a private network.
 
     Args:
-        ip: IPv4 or IPv6; of one that carries another the inner one counts.
+        ip: IPv4 or IPv6; if it contains another address, the inner one counts.
 
     Example:
         >>> is_public("8.8.8.8"), is_public("169.254.169.254"), is_public("::ffff:10.0.0.1")
@@ -174,10 +173,10 @@ class PublicProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
-        """Start to listen, unless it does.
+        """Start to listen, unless it already does.
 
         Returns:
-            Its port.
+            The port.
         """
         if self._server is None:
             self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -203,7 +202,7 @@ class PublicProxy:
             if there is not None:
                 await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
         except (OSError, EOFError, ValueError):
-            pass  # one of both is gone, or speaks something else
+            pass  # one side is gone, or uses a different protocol
         finally:
             writer.close()
             if there is not None:
@@ -211,7 +210,7 @@ class PublicProxy:
 
 
 async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int]:
-    """Host and port that a client wants."""
+    """Host and port that a client requests."""
     version, methods = await reader.readexactly(2)
     await reader.readexactly(methods)
     writer.write(_NO_PASSWORD)
@@ -243,12 +242,12 @@ def _may_reach(ip: str) -> bool:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    # Also where they lead to an address outside that comes back here.
+    # Also if they resolve to a public address of this machine.
     return frozenset(name.lower() for name in (socket.gethostname(), socket.getfqdn()))
 
 
 def _is_own(ip: str) -> bool:
-    """Whether a public address is one of this machine: only those can be bound."""
+    """Whether a public address belongs to this machine: only such addresses can be bound."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

@@ -1,4 +1,4 @@
-"""A calculator: the four operations on whole numbers, exactly, and nothing else."""
+"""A calculator for exact arithmetic on whole numbers with the four basic operations."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _PRIORITY = {"+": 1, "-": 1, "*": 2, "/": 2, "negative": 3}
 
 
 def evaluate_expression(expression: str, numbers: Sequence[int]) -> Fraction | None:
-    r"""The exact value of an expression that keeps the rules.
+    r"""The exact value of a valid expression.
 
-    Allowed are the given numbers, each as often as it is given, ``+ - * /``, parentheses, and a
-    minus sign where a term begins. Other spellings of the signs (``×``, ``x``, ``\times``, ``÷``,
-    ``\frac{}{}``), dollar signs, backticks, two stars or a ``\boxed{}`` around it, and ``= 24``
-    behind it are looked through.
+    Valid are the given numbers, each as often as it is given, ``+ - * /``, parentheses, and a minus
+    sign at the start of a term. The signs may be spelled differently (``×``, ``x``, ``\times``,
+    ``÷``, ``\frac{}{}``). Dollar signs, backticks, two stars or a ``\boxed{}`` around the
+    expression, and ``= 24`` after it, are ignored.
 
     Args:
-        expression: what the model wrote; time is linear in its length, and one of more than 1,000
-            characters is refused.
+        expression: text of the model; time is linear in its length, and more than 1,000 characters
+            are rejected.
         numbers: the numbers that may be used.
 
     Returns:
@@ -56,7 +56,7 @@ def evaluate_expression(expression: str, numbers: Sequence[int]) -> Fraction | N
     expression, equals, result = expression.translate(_SPELLINGS).strip().partition("=")
     tokens = _tokens(expression)
     used = Counter(token for token in tokens or () if isinstance(token, int))
-    # Before anything is computed: what is left is as small as the given numbers are.
+    # Checked before anything is computed, so that all numbers are as small as the given ones.
     if not used or used - Counter(numbers):
         return None
     value = _value(tokens)
@@ -79,10 +79,10 @@ def _tokens(expression: str) -> list[int | str] | None:
 
 
 def _value(tokens: Sequence[int | str]) -> Fraction | None:
-    """Precedence by two stacks, so that no depth of parentheses is too deep."""
+    """Precedence with two stacks, so that any depth of parentheses works."""
     values: list[Fraction] = []
     signs: list[str] = []
-    begins, opened = True, True  # a value is expected; so is a term, which may have a minus sign
+    begins, opened = True, True  # a value is expected, and a new term, which may have a minus sign
     try:
         for token in tokens:
             if isinstance(token, int) or token == "(":
@@ -115,7 +115,7 @@ def _value(tokens: Sequence[int | str]) -> Fraction | None:
 
 
 def _reduce(values: list[Fraction], signs: list[str], priority: int) -> None:
-    """Carry out the signs that bind at least as strongly, up to an open parenthesis."""
+    """Apply the operators that bind at least as strongly, up to an open parenthesis."""
     while signs and signs[-1] != "(" and _PRIORITY[signs[-1]] >= priority:
         sign, right = signs.pop(), values.pop()
         values.append(-right if sign == "negative" else _COMPUTE[sign](values.pop(), right))
@@ -126,7 +126,7 @@ class Calculator(Tool):
     """Computes an expression of whole numbers, ``+ - * /`` and parentheses.
 
     Nothing is evaluated as Python, and time is linear in the length of the expression. A result
-    that is no whole number is given to 12 digits.
+    that is not a whole number has 12 digits.
 
     Example:
         >>> calculate = lambda text: Calculator().run(ToolCall("calculator", {"expression": text}))

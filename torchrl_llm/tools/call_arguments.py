@@ -1,7 +1,7 @@
-"""Check of a call's arguments against the tool's JSON schema, with some forgiveness for types.
+"""Checks a call's arguments against the tool's JSON schema and converts unambiguous types.
 
-Models write ``"3"`` for 3 and ``"[1, 2]"`` for a list. A value that can be meant in only one
-way is converted; everything else is an :class:`ArgumentError` that says what was expected.
+Models write ``"3"`` for 3 and ``"[1, 2]"`` for a list. An unambiguous value is converted;
+everything else raises an :class:`ArgumentError` with the expected type.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 _LONGEST = 300
-# Branches within branches could take time that doubles with every level.
+# Nested branches could take time that doubles with every level.
 _MOST_VALUES = 10_000
 _MOST_REFERENCES = 32
 
@@ -23,23 +23,24 @@ class ArgumentError(ValueError):
 def argument_checker(
     schema: Mapping[str, Any],
 ) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
-    """A function that checks the arguments of one tool.
+    """Make a function that checks the arguments of one tool.
 
-    These are taken for what the schema asks for, at any depth:
+    These values are converted to the type of the schema, at any depth:
 
     - a string that spells an integer, a number, a boolean, a list or an object, in JSON;
-    - a number without fraction where an integer is asked for (``3.0``);
-    - a number or boolean where a string is asked for.
+    - a number without a fraction to an integer (``3.0``);
+    - a number or boolean to a string.
 
-    The same holds behind ``anyOf``, ``oneOf``, ``allOf`` and references. ``null`` fits what is
-    ``nullable``, as schemas of functions say it. An invalid schema is not checked against;
-    references to other documents are never fetched.
+    The same applies inside ``anyOf``, ``oneOf``, ``allOf`` and references. ``null`` is valid for
+    ``nullable`` arguments. If the schema itself is invalid, arguments are not checked; references
+    to other documents are never fetched.
 
     Args:
         schema: JSON schema of an object of arguments.
 
     Returns:
-        Takes the arguments and returns them with these conversions; raises :class:`ArgumentError`.
+        A function that takes the arguments and returns them converted; raises
+        :class:`ArgumentError`.
 
     Example:
         >>> check = argument_checker({
@@ -63,7 +64,7 @@ def argument_checker(
         cls.check_schema(schema)
     except exceptions.SchemaError:
         return dict
-    # An empty registry of our own: the default one would fetch what a schema refers to.
+    # An empty registry, because the default one would fetch referenced documents.
     validator = cls(schema, registry=referencing.Registry())
     root = referencing.Resource.from_contents(schema, referencing.jsonschema.DRAFT202012)
     resolver = referencing.Registry().resolver_with_root(root)
@@ -83,7 +84,7 @@ def argument_checker(
 
 
 def describe_parameters(schema: Mapping[str, Any]) -> str:
-    """The arguments of a tool in one line, for a model that got them wrong.
+    """The arguments of a tool in one line, for a model that used wrong ones.
 
     Example:
         >>> describe_parameters({
@@ -113,7 +114,7 @@ def _kind(schema: Any) -> str:
 
 
 def _nullable(schema: Any) -> Any:
-    """A schema in which ``nullable``, which is not JSON schema's, is said by the type."""
+    """Express ``nullable``, which is not part of JSON schema, in the type."""
     if isinstance(schema, list):
         return [_nullable(item) for item in schema]
     if not isinstance(schema, Mapping):
@@ -127,7 +128,7 @@ def _nullable(schema: Any) -> Any:
 
 
 class _Taker:
-    """Reads values as a schema means them; what does not fit is left as it is."""
+    """Converts values to the types of a schema; other values are left unchanged."""
 
     def __init__(self, validator: Any, resolver: Any) -> None:
         self._validator, self._resolver = validator, resolver

@@ -1,12 +1,12 @@
 """Parsers of tool calls: the interface, the message's own calls, and one parser for each syntax.
 
-A parser reads one message and returns the calls in the order in which they were written. What was
-meant as a call and cannot be read becomes a :class:`BrokenCall`, which the model is told about. A
-parser does not know which tools there are, and runs none.
+A parser reads one message and returns its calls in order. A malformed call becomes a
+:class:`BrokenCall`, and the model gets an error message for it. A parser does not know which tools
+exist and does not run them.
 
-Where the policy's chat template has a form for calls, the formatter has read them already
-(:class:`MessageCallParser`), better than any text can be read. The others are for templates that
-have no form for calls, or none for this one.
+If the policy's chat template has a form for calls, the formatter has already parsed them
+(:class:`MessageCallParser`), which is more reliable than parsing text. The other parsers are for
+templates without a form for calls.
 
 Next: :mod:`torchrl_llm.data.text.call_syntax` reads each syntax,
 :mod:`torchrl_llm.tools.code_blocks` has the parser of Python blocks.
@@ -46,18 +46,18 @@ class ToolParser(ABC):
         """The calls of a message.
 
         Args:
-            message: what the model wrote, as a message dict.
+            message: message of the model, as a dict.
             schemas: JSON schema of the arguments of each tool, by name, for formats that write
                 values without their types.
         """
 
 
 class MessageCallParser(ToolParser):
-    """The calls that the chat template's own format holds, as the formatter has read them.
+    """Returns the calls that the formatter has parsed with the chat template.
 
     They are the message's ``tool_calls``; calls that the formatter could not read are its
-    ``tool_call_errors``. A message without these keys has no calls for this parser:
-    where the policy's template has no form for calls, use another one.
+    ``tool_call_errors``. For this parser, a message without these keys has no calls: if the
+    policy's template has no form for calls, use a different parser.
 
     Example:
         >>> function = {"name": "add", "arguments": '{"a": 1}'}
@@ -78,7 +78,7 @@ class MessageCallParser(ToolParser):
 
 
 class TextCalls(NamedTuple):
-    """What a text holds.
+    """A text without its calls, and the calls.
 
     Attributes:
         text: the text without its calls.
@@ -90,27 +90,27 @@ class TextCalls(NamedTuple):
 
 
 class TextParser(ToolParser):
-    """Calls that are written in the text; a subclass writes :meth:`read`.
+    """Parses calls in the text; a subclass defines :meth:`read`.
 
-    Called with a text (or a dict with ``"text"``) it gives what TorchRL's parsers do:
+    Called with a text (or a dict with ``"text"``), it returns the format of TorchRL's parsers:
     ``{"text": ..., "calls": [...], "meta": {"count": ...}}``.
     """
 
     @abstractmethod
     def read(self, text: str, schemas: Schemas) -> TextCalls:
-        """Take the calls out of a text.
+        """Extract the calls from a text.
 
         Args:
-            text: what the model wrote behind its reasoning.
+            text: text of the model after its reasoning.
             schemas: see :meth:`ToolParser.parse`.
         """
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """The calls in the text behind the reasoning, see ``spoken_text``."""
+        """The calls in the text after the reasoning, see ``spoken_text``."""
         return self.read(spoken_text(message), schemas).calls
 
     def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Parse a text outside of any conversation; what cannot be read is under ``meta``."""
+        """Parse a text without a conversation; malformed calls are listed in ``meta``."""
         text = response if isinstance(response, str) else str(response.get("text", ""))
         found = self.read(text, {})
         calls = [call for call in found.calls if isinstance(call, ToolCall)]
@@ -120,15 +120,15 @@ class TextParser(ToolParser):
 
 
 class SyntaxParser(TextParser):
-    """Calls in the syntax of an example; the broken ones come last.
+    """Parses calls in the syntax of an example; malformed calls come last.
 
     Args:
-        example: how a call of the tool ``NAME`` with ``{"key": "VALUE"}`` is written, with these
-            very words; what surrounds them is the syntax. Or a
+        example: a call of the tool ``NAME`` with ``{"key": "VALUE"}``, with exactly these words;
+            the text around them is the syntax. Or a
             :class:`~torchrl_llm.data.text.call_syntax.CallSyntax`.
 
     Raises:
-        ConfigError: nothing of the kinds that are known can be made of the example.
+        ConfigError: no known syntax matches the example.
 
     Example:
         >>> parser = SyntaxParser('[CALL]{"name": "NAME", "arguments": {"key": "VALUE"}}[/CALL]')
@@ -175,7 +175,7 @@ class HermesParser(SyntaxParser):
 
 
 class LlamaParser(SyntaxParser):
-    """``{"name": ..., "parameters": {...}}`` and nothing else in the turn: Llama 3.
+    """``{"name": ..., "parameters": {...}}`` as the whole turn: Llama 3.
 
     Example:
         >>> text = '{"name": "add", "parameters": {"a": 1}}'
@@ -190,8 +190,8 @@ class LlamaParser(SyntaxParser):
 class XMLBlockParser(SyntaxParser):
     """``<tool name="search" tag="A">{"query": "..."}</tool>``; the tag may be left out.
 
-    A block whose contents are no JSON is a call with ``{"raw": contents}`` where the tool has an
-    argument of that name, or nothing is known of the tools, and else a broken one.
+    If the contents of a block are not JSON, it is a call with ``{"raw": contents}`` if the tool has
+    an argument of that name or the tools are unknown; otherwise it is malformed.
 
     Example:
         >>> parser = XMLBlockParser()
@@ -206,7 +206,7 @@ session=None)])
 
 
 class ToolTagParser(SyntaxParser):
-    r"""``<tool>search\n{"query": "..."}</tool>``: the name alone on its line.
+    r"""``<tool>search\n{"query": "..."}</tool>``: the name is alone on its line.
 
     Example:
         >>> ToolTagParser()('<tool>add\n{"a": 1}</tool>')["calls"][0].tool
@@ -218,13 +218,13 @@ class ToolTagParser(SyntaxParser):
 
 
 class MessageOrTagParser(MessageCallParser):
-    r"""The message's own calls, and those written as TorchRL's prompts ask for them.
+    r"""Returns the message's own calls and calls in TorchRL's text form.
 
-    What the formatter has read comes first (:class:`MessageCallParser`), then the calls in the text
-    that it has not: ``<tool>name\n{"argument": value}</tool>``, or another syntax.
+    Calls that the formatter parsed come first (:class:`MessageCallParser`), then the other calls in
+    the text: ``<tool>name\n{"argument": value}</tool>``, or a different syntax.
 
     Args:
-        text_parser: of the calls in the text; :class:`ToolTagParser` by default.
+        text_parser: parser of the calls in the text; :class:`ToolTagParser` by default.
 
     Example:
         >>> message = {"role": "assistant", "content": '<tool>sums.add\n{"a": 1}</tool>'}
@@ -236,12 +236,12 @@ class MessageOrTagParser(MessageCallParser):
         self.text_parser = ToolTagParser() if text_parser is None else text_parser
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """Both; a call that both find is one, and so is one that neither can read."""
+        """Calls of both; a call found by both counts once, and so does a malformed one."""
         own = super().parse(message, schemas)
         written = self.text_parser.parse(message, schemas)
         if not own or not written:
             return own or written
-        # The text of a message whose calls were split off still holds them.
+        # The text of a message still contains calls that were split off.
         known = [(call.tool, call.args) for call in own if isinstance(call, ToolCall)]
         unread = len(known) < len(own)
         return own + [
@@ -252,16 +252,16 @@ class MessageOrTagParser(MessageCallParser):
 
 
 class PatternParser(SyntaxParser):
-    r"""Calls by a regular expression of your own with two groups, name and JSON arguments.
+    r"""Parses calls with your own regular expression; its two groups are name and JSON arguments.
 
-    It takes the time that the pattern takes: one with ``.*?`` looks from every beginning to the end
-    of the text, which a model that repeats the beginning makes slow.
+    The time depends on the pattern: with ``.*?`` it searches from every start to the end of the
+    text, which is slow if a model repeats the start.
 
     Args:
-        pattern: is searched for with ``.`` matching line ends.
+        pattern: the pattern; ``.`` matches line ends.
 
     Raises:
-        ConfigError: it is no pattern with two groups.
+        ConfigError: it is not a pattern with two groups.
 
     Example:
         >>> parser = PatternParser(r"CALL\[(\w+)\]\(([^()]*+)\)")
@@ -276,7 +276,8 @@ class PatternParser(SyntaxParser):
 class JSONCallParser(SyntaxParser):
     """``{"message": "...", "tools": [{"tool": "search", "args": {...}, "tag": "A"}]}``.
 
-    The whole turn is that object, between code fences or not. A turn that is no JSON has no calls.
+    The whole turn is that object, with or without code fences. A turn that is not JSON has no
+    calls.
 
     Example:
         >>> found = JSONCallParser()('{"message": "Wait", "tools": [{"tool": "now"}]}')
@@ -288,7 +289,7 @@ class JSONCallParser(SyntaxParser):
         super().__init__(SYNTAXES["json_turn"])
 
     def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
-        """Parse a text, or an object that has been read already."""
+        """Parse a text or a decoded object."""
         return super().__call__(
             response if isinstance(response, str) else json.dumps(dict(response))
         )
@@ -301,7 +302,7 @@ class _FunctionParser(ToolParser):
         self.function = function
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """What the function finds."""
+        """Call the function."""
         return [
             call
             if isinstance(call, (ToolCall, BrokenCall))
@@ -311,7 +312,7 @@ class _FunctionParser(ToolParser):
 
 
 def as_parser(parser: ToolParser | Callable[[str], Mapping[str, Any]]) -> ToolParser:
-    """A parser from a parser or a function.
+    """Convert a parser or a function to a parser.
 
     Raises:
         ConfigError: it is neither.

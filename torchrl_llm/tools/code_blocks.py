@@ -1,8 +1,8 @@
 """Parser of the Python code blocks that a model wrote.
 
-Models are careless with fences, so the reading is generous: ``python``, ``python3`` or ``py`` in
-any case, spaces and words behind it, indented fences, a closing fence at the end of a line of code,
-a last block without one. The code is never compiled or run here.
+Models are careless with fences, so the parser is tolerant: ``python``, ``python3`` or ``py`` in any
+case, spaces and words after it, indented fences, a closing fence at the end of a line of code, a
+last block without a closing fence. The code is never compiled or run here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torchrl_llm.tools.call_parsers import Calls, Schemas, ToolParser
 from torchrl_llm.tools.tool_call import ToolCall
 
 _PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
-# Every fence is tried once, from its beginning: the time stays linear in the text.
+# Every fence is tried once, from its start, so time is linear in the text.
 _FENCE = r"(?:(?<!`)`{3,}+|(?<!~)~{3,}+)"
 # A fence with a language: Python anywhere in a line, other languages at the beginning of one.
 _OPENING = re.compile(
@@ -32,9 +32,9 @@ _CLOSING = {mark: re.compile(rf"(?<!{mark})({mark}{{3,}}+)[ \t]*+$", re.MULTILIN
 def python_blocks(text: str) -> list[str]:
     r"""The code of every Python block, in order.
 
-    A block ends with a fence of at least the length of its opening one, alone in a line or at the
-    end of one; a block without such a fence ends with the text. Blocks of other languages are
-    skipped with all that they hold. A common indentation is taken off.
+    A block ends with a fence at least as long as its opening fence, alone on a line or at the end
+    of a line. A block without such a fence ends with the text. Blocks in other languages are
+    skipped with their contents. Common indentation is removed.
 
     Args:
         text: any text.
@@ -70,7 +70,7 @@ def python_blocks(text: str) -> list[str]:
 
 
 class _Closings:
-    """The fences of one character that may close a block; places are asked for in rising order."""
+    """The fences of one character that may close a block; queries must have rising positions."""
 
     def __init__(self, text: str, mark: str) -> None:
         self._found = list(_CLOSING[mark].finditer(text))
@@ -79,7 +79,7 @@ class _Closings:
         self._at = 0
 
     def after(self, place: int, length: int) -> re.Match[str] | None:
-        """The first of at least a length from a place on."""
+        """The first fence of at least a given length from a position on."""
         at = self._at
         while at < len(self._found) and self._found[at].start() < place:
             at += 1
@@ -92,14 +92,14 @@ class _Closings:
 
 
 def _dedented(code: str) -> str:
-    # As textwrap.dedent, which compiles a pattern from the indentation, of any length.
+    # Like textwrap.dedent, but without a compiled pattern, whose size grows with the indentation.
     if "\n" not in code:
         return code.lstrip(" \t")
     if not _BLANK_BEGIN.search(code):
         return code
     lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
     margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
-    # What the first and the last of them in order share, all do.
+    # A prefix shared by the first and the last in sorted order is shared by all.
     pairs = enumerate(zip(min(margins), max(margins), strict=False))
     margin = next((at for at, (a, b) in pairs if a != b), len(min(margins)))
     return "\n".join(line[margin:] for line in lines)
@@ -121,7 +121,7 @@ class CodeBlockParser(ToolParser):
         self.tool = tool
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """A call for each block, its number in the message as tag."""
+        """A call per block, with its number in the message as tag."""
         blocks = python_blocks(spoken_text(message))
         return [
             ToolCall(self.tool, {"code": code}, tag=str(number))

@@ -1,7 +1,7 @@
-"""Executor that runs the calls of a batch at once, with a time limit each, and records the results.
+"""Executor that runs the calls of a batch in parallel with time limits and records results.
 
-Nothing that a tool does reaches the caller as an exception, and no call keeps the batch waiting
-longer than its limit. The executor knows nothing of conversations or tensordicts.
+A tool never raises into the caller, and no call delays the batch longer than its limit. The
+executor does not depend on conversations or tensordicts.
 
 Next: :mod:`torchrl_llm.tools.tool_transform` brings it into an environment;
 :class:`~torchrl_llm.tools.process_tool.ProcessTool` runs a tool in processes.
@@ -33,24 +33,24 @@ from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput, ToolRe
 class ToolExecutor(Restarted):
     """Answers the tool calls of many conversations.
 
-    Calls of different conversations run at once, in threads; within one conversation those to
-    stateful tools and actions run one after another. A call that takes longer than its limit is
-    answered with ``"ToolTimeout"`` and left alone: Python cannot stop it, so its thread goes on
-    (:attr:`num_hanging` counts them). A tool of which ``max_concurrency`` calls hang is not called
-    any more until one of them ends. To stop calls for good run the tool in processes
+    Calls of different conversations run in parallel, in threads. Within a conversation, calls of
+    stateful tools and actions run one after the other. A call that exceeds its limit returns
+    ``"ToolTimeout"``; Python cannot stop its thread, so the thread continues (:attr:`num_hanging`
+    counts them). If ``max_concurrency`` calls of a tool hang, it is not called again until one of
+    them ends. To really stop calls, run the tool in processes
     (:class:`~torchrl_llm.tools.process_tool.ProcessTool`).
 
     Args:
-        tools: with a name each.
-        timeout: seconds that a call may take, where the tool has no limit of its own.
-        max_concurrency: calls that run at a time.
-        max_result_chars: characters of a result that the model reads; the middle of what is longer
-            is left out, and the result says so.
-        stop_on_error: do not run what follows a call that failed in the same conversation; calls
-            then run one after another, whatever their tools.
+        tools: tools, each with a name.
+        timeout: time limit of a call in seconds, for tools without their own limit.
+        max_concurrency: number of parallel calls.
+        max_result_chars: most characters of a result; the middle of a longer result is left out,
+            with a note.
+        stop_on_error: skip the remaining calls of a conversation after a failure; all calls of a
+            conversation then run one after the other.
 
     Raises:
-        ConfigError: two tools of one name, or an impossible number.
+        ConfigError: two tools with one name, or an invalid number.
 
     Example:
         >>> from torchrl_llm.tools.tool import FunctionTool
@@ -111,7 +111,7 @@ class ToolExecutor(Restarted):
 
     @property
     def num_hanging(self) -> int:
-        """Calls that were given up and have not ended yet."""
+        """Number of calls that timed out and have not ended yet."""
         return sum(self._hanging.values())
 
     # -- life -------------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ class ToolExecutor(Restarted):
             for name, tool in self.tools.items():
                 if name not in self._started:
                     tool.start()
-                    self._checker(tool)  # it takes its time, which is not the call's
+                    self._checker(tool)  # the start does not count towards the time of the call
                     self._started.add(name)
 
     def end_session(self, session: int) -> None:
@@ -139,7 +139,7 @@ class ToolExecutor(Restarted):
                 _quietly(tool, tool.end_session, session)
 
     def close(self) -> None:
-        """Close the tools and let the threads end; may be called twice, and used again after."""
+        """Close tools and threads; may be called twice, and the object can be used again."""
         with self._lock:
             threads, self._threads = self._threads, None
             started, self._started = self._started, set()
@@ -157,7 +157,7 @@ class ToolExecutor(Restarted):
             batch: the calls of each conversation, in the order in which they were written.
 
         Returns:
-            A result for each call, in the same places.
+            A result for each call, in the same order.
         """
         if not any(batch):
             return [[] for _ in batch]
@@ -176,7 +176,7 @@ class ToolExecutor(Restarted):
         begun = time.perf_counter()
         try:
             output = self._output(call)
-        except BaseException as error:  # a tool may raise anything, SystemExit included
+        except BaseException as error:  # a tool may raise anything, even SystemExit
             output = failure(error)
         content, cut = shorten(output.content, self.max_result_chars)
         failed = output.failure and output.failure._replace(source=f"tool {call.tool!r}")
@@ -218,12 +218,12 @@ class ToolExecutor(Restarted):
     # -- limits -----------------------------------------------------------------------------------
 
     def limit_of(self, call: ToolCall) -> float:
-        """Seconds that a call may take."""
+        """Time limit of a call in seconds."""
         tool = self.tools.get(call.tool)
         return self.timeout if tool is None or tool.timeout is None else tool.timeout
 
     def in_order(self, call: ToolCall) -> bool:
-        """Whether a call waits for those before it in the same conversation."""
+        """Whether a call waits for earlier calls of the same conversation."""
         tool = self.tools.get(call.tool)
         stateful = tool is not None and (tool.stateful or tool.kind == "action")
         return stateful or self.stop_on_error
@@ -248,7 +248,7 @@ class ToolExecutor(Restarted):
 
 
 class _Chain:
-    """Calls of one conversation that run one after another in one thread."""
+    """Calls of one conversation that run one after the other in one thread."""
 
     def __init__(self, run: _Run, places: list[tuple[int, int]]) -> None:
         self.run, self.places = run, places
@@ -261,7 +261,7 @@ class _Chain:
         return self.run.batch[row][column]
 
     def work(self) -> bool:
-        """Run the calls; true if the thread was given up meanwhile."""
+        """Run the calls; true if the thread was abandoned meanwhile."""
         executor, changed = self.run.executor, self.run.changed
         while True:
             with changed:
@@ -289,7 +289,7 @@ class _Chain:
         self.over = self.at == len(self.places)
 
     def give_up(self, error: str, text: str) -> None:
-        """Answer the call that runs, and those behind it; the thread is left alone."""
+        """Answer the running call and the calls after it; the thread continues."""
         call = self.call()
         seconds = self.run.executor.limit_of(call)
         if self.deadline is not None:
@@ -299,13 +299,13 @@ class _Chain:
         self.skip("Not run, because a call before it did not end.")
 
     def skip(self, text: str) -> None:
-        """Answer the calls that are left."""
+        """Answer the remaining calls."""
         while not self.over:
             self.put(ToolResult(self.call(), text, error="NotRun"))
 
 
 class _Run:
-    """The calls of one batch on their way."""
+    """The calls of one batch while they run."""
 
     def __init__(self, batch: Sequence[Sequence[ToolCall | BrokenCall]], executor: Any) -> None:
         self.batch, self.executor = batch, executor
@@ -330,7 +330,7 @@ class _Run:
                 self.chains.append(_Chain(self, ordered))
 
     def wait(self) -> None:
-        """Until every call is answered or has had its time."""
+        """Wait until every call is answered or timed out."""
         running = list(self.chains)
         with self.changed:
             while running:
@@ -347,18 +347,18 @@ class _Run:
                     self.changed.wait(min(left, threading.TIMEOUT_MAX))
 
     def give_up(self) -> None:
-        """Leave what has not ended, when the caller was interrupted."""
+        """Abandon unfinished calls when the caller was interrupted."""
         with self.changed:
             for chain in self.chains:
                 if not chain.over:
                     chain.give_up("Interrupted", "Interrupted.")
-            self.chains.clear()  # they refer back, and would keep the executor until a collection
+            self.chains.clear()  # they refer back and would keep the executor alive
 
 
 def shorten(text: str, longest: int) -> tuple[str, bool]:
     r"""A text of at most ``longest`` characters, without its middle where it has more.
 
-    What cannot be encoded (lone surrogates) is replaced.
+    Characters that cannot be encoded (lone surrogates) are replaced.
 
     Args:
         text: any text.
@@ -374,7 +374,7 @@ def shorten(text: str, longest: int) -> tuple[str, bool]:
     """
     cut = len(text) > longest
     if cut:
-        # The mark is as long as the number in it: the largest that it may say.
+        # The length of the mark depends on its number; assume the largest.
         room = longest - len(f"\n[... {len(text)} characters left out ...]\n")
         head = (room + 1) * 2 // 3
         tail = room - head
@@ -397,7 +397,7 @@ def _broken(call: BrokenCall, executor: ToolExecutor) -> ToolResult:
 def _quietly(tool: Tool, method: Callable[..., None], *args: Any) -> None:
     try:
         method(*args)
-    except Exception as error:  # the end of a tool must not be the end of the others
+    except Exception as error:  # one tool's failure to close must not affect the others
         logger.warning(
             "%s of the tool %r failed: %s", method.__name__, tool.name, failure(error).content
         )

@@ -1,7 +1,6 @@
-"""Tools of Model Context Protocol servers: :class:`MCPToolTransform` and what it is made of.
+"""Tools of Model Context Protocol servers: :class:`MCPToolTransform` and its parts.
 
-The servers themselves, their starts and their ends, are
-:mod:`torchrl_llm.tools.mcp_client`'s.
+:mod:`torchrl_llm.tools.mcp_client` starts and ends the servers.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from torchrl_llm.tools.tool import Restarted, Tool, ToolKind, no_answer
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-# How much longer than the call itself a thread waits: for a server that is started again.
+# Additional wait of a thread, for a server that restarts.
 _GRACE_S = 5.0
 
 
@@ -35,15 +34,15 @@ class MCPServers(Restarted):
     Args:
         servers: name to a configuration, in the form of the ``mcpServers`` of other programs:
             ``{"command": ..., "args": [...], "env": {...}}`` or ``{"url": ..., "headers": {...}}``,
-            or just the address.
-        timeout: seconds that a call may take.
+            or only the URL.
+        timeout: time limit of a call in seconds.
         start_timeout: seconds from a server's start to the list of its tools.
         tools: names of the tools that the model gets; all by default.
-        actions: names of the tools of which a call is an action of the environment.
-        prefix: call every tool ``server.name``, not only those of which there are two.
+        actions: names of the tools whose calls are actions of the environment.
+        prefix: name every tool ``server.name``, not only duplicates.
 
     Raises:
-        ConfigError: no server, or settings that are unknown or impossible.
+        ConfigError: no server, or settings that are unknown or invalid.
         MissingExtraError: the package ``mcp`` is not installed.
 
     Example:
@@ -88,7 +87,7 @@ class MCPServers(Restarted):
         return bool(self._connections)
 
     def num_starts(self, server: str) -> int:
-        """How often a server was started since this object was last closed.
+        """Number of starts of a server since this object was last closed.
 
         Args:
             server: its name.
@@ -97,11 +96,11 @@ class MCPServers(Restarted):
         return 0 if connection is None else connection.num_starts
 
     def start(self) -> list[MCPTool]:
-        """Start all servers that do not run, at once, and list their tools.
+        """Start all servers that are not running, in parallel, and list their tools.
 
         Raises:
             WorkerError: a server did not start.
-            ConfigError: ``tools`` or ``actions`` name something that no server has.
+            ConfigError: ``tools`` or ``actions`` name a tool that no server has.
         """
         limit = self.start_timeout + _GRACE_S
         try:
@@ -161,10 +160,10 @@ class MCPTool(Tool):
     """One tool of a server.
 
     Args:
-        servers: where it is called.
+        servers: the servers.
         server: name of its server.
-        tool: how the server describes it, ``mcp.types.Tool``.
-        name: what the model calls it.
+        tool: the server's description, ``mcp.types.Tool``.
+        name: name of the tool for the model.
         kind: see :class:`~torchrl_llm.tools.tool.Tool`.
     """
 
@@ -178,12 +177,12 @@ class MCPTool(Tool):
         self.timeout = servers.timeout + _GRACE_S
 
     def start(self) -> None:
-        """Start all servers, where they do not run."""
+        """Start all servers that are not running."""
         if not self.servers.running:
             self.servers.start()
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Ask the server; its refusal, its silence and its death are results."""
+        """Call the server; an error, a timeout and a crash become results."""
         mcp = require("mcp", extra="mcp", feature="MCPToolTransform")
         try:
             result = self.servers.call(self.server, self.remote_name, call.args)
@@ -203,7 +202,7 @@ class MCPTool(Tool):
 
 
 def _text_of(result: Any) -> str:
-    """What a model can read of a result; of pictures and sounds it gets the kind and the size."""
+    """The text of a result; for pictures and sounds, their kind and size."""
     parts = [_block(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -219,7 +218,7 @@ def _block(block: Any) -> str:
         return f"[{resource.mime_type} {resource.uri}]" if text is None else text
     if block.type == "resource_link":
         return f"[{block.name}: {block.uri}]"
-    size = len(block.data) * 3 // 4 - block.data[-2:].count("=")  # it is in base64
+    size = len(block.data) * 3 // 4 - block.data[-2:].count("=")  # base64
     return f"[{block.mime_type}, {size} bytes]"
 
 
@@ -230,32 +229,31 @@ async def _close_all(connections: Mapping[str, MCPConnection]) -> None:
 class MCPToolTransform(ToolTransform):
     r"""Gives a model the tools of Model Context Protocol servers.
 
-    The servers start with this transform, which asks them for their tools, and end with the
-    environment (``env.close()``). A server that dies during a call makes a result with an error;
-    the next call starts it again. A copy in another process starts servers of its own.
+    The servers start with this transform, which lists their tools, and end with the environment
+    (``env.close()``). If a server dies during a call, the result has an error, and the next call
+    restarts the server. A copy in a different process starts its own servers.
 
-    A call is read as the chat template writes it, and as ``<tool>server.name\n{"argument": value}
-    </tool>`` in the text of a turn. A tool is called by the name in :attr:`schemas`, by
-    ``server.name``, or by ``name`` alone; where several servers have that, the first of them
-    answers.
+    Calls are parsed in the form of the chat template, and as ``<tool>server.name\n{"argument":
+    value} </tool>`` in the text of a turn. A tool is called by the name in :attr:`schemas`, by
+    ``server.name``, or only by ``name``; if several servers have that name, the first one answers.
 
     Args:
         servers: see :class:`MCPServers`.
         tool_call_pattern: a regular expression with two groups, name and JSON arguments, for the
             calls in the text.
         tool_name: role of the appended messages.
-        timeout: seconds that a call may take; the server is told when it is given up.
-        parser: the only way to write calls, in place of the two.
-        start_timeout: seconds that a server may take to start and to list its tools.
+        timeout: time limit of a call in seconds; the server is notified of the cancellation.
+        parser: replaces both forms of calls.
+        start_timeout: time limit in seconds for a server to start and list its tools.
         tools: names of the tools that the model gets; all by default.
-        actions: names of those of which a call is an action of the environment.
+        actions: names of the tools whose calls are actions of the environment.
         prefix: call every tool ``server.name``, not only those of which there are two.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Raises:
-        ConfigError: settings that are unknown or impossible.
+        ConfigError: settings that are unknown or invalid.
         MissingExtraError: the package ``mcp`` is not installed.
-        WorkerError: a server did not start; the message ends with what it wrote.
+        WorkerError: a server did not start; the message ends with its output.
 
     Example:
         >>> import sys
@@ -311,11 +309,11 @@ class MCPToolTransform(ToolTransform):
 
     @property
     def server_configs(self) -> dict[str, MCPServerConfig]:
-        """How each server is reached, by its name."""
+        """Configuration of each server, by name."""
         return self.servers.configs
 
     def _found(self, message: Any) -> list[ToolCall | BrokenCall]:
-        """The calls, each by the name that its tool has here."""
+        """The calls, with the tool names of this transform."""
         found = super()._found(message)
         if all(isinstance(call, BrokenCall) or call.tool in self.tools for call in found):
             return found
@@ -331,6 +329,6 @@ class MCPToolTransform(ToolTransform):
         ]
 
     def close(self) -> None:
-        """End the servers; a later call starts them again."""
+        """End the servers; a later call restarts them."""
         super().close()
         self.servers.close()

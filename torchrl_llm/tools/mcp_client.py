@@ -1,8 +1,7 @@
-"""One server of the Model Context Protocol: started, asked, watched, and started again.
+"""Client of one Model Context Protocol server: starts, calls, watches and restarts it.
 
-It speaks through the official ``mcp`` package, over the pipes of a process or streamable HTTP, and
-runs inside an asyncio loop. How a server's tools look to a model is decided in
-:mod:`torchrl_llm.tools.mcp`.
+It uses the official ``mcp`` package, over the pipes of a process or streamable HTTP, and runs
+inside an asyncio loop. :mod:`torchrl_llm.tools.mcp` presents a server's tools to a model.
 """
 
 from __future__ import annotations
@@ -22,29 +21,29 @@ from torchrl_llm._masking import masked
 from torchrl_llm.errors import ConfigError, WorkerError
 
 _FEATURE = "MCPToolTransform"
-# What is kept of a server's standard error, for the message of a start that failed.
+# Bytes of a server's standard error that are kept for error messages.
 _TAIL_BYTES = 2000
 # The package's own limit, 1 MiB, turns longer results into errors; here they are cut later.
 _MAX_EVENT_BYTES = 64 << 20
-# Listing ends even where a server hands out new cursors for ever.
+# Limit, because a server may return new cursors forever.
 _MAX_PAGES = 100
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MCPServerConfig:
-    """How a server is reached: a program to start, or an address.
+    """Configuration of a server: a program to start, or a URL.
 
     Args:
-        command: program that speaks the protocol over its standard input and output.
+        command: program that uses the protocol over its standard input and output.
         args: its arguments.
-        env: its environment variables, next to ``PATH``, ``HOME`` and the like; the trainer's own
-            are not handed on.
+        env: its environment variables, in addition to ``PATH``, ``HOME`` and similar ones; the
+            trainer's variables are not passed on.
         cwd: its working directory.
-        url: address of a server that speaks streamable HTTP.
+        url: URL of a server with streamable HTTP.
         headers: sent with every request to ``url``.
 
     Raises:
-        ConfigError: not exactly one of ``command`` and ``url``, or a value of the wrong kind.
+        ConfigError: not exactly one of ``command`` and ``url``, or a value of a wrong type.
 
     Example:
         >>> MCPServerConfig.read("time", {"command": "mcp-server-time"}).command
@@ -83,14 +82,14 @@ class MCPServerConfig:
 
     @classmethod
     def read(cls, name: str, value: MCPServerConfig | Mapping[str, Any] | str) -> MCPServerConfig:
-        """A configuration from the form in which people write it.
+        """Read a configuration from user input.
 
         Args:
             name: of the server, for messages.
-            value: one, a mapping of its arguments, or an address.
+            value: a configuration, a mapping of its arguments, or a URL.
 
         Raises:
-            ConfigError: unknown or impossible settings.
+            ConfigError: unknown or invalid settings.
         """
         if isinstance(value, cls):
             return value
@@ -109,7 +108,7 @@ class MCPServerConfig:
 
 
 class _Life:
-    """One life of a server, from its start to its end."""
+    """One run of a server, from its start to its end."""
 
     def __init__(self) -> None:
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -121,21 +120,21 @@ class _Life:
 
     @property
     def said(self) -> str:
-        """The end of its standard error, for messages."""
+        """The last bytes of its standard error, for messages."""
         text = self.errors.decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
 
 class MCPConnection:
-    """Keeps a server alive and asks it; every method runs in the same loop.
+    """Keeps a server running and calls it; every method runs in the same loop.
 
     Args:
         name: of the server, for messages.
-        config: how it is reached.
-        start_timeout_s: seconds from its start to the list of its tools.
+        config: its configuration.
+        start_timeout_s: time limit in seconds from its start to the list of its tools.
 
     Attributes:
-        num_starts: how often it was started.
+        num_starts: number of starts.
     """
 
     def __init__(self, name: str, config: MCPServerConfig, *, start_timeout_s: float) -> None:
@@ -145,7 +144,7 @@ class MCPConnection:
         self._starting = asyncio.Lock()
 
     async def tools(self) -> list[Any]:
-        """The tools that the server offers, ``mcp.types.Tool``; starts it if need be.
+        """The tools of the server, ``mcp.types.Tool``; starts it if needed.
 
         Raises:
             WorkerError: it did not start.
@@ -153,25 +152,25 @@ class MCPConnection:
         return (await self._living()).tools
 
     async def call(self, tool: str, args: Mapping[str, Any], *, timeout_s: float) -> Any:
-        """Call a tool; a server that has ended is started again first.
+        """Call a tool; a server that has ended is restarted first.
 
         Args:
             tool: its name on the server.
             args: its arguments.
-            timeout_s: seconds for the call, the start not included.
+            timeout_s: time limit of the call in seconds, without the start.
 
         Returns:
             ``mcp.types.CallToolResult``.
 
         Raises:
             WorkerError: the server did not start, or ended before it answered.
-            TimeoutError: it did not answer in time; it is told that the call is cancelled.
-            mcp.MCPError: it refused the call.
+            TimeoutError: it did not answer in time; the server is notified of the cancellation.
+            mcp.MCPError: it returned an error.
         """
         types = require("mcp.types", extra="mcp", feature=_FEATURE)
         error_type = require("mcp", extra="mcp", feature=_FEATURE).MCPError
         life = await self._living()
-        # The end of the server must be noticed even where its pipe is held open by a child.
+        # The end of the server must be noticed even if a child keeps its pipe open.
         request = asyncio.create_task(life.client.call_tool(tool, dict(args)))
         ending = asyncio.create_task(life.over.wait())
         try:
@@ -201,12 +200,12 @@ class MCPConnection:
             await asyncio.wait({life.task}, timeout=10.0)
 
     def _lost(self, error: Any) -> bool:
-        # A server behind an address that restarted no longer knows the session, or answers nothing.
+        # A remote server that restarted does not know the session, or does not answer.
         text = str(error.message).lower()
         return self.config.url is not None and ("session" in text or "connect" in text)
 
     def _died(self, life: _Life) -> str:
-        # What it wrote may name files of the host, and the model reads this message.
+        # Its output may contain host file names, and the model reads this message.
         logger.warning(f"MCP server {self.name!r} ended{life.said}")
         return f"the MCP server {self.name!r} ended before it answered"
 
@@ -243,7 +242,7 @@ class MCPConnection:
         return life
 
     async def _live(self, life: _Life) -> None:
-        # A transport must be left by the task that entered it, so one task is one life.
+        # A transport must be closed by the task that opened it, so one task runs one server life.
         mcp = require("mcp", extra="mcp", feature=_FEATURE)
         try:
             async with mcp.Client(_watched(self._transport(life), life.over.set)) as client:
@@ -282,7 +281,7 @@ class MCPConnection:
 
 
 class _Tail:
-    """A file for a server's standard error, of which the last bytes are kept."""
+    """A file for a server's standard error that keeps the last bytes."""
 
     def __init__(self, life: _Life) -> None:
         self.life = life
@@ -312,7 +311,7 @@ class _Tail:
 
 
 class _Watched:
-    """A stream of incoming messages that says when it ends."""
+    """A stream of incoming messages that signals its end."""
 
     def __init__(self, stream: Any, on_end: Callable[[], None]) -> None:
         self._stream, self._on_end = stream, on_end
@@ -357,7 +356,7 @@ async def _list_tools(client: Any) -> list[Any]:
 
 
 def _first(error: BaseException) -> str:
-    """The error itself, out of the groups that task groups put around it."""
+    """Unwrap an error from nested exception groups."""
     while isinstance(error, BaseExceptionGroup) and error.exceptions:
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}"

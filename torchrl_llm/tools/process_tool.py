@@ -1,7 +1,7 @@
-"""Tool that runs in other processes: for work that keeps the interpreter busy, or may never end.
+"""Tool that runs in worker processes, for work that is CPU-bound or may never end.
 
-It is no sandbox: the processes have the trainer's rights
-(:mod:`torchrl_llm.sandbox` is where code of a model runs).
+It is not a sandbox: the processes have the trainer's rights. Code of a model runs in
+:mod:`torchrl_llm.sandbox`.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 class ProcessTool(Tool):
     """Runs another tool in a pool of processes.
 
-    Python runs one thread at a time, so calls that compute gain nothing from threads; processes use
-    all cores. A call that takes too long is really ended: its process is killed, with what it
-    has started, and replaced. One that dies takes no other call with it.
+    Python runs one thread at a time, so CPU-bound calls gain nothing from threads; processes use
+    all cores. A call that takes too long is really stopped: its process is killed, with all its
+    child processes, and replaced. A crash does not affect other calls.
 
-    The tool is sent by pickle, once: a function must be one that can be imported. A script that
-    defines the function itself needs ``if __name__ == "__main__":``, as always with processes. A
-    process uses one CPU thread, whatever the tool calls.
+    The tool is pickled once, so a function must be importable. A script that defines the function
+    itself needs ``if __name__ == "__main__":``, as always with processes. Each process uses one CPU
+    thread.
 
     Args:
         tool: the tool, or a function as for
             :class:`~torchrl_llm.tools.tool.FunctionTool`.
-        num_processes: how many; one per core by default.
-        limit_s: seconds that a call may take, waiting for a free process not counted.
+        num_processes: number of processes; one per core by default.
+        limit_s: time limit of a call in seconds, without the wait for a free process.
 
     Raises:
-        ConfigError: a tool that keeps a state between calls (they meet different processes) or
-            cannot be pickled, or impossible numbers.
+        ConfigError: a tool that keeps state between calls (calls run in different processes) or
+            cannot be pickled, or invalid numbers.
 
     Example:
         >>> import math
@@ -75,22 +75,22 @@ class ProcessTool(Tool):
             )
         self.name, self.description = self.tool.name, self.tool.description
         self.parameters, self.kind = self.tool.parameters, self.tool.kind
-        self.timeout = math.inf  # a call always ends here, and its own limit says why
+        self.timeout = math.inf  # a call always ends here; its own limit reports why
         self._pool = WorkerPool(
             _Answers(self.tool), start=self.tool.start, num_workers=self.num_processes
         )
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """That of the tool."""
+        """Argument schema of the tool."""
         return self.tool.argument_schema
 
     def start(self) -> None:
-        """Begin to import what the tool needs; the first call waits for it."""
+        """Start to import the tool's modules; the first call waits for it."""
         self._pool.start()
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Have a process answer the call."""
+        """Run the call in a process."""
         try:
             output = self._pool.call(replace(call, state=None), timeout=self.limit_s)
         except RemoteTimeoutError:
@@ -99,7 +99,7 @@ class ProcessTool(Tool):
         except RemoteDiedError as error:
             code = error.exit_code
             return no_answer("ToolDied", f"The tool's process died (exit code {code}).", code)
-        except RemoteRaisedError as error:  # of the way there and back, not of the tool
+        except RemoteRaisedError as error:  # of the transfer, not of the tool
             told = Failure.told(error.kind, str(error), error.frames, "tool")
             return ToolOutput(f"{error.kind}: {error}", error.kind, failure=told)
         failed = output.pop("failure")
@@ -111,7 +111,7 @@ class ProcessTool(Tool):
 
 
 class _Answers:
-    """What a process does with a call."""
+    """Runs a call inside a process."""
 
     def __init__(self, tool: Tool) -> None:
         self._tool = tool
@@ -119,5 +119,5 @@ class _Answers:
     def __call__(self, call: ToolCall) -> ToolOutput:
         try:
             return as_output(self._tool.run(call))
-        except BaseException as error:  # the end of a call, not of the process
+        except BaseException as error:  # ends the call, not the process
             return failure(error)

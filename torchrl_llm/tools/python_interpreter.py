@@ -1,8 +1,8 @@
 """Python for a model: :class:`PythonTool`, and :class:`PythonInterpreter` for code blocks.
 
 The code always runs in a sandbox (:mod:`torchrl_llm.sandbox`), never in the trainer's process.
-:class:`PythonExecutorService` brings it there: in this process or, as one service for many
-environments, in a Ray actor (:class:`RayPythonExecutor`).
+:class:`PythonExecutorService` runs it there: from this process or, as one service for many
+environments, from a Ray actor (:class:`RayPythonExecutor`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,12 @@ from torchrl_llm.tools.tool import Restarted, Tool, ToolKind
 from torchrl_llm.tools.tool_call import ToolCall, ToolOutput, ToolResult
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-# Of a kept interpreter, which has no end of its own; each piece of code has its time limit.
+# Time limit of a persistent interpreter, which never ends by itself; each piece of code has its own
+# limit.
 _SESSION_CPU_S = 3600.0
-# What a call may take beyond the limit of the code: a place in the pool, the end of its processes.
+# Additional time of a call: waiting for a slot in the pool, and ending its processes.
 _GRACE_S = 5.0
-# Of each status of a run: the error's name, and what the model reads besides the output.
+# For each status of a run: the name of the error, and the text for the model.
 _ENDS = {
     "ok": ("", ""),
     "error": ("CodeError", ""),
@@ -50,16 +51,14 @@ class PythonExecutorService(Restarted):
     r"""Runs pieces of Python code in sandboxes, at most ``pool_size`` at a time.
 
     Args:
-        pool_size: pieces that run at a time; others wait.
-        timeout: seconds that a piece may take.
-        sandbox: where it runs, or the name of a kind of sandbox; the strongest that the machine has
-            by default.
-        limits: of each run; their ``wall_s`` is ``timeout``.
-        max_sessions: interpreters that are kept; beyond that the one that was used least recently
-            is ended.
+        pool_size: number of parallel runs; others wait.
+        timeout: time limit of a run in seconds.
+        sandbox: sandbox or its kind; by default the strongest one of the machine.
+        limits: limits of each run; their ``wall_s`` is ``timeout``.
+        max_sessions: most persistent interpreters; above it the least recently used one is ended.
 
     Raises:
-        ConfigError: an impossible number, or ``limits`` next to a sandbox that has its own.
+        ConfigError: an invalid number, or ``limits`` with a sandbox that has its own.
 
     Example:
         >>> service = PythonExecutorService(pool_size=2)
@@ -106,7 +105,7 @@ class PythonExecutorService(Restarted):
 
     @property
     def num_sessions(self) -> int:
-        """How many interpreters are kept."""
+        """Number of persistent interpreters."""
         return len(self._kept)
 
     def execute(self, code: str, *, session: Hashable = None) -> dict[str, Any]:
@@ -114,13 +113,13 @@ class PythonExecutorService(Restarted):
 
         Args:
             code: Python source.
-            session: the caller whose interpreter is kept; ``None`` for a fresh one.
+            session: the caller, who has a persistent interpreter; ``None`` for a fresh one.
 
         Returns:
             ``success`` (bool), ``stdout``, ``stderr``, ``returncode`` (``None`` where unknown),
             ``status`` (see :class:`~torchrl_llm.sandbox.SandboxResult`), ``seconds``,
-            ``truncated`` (bool), ``restarted`` (bool: the interpreter that the caller had is gone,
-            and this was a new one).
+            ``truncated`` (bool), ``restarted`` (bool: the caller's interpreter had ended, and a new
+            one was started).
         """
         sandbox = self.sandbox
         with self._free:
@@ -139,7 +138,7 @@ class PythonExecutorService(Restarted):
             crowd = list(self._kept)[: max(0, len(self._kept) - self.max_sessions)]
         for other in crowd:
             self.end_session(other)
-            self._crowded_out.add(other)  # its caller must be told when it comes back
+            self._crowded_out.add(other)  # its caller must be told on the next call
         return kept
 
     def end_session(self, session: Hashable) -> None:
@@ -155,7 +154,7 @@ class PythonExecutorService(Restarted):
             kept.close()
 
     def close(self) -> None:
-        """End all interpreters; may be called twice, and used again after."""
+        """End all interpreters; may be called twice, and the object can be used again."""
         for session in [*self._kept, *self._crowded_out]:
             self.end_session(session)
         with self._lock:
@@ -169,7 +168,7 @@ class PythonExecutorService(Restarted):
 
 
 class PersistentPythonProcess:
-    r"""One interpreter in a sandbox, whose names live from one piece of code to the next.
+    r"""One interpreter in a sandbox that keeps its names between pieces of code.
 
     Args:
         timeout: seconds that a piece may take.
@@ -197,19 +196,19 @@ class PersistentPythonProcess:
         return self._service.execute(prompt, session="")
 
     def cleanup(self) -> None:
-        """End the interpreter; a later piece of code starts another one."""
+        """End the interpreter; a later piece of code starts a new one."""
         self._service.close()
 
 
 class _Kept:
-    """The interpreter of one caller, opened when it is needed."""
+    """The interpreter of one caller, opened at first use."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.session: SandboxSession | None = None
 
     def open(self, sandbox: Sandbox, limits: Limits) -> bool:
-        """Open it, again where it ended; whether one had ended."""
+        """Open it, or reopen it if it ended; returns whether one had ended."""
         if self.session is not None and self.session.alive:
             return False
         ended, self.session = self.session, None
@@ -220,7 +219,7 @@ class _Kept:
         return ended is not None
 
     def close(self) -> None:
-        """End it, also in the middle of a piece of code."""
+        """End it, even while code runs."""
         if self.session is not None:
             self.session.close()
 
@@ -241,19 +240,19 @@ def _as_dict(result: SandboxResult, restarted: bool = False) -> dict[str, Any]:
 class RayPythonExecutor:
     """The service in a Ray actor that all environments of a cluster share.
 
-    The first that asks for a name starts it, the others find it; it ends with Ray, or when nobody
-    holds it any more.
+    The first request for a name starts it and later requests find it. It ends with Ray, or when no
+    reference is left.
 
     Args:
-        name: of the actor.
-        namespace: of Ray; that of this job by default.
-        pool_size: see :class:`PythonExecutorService`; of one that is found, it is as it was made.
+        name: name of the actor.
+        namespace: Ray namespace; by default the namespace of this job.
+        pool_size: see :class:`PythonExecutorService`; an existing actor keeps its own value.
         timeout: as above.
-        num_cpus: CPUs that the actor holds.
+        num_cpus: CPUs that the actor reserves.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ResourceError: Ray is not running, or lacks the resources.
     """
 
     def __init__(
@@ -287,7 +286,7 @@ class RayPythonExecutor:
         return self._remote.call("execute", code, session=session)
 
     def end_session(self, session: Hashable) -> None:
-        """See :meth:`PythonExecutorService.end_session`; does not wait for it.
+        """See :meth:`PythonExecutorService.end_session`; it does not wait for the end.
 
         Args:
             session: as above.
@@ -295,19 +294,19 @@ class RayPythonExecutor:
         self._remote.submit("end_session", session)
 
     def close(self) -> None:
-        """Nothing: others may use the actor."""
+        """Do nothing: other processes may use the actor."""
 
 
 @register("tools", "python")
 class PythonTool(Restarted, Tool):
-    r"""Runs Python code in a sandbox and says what it printed.
+    r"""Runs Python code in a sandbox and returns its output.
 
     Args:
-        persistent: keep one interpreter per conversation, so that names live from call to call;
-            else each call gets a fresh one.
-        timeout: seconds that the code may take.
-        executor: who runs it; a :class:`PythonExecutorService` of its own by default.
-        sandbox: where the code runs, see :class:`PythonExecutorService`.
+        persistent: keep one interpreter per conversation, so that names persist between calls;
+            otherwise each call gets a fresh one.
+        timeout: time limit of the code in seconds.
+        executor: runs the code; by default a new :class:`PythonExecutorService`.
+        sandbox: see :class:`PythonExecutorService`.
         limits: of each run, see :class:`PythonExecutorService`.
         kind: see :class:`~torchrl_llm.tools.tool.Tool`.
         name: what the model calls it.
@@ -351,7 +350,7 @@ class PythonTool(Restarted, Tool):
             executor = PythonExecutorService(64, timeout, sandbox=sandbox, limits=limits)
         self.executor, self.code_timeout = executor, executor.timeout
         self.stateful = persistent
-        # Code for which a service has no place yet waits.
+        # Code waits until the service has a free slot.
         shared = isinstance(executor, RayPythonExecutor)
         self.timeout = executor.timeout * (3 if shared else 1) + _GRACE_S
         self.kind, self.name = kind, name
@@ -361,12 +360,12 @@ class PythonTool(Restarted, Tool):
         self._begin()
 
     def _begin(self) -> None:
-        # Others may have conversations of the same number with the same service.
+        # Other processes may use the same conversation numbers with the same service.
         self._owner = uuid.uuid4().hex
         self._sessions: set[int | None] = set()
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Run the code; whatever comes of it is a result."""
+        """Run the code; every outcome is a result."""
         session = None
         if self.stateful:
             session = (self._owner, call.session)
@@ -382,7 +381,7 @@ class PythonTool(Restarted, Tool):
     def _text(self, result: Mapping[str, Any]) -> str:
         status, errors = result["status"], result["stderr"]
         if status == "sandbox_error":
-            # It is about the machine, and the model has no use for it.
+            # The message is about the machine, so it is not useful to the model.
             logger.warning("the sandbox failed: %s", errors)
             errors = ""
         parts = [result["stdout"], errors]
@@ -401,7 +400,7 @@ class PythonTool(Restarted, Tool):
             self.executor.end_session((self._owner, session))
 
     def close(self) -> None:
-        """End all interpreters; those of others in a shared service stay."""
+        """End all interpreters of this tool; others in a shared service stay."""
         for session in list(self._sessions):
             self.end_session(session)
         self.executor.close()
@@ -410,30 +409,31 @@ class PythonTool(Restarted, Tool):
 class PythonInterpreter(ToolTransform):
     r"""Runs the Python code blocks of the model's turn; each is answered by a message.
 
-    The blocks are those in fences that are labelled ``python``, ``py`` and the like (see
-    ``python_blocks``); a turn without any is
-    left as it is. The answer to a block is its number, whether it ran, and what it printed.
+    Blocks are fenced and labelled ``python``, ``py`` or similar (see ``python_blocks``); a turn
+    without blocks is left unchanged. The answer to a block contains its number, its status and its
+    output.
 
     Args:
-        tokenizer: with one, it is checked at once that its chat template writes messages of role
-            ``tool_name``.
+        tokenizer: if given, the constructor checks that its chat template can express messages of
+            role ``tool_name``.
         tool_name: role of the appended messages.
-        persistent: keep one interpreter per conversation, so that names live from block to block
-            and from turn to turn; it ends when the conversation does. Else each block gets a fresh
-            one, and those of one turn run at the same time.
-        timeout: seconds that a block may take.
-        services: ``"ray"`` runs the code in one service for the whole cluster; ``None`` here.
+        persistent: keep one interpreter per conversation, so that names persist between blocks and
+            turns; it ends with the conversation. Otherwise each block gets a fresh one, and the
+            blocks of a turn run in parallel.
+        timeout: time limit of a block in seconds.
+        services: ``"ray"`` runs the code in one service for the whole cluster; ``None`` runs it in
+        this process's service.
         service_name: name of that service.
         namespace: Ray namespace of that service.
-        sandbox: where the code runs, or the name of a kind of sandbox; the strongest that the
-            machine has by default. Not with ``services``.
-        limits: of each run, see :class:`~torchrl_llm.sandbox.Limits`.
-        kind: ``"action"`` where running code is what the model does in a step.
+        sandbox: sandbox or its kind; by default the strongest one of the machine. Not with
+            ``services``.
+        limits: limits of each run, see :class:`~torchrl_llm.sandbox.Limits`.
+        kind: ``"action"`` if running code is the model's action in a step.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Raises:
         ConfigError: an unknown service, or settings that would have no effect.
-        TemplateError: the tokenizer's template drops or refuses what the code printed.
+        TemplateError: the tokenizer's template drops or rejects the output of code.
 
     Example:
         >>> from tensordict import TensorDict
@@ -488,11 +488,11 @@ class PythonInterpreter(ToolTransform):
 
     @property
     def timeout(self) -> float:
-        """Seconds that a block may take."""
+        """Time limit of a block in seconds."""
         return next(iter(self.tools.values())).code_timeout
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-        """The answers to the code blocks, one for each.
+        """The answers to the code blocks, one per block.
 
         Args:
             results: in the order of the blocks.

@@ -1,7 +1,7 @@
 """Shell for a model: :class:`ShellTool`, and :class:`ShellTransform` for rows that bring files.
 
-Each conversation has a sandbox of its own, in which :mod:`torchrl_llm.sandbox.shell` keeps a bash:
-files, working directory and variables live from call to call and end with the conversation.
+Each conversation has its own sandbox with a persistent bash (:mod:`torchrl_llm.sandbox.shell`):
+files, working directory and variables persist between calls and end with the conversation.
 
 Next: :mod:`torchrl_llm.envs.datasets.repairs` is a task.
 """
@@ -30,11 +30,11 @@ from torchrl_llm.tools.tool_transform import ToolTransform
 
 FILES = "files"
 """Column of a row: path to text, the files of its working directory."""
-# What the sandbox keeps of an answer: output and files, each byte of them perhaps as "\u0000".
+# Most bytes of an answer of the sandbox: output and files; each byte may become "\u0000".
 _ANSWER_BYTES = 1 << 20
-# What ending all that a command has started may take.
+# Time limit for ending all processes of a command.
 _STOP_S = 6.0
-# Of each end of a command: the error's name, and what the model reads besides the output.
+# For each ending of a command: the name of the error, and the text for the model.
 _ENDS = {
     "timeout": ("TimeoutError", "[The command did not end within {timeout:g} s and was stopped.]"),
     "output": ("OutputLimit", "[The command wrote too much and was stopped.]"),
@@ -43,7 +43,7 @@ _ENDS = {
 }
 _FRESH = "[The next command gets a fresh shell, in the same files.]"
 _NOT_RUN = "[The command could not be run; this is no fault of the command.]\n"
-# The programs of a session, by their names in a piece.
+# The programs of a session, by name.
 _SOURCES = {
     name: Path(module.__file__).read_text(encoding="utf-8")
     for name, module in {"guard": run_supervisor, "program": shell_program}.items()
@@ -62,25 +62,23 @@ shell.run(**{arguments!r})
 
 @register("tools", "shell")
 class ShellTool(Restarted, Tool):
-    r"""Runs commands in a bash that is kept for the whole conversation, in a sandbox.
+    r"""Runs commands in a sandboxed bash that persists for the whole conversation.
 
-    Standard output and errors come together, as in a terminal; standard input is empty. A command
-    that does not end in time, and one that ends its shell, is a result that says so: the next one
-    gets a fresh shell in the same files, and what ran in the background is gone. Where a command
-    brings down the session itself (its memory, for example), only the files are left that the row
-    has brought, as they were after the last command.
+    Standard output and errors are combined, as in a terminal; standard input is empty. If a command
+    times out or ends its shell, the result says so; the next command gets a fresh shell with the
+    same files, and background processes are ended. If a command ends the whole session (by its
+    memory, for example), only the files of the row are kept, in their state after the last command.
 
     Args:
-        timeout: seconds that a command may take.
-        sandbox: where the shells run, or the name of a kind of sandbox; the strongest that the
-            machine has by default. It needs bash, which an image may lack.
-        limits: of each session; ``output_bytes`` is what a model reads of a command, whose middle
-            is left out where it wrote more.
-        max_sessions: shells that are kept; beyond that the one that was used least recently is
-            ended.
+        timeout: time limit of a command in seconds.
+        sandbox: sandbox or its kind; by default the strongest one of the machine. It needs bash,
+            which an image may lack.
+        limits: limits of each session; ``output_bytes`` limits the output that the model reads of a
+            command; the middle of a longer output is left out.
+        max_sessions: most persistent shells; above it the least recently used one is ended.
 
     Raises:
-        ConfigError: an impossible number, or ``limits`` next to a sandbox that has its own.
+        ConfigError: an invalid number, or ``limits`` with a sandbox that has its own.
 
     Example:
         >>> tool = ShellTool()
@@ -128,12 +126,12 @@ class ShellTool(Restarted, Tool):
         self._begin()
 
     def _begin(self) -> None:
-        # Others may have conversations of the same number with the same service.
+        # Other processes may use the same conversation numbers with the same service.
         self._owner = uuid.uuid4().hex
         self._files: dict[int | None, dict[str, str | None]] = {}
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Run the command; whatever comes of it is a result."""
+        """Run the command; every outcome is a result."""
         command, session = call.args["command"], call.session
         if "\0" in command:
             return ToolOutput("A command cannot hold the character NUL.", "ValueError")
@@ -165,10 +163,11 @@ class ShellTool(Restarted, Tool):
         return ToolOutput(text + said, error, exit_code=code, truncated=bool(left_out))
 
     def _over(self, result: Mapping[str, Any], session: int | None) -> ToolOutput:
-        """What the model reads where the sandbox gave no answer; the session is ended."""
+        """Text for the model if the sandbox did not answer; the session is ended."""
         self.executor.end_session((self._owner, session))
         if result["status"] in ("sandbox_error", "error"):
-            # It is about the machine (without a bash, for example): no use for the model.
+            # The message is about the machine (no bash, for example), so it is not useful to the
+            # model.
             logger.warning(f"the sandbox of a shell failed: {result['stderr']}")
             return ToolOutput(_NOT_RUN, "SandboxError")
         left = ", ".join(self._files.get(session, ()))
@@ -179,19 +178,19 @@ class ShellTool(Restarted, Tool):
         return ToolOutput(said, "SessionEnded", exit_code=result["returncode"])
 
     def files(self, session: int | None) -> Mapping[str, str | None] | None:
-        """The files that a conversation's row has brought, as its last command has left them.
+        """The files of a conversation's row, in their state after its last command.
 
         Args:
             session: its ``traj_id``.
 
         Returns:
-            Path to text, ``None`` for a file that is not there any more (or is no text of at most
-            64 KiB); ``None`` where the conversation has called nothing.
+            Path to text; the value is ``None`` for a file that is gone (or not a text of at most 64
+            KiB). ``None`` if the conversation has made no call.
         """
         return self._files.get(session)
 
     def end_session(self, session: int | None) -> None:
-        """End the shell of a conversation, with its files."""
+        """End the shell of a conversation and delete its files."""
         self._files.pop(session, None)
         self.executor.end_session((self._owner, session))
 
@@ -202,10 +201,10 @@ class ShellTool(Restarted, Tool):
 
 
 class ShellTransform(ToolTransform):
-    """A shell in the files of the row: its working directory begins with the column ``files``.
+    """A shell with the files of the row: its working directory starts with the column ``files``.
 
-    After each step the column holds them as the shell has left them, so a reward can look at them,
-    and a run that is resumed goes on from them. A row is a mapping of paths to texts.
+    After each step, the column holds the current files, so a reward can read them and a resumed run
+    continues with them. A cell is a mapping of paths to texts.
 
     Args:
         shell: the tool; one with default limits if not given.
@@ -243,13 +242,13 @@ class ShellTransform(ToolTransform):
 
 
 def _files_of(row: TensorDictBase | None) -> dict[str, str | None]:
-    """The files that a row brings."""
+    """The files of a row."""
     found = None if row is None else row.get(FILES, None)
     return {} if found is None else dict(found.data)
 
 
 def _read(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The answer of the program in the sandbox; ``None`` where there is none."""
+    """The answer of the program in the sandbox, or ``None``."""
     if result["status"] != "ok":
         return None
     try:

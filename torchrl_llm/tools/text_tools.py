@@ -1,8 +1,7 @@
-"""Tools of one method, as TorchRL's users write them: a text goes in, answers come out.
+"""TorchRL's tool interface with one method: it takes a text and returns answers.
 
-:class:`ToolTransformBase` is for code that reads the model's text by itself.
-:class:`~torchrl_llm.tools.ToolTransform` knows calls, schemas, time limits and failures: use that
-for something new.
+:class:`ToolTransformBase` is for code that parses the model's text itself. For new code use
+:class:`~torchrl_llm.tools.ToolTransform`, which handles calls, schemas, time limits and failures.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torchrl_llm.tools.tool_transform import Calls, ToolTransform, Turns
 
 
 class ParseResult(TypedDict):
-    """What a parser of a text gives.
+    """Result of a text parser.
 
     Attributes:
         text: the text without its calls.
         calls: the calls, in order.
-        meta: what else there is to say.
+        meta: further information.
     """
 
     text: str
@@ -33,22 +32,22 @@ class ParseResult(TypedDict):
 
 
 class LLMToolParser(Protocol):
-    """A function from a text to a :class:`ParseResult`, which every tool transform takes."""
+    """A function from a text to a :class:`ParseResult`; every tool transform accepts it."""
 
     def __call__(self, response: str | Mapping[str, Any]) -> ParseResult:
-        """Take the calls out of a text."""
+        """Extract the calls from a text."""
         ...
 
 
 class ToolTransformBase(ToolTransform):
-    """Appends what :meth:`_process_batch_item` answers to a turn; a subclass writes that.
+    """Appends the answers of :meth:`_process_batch_item` to a turn; a subclass defines it.
 
-    What it writes and when is the base class's. An exception of the subclass ends the step: it is
-    the program's own, and no answer to a model.
+    The base class writes the columns. An exception of the subclass ends the step, because it is a
+    programming error and not an answer to the model.
 
     Attributes:
         tool_role: role of the appended messages.
-        use_step: always true; the answers are a part of the step.
+        use_step: always true; the answers are part of the step.
 
     Raises:
         ConfigError: a subclass has set ``use_step = False``.
@@ -77,20 +76,20 @@ class ToolTransformBase(ToolTransform):
         """The answers to a turn, in order.
 
         Args:
-            content: what the model wrote.
-            index: the row, in the flattened batch.
+            content: text of the model.
+            index: index of the row in the flattened batch.
 
         Returns:
-            A text for each message to append; nothing, or ``None``, where there is nothing to say.
+            A text for each message to append; an empty list or ``None`` for no message.
         """
         raise NotImplementedError(f"{type(self).__name__} must write _process_batch_item")
 
     def _format_result(self, result: str) -> str:
-        """The text of a message for an answer; the answer itself here."""
+        """The text of a message for an answer; by default the answer itself."""
         return result
 
     def _found(self, message: Any) -> Calls:
-        """No calls that another transform could answer."""
+        """No calls for other transforms to answer."""
         return []
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

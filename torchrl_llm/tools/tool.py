@@ -1,8 +1,8 @@
-"""The base of the tools: a name, a schema of arguments, and :meth:`Tool.run`.
+"""Base class of tools: a name, a schema of arguments, and :meth:`Tool.run`.
 
-A tool knows nothing of conversations, batches, time limits or threads. The executor gives it one
-:class:`~torchrl_llm.tools.tool_call.ToolCall` after another, several at once from different
-threads, and turns whatever happens into data.
+A tool does not handle conversations, batches, time limits or threads. The executor passes it each
+:class:`~torchrl_llm.tools.tool_call.ToolCall`, several in parallel from different threads, and
+turns every outcome into data.
 
 Next: :mod:`torchrl_llm.tools.executor` runs them,
 :mod:`torchrl_llm.tools.tool_transform` brings them into an environment.
@@ -26,19 +26,19 @@ ToolKind = Literal["auxiliary", "action"]
 
 
 class Tool(ABC):
-    """Something that the model can call; a subclass writes :meth:`run`.
+    """A tool that the model can call; a subclass defines :meth:`run`.
 
     Attributes:
-        name: what the model calls it.
-        description: what the model reads about it.
+        name: name of the tool for the model.
+        description: description for the model.
         parameters: JSON schema of its arguments, an object.
-        kind: ``"auxiliary"`` calls are a part of thinking: they change nothing and take no step of
-            the environment. Of an ``"action"`` the call is what the model does in this step.
-        stateful: whether a call may depend on earlier calls of the same conversation. Such calls
-            run one after another, in the order in which the model wrote them; all others at once.
-            Actions always do.
-        timeout: seconds that a call may take; ``None`` for the executor's. A tool that has a limit
-            of its own sets this a little above it, so that its own says what happened.
+        kind: ``"auxiliary"`` calls are part of thinking: they change nothing and are not a step of
+            the environment. A call of an ``"action"`` is the model's action in this step.
+        stateful: whether a call may depend on earlier calls of the same conversation. Such calls,
+            and all actions, run one after the other in the order of the text; all others run in
+            parallel.
+        timeout: time limit of a call in seconds; ``None`` for the executor's. A tool with its own
+            limit sets this slightly higher, so that its own limit reports the cause.
 
     Example:
         >>> class Shout(Tool):
@@ -59,21 +59,21 @@ class Tool(ABC):
 
     @abstractmethod
     def run(self, call: ToolCall) -> str | ToolOutput:
-        """Answer a call.
+        """Run a call.
 
-        Called from several threads at once. What it raises becomes the result's error; arguments
-        have been checked against ``parameters``.
+        Called from several threads at once. An exception becomes the error of the result; the
+        arguments have been checked against ``parameters``.
 
         Args:
             call: the call.
 
         Returns:
-            What the model is to read.
+            The text for the model.
         """
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates take it (a function with name, description, parameters)."""
+        """The tool as chat templates expect it (a function with name, description, parameters)."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -83,30 +83,30 @@ class Tool(ABC):
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """What arguments are checked against (``parameters``, or something stricter)."""
+        """Schema for the check of arguments (``parameters``, or something stricter)."""
         return self.parameters
 
     def start(self) -> None:
-        """Get ready (a server, a browser); called before the first call.
+        """Prepare the tool (start a server, a browser); called before the first call.
 
-        It is called again where the tool is used after :meth:`close`.
+        It is called again if the tool is used after :meth:`close`.
         """
 
     def end_session(self, session: int) -> None:
-        """Forget what was kept for a conversation that has ended.
+        """Delete the state of a conversation that has ended.
 
         Args:
             session: its ``traj_id``.
         """
 
     def close(self) -> None:
-        """Let go of processes and connections; may be called twice."""
+        """End processes and connections; may be called twice."""
 
 
 class Restarted:
-    """Base of what is copied or pickled without its processes, threads and connections.
+    """Base of objects that are copied or pickled without their processes, threads and connections.
 
-    The copy starts its own. A subclass names those attributes and makes them in :meth:`_begin`,
+    The copy starts its own. A subclass names these attributes and creates them in :meth:`_begin`,
     which its constructor calls.
     """
 
@@ -124,13 +124,12 @@ class Restarted:
 
 
 class FunctionTool(Tool):
-    """A Python function as a tool; it runs in the trainer's process, so it must be one you trust.
+    """A Python function as a tool; it runs in the trainer's process, so you must trust it.
 
     Args:
-        function: with type hints and a Google-style docstring, of which the schema is made.
+        function: with type hints and a Google-style docstring, from which the schema is derived.
         kind: see :class:`Tool`.
-        schema: as OpenAI, Anthropic or MCP write it, where the function's signature does not
-            say it.
+        schema: schema in the form of OpenAI, Anthropic or MCP, if the signature does not define it.
 
     Raises:
         ConfigError: neither ``schema`` nor the function's signature and docstring describe it.
@@ -171,22 +170,22 @@ class FunctionTool(Tool):
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """``parameters``, closed where the function takes no other arguments."""
+        """``parameters``, closed if the function takes no other arguments."""
         return closed_schema(self.parameters, self.function)
 
     def run(self, call: ToolCall) -> str | ToolOutput:
-        """Call the function; what is no string is written as one, by ``as_text``."""
+        """Call the function; ``as_text`` converts the result to a string."""
         value = self.function(**call.args)
         return value if isinstance(value, ToolOutput) else as_text(value)
 
 
 class ToolDescription(NamedTuple):
-    """What a schema says about a tool; ``None`` where it does not say it.
+    """The parts of a tool's schema; ``None`` if missing.
 
     Attributes:
         name: what the model calls it.
         description: what the model reads about it.
-        parameters: JSON schema of its arguments, or each argument's by its name.
+        parameters: JSON schema of its arguments, or a schema per argument by name.
     """
 
     name: str | None
@@ -194,19 +193,19 @@ class ToolDescription(NamedTuple):
     parameters: Mapping[str, Any] | None
 
 
-# Where OpenAI, Anthropic and MCP write the schema of the arguments.
+# Keys for the schema of the arguments in the forms of OpenAI, Anthropic and MCP.
 _ARGUMENTS = ("parameters", "input_schema", "inputSchema")
 _DESCRIBES = {"type", "name", "description", "strict", *_ARGUMENTS}
 JSON_TYPES = frozenset(("string", "integer", "number", "boolean", "array", "object", "null"))
 
 
 def read_schema(schema: Mapping[str, Any]) -> ToolDescription:
-    """Read the schema of a tool, whoever wrote it.
+    """Read the schema of a tool in any of the known forms.
 
     Args:
         schema: ``{"type": "function", "function": {...}}``, as OpenAI writes it;
-            ``{"name", "description", "parameters"}``, as TorchRL does, or with ``input_schema``
-            or ``inputSchema``, as Anthropic and MCP do; or the schema of the arguments alone.
+            ``{"name", "description", "parameters"}``, as in TorchRL; with ``input_schema`` or
+            ``inputSchema``, as in Anthropic and MCP; or only the schema of the arguments.
 
     Example:
         >>> read_schema({"type": "function", "function": {"name": "add", "description": "Adds."}})
@@ -228,11 +227,11 @@ def read_schema(schema: Mapping[str, Any]) -> ToolDescription:
 
 
 def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
-    """A schema that refuses arguments of other names where a function would, too.
+    """Make a schema reject unknown arguments if the function would, too.
 
     Args:
         parameters: JSON schema of the arguments.
-        function: what they are for.
+        function: the function.
     """
     if "additionalProperties" in parameters or not parameters.get("properties"):
         return parameters
@@ -246,10 +245,10 @@ def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -
 
 
 def as_text(value: Any) -> str:
-    """What a model reads of any value.
+    """Convert any value to a text for the model.
 
-    Strings stay as they are and bytes are decoded; dicts, lists, ``None`` and bools are JSON;
-    anything else is its ``str``.
+    Strings are unchanged and bytes are decoded; dicts, lists, ``None`` and bools become JSON;
+    everything else becomes its ``str``.
 
     Example:
         >>> as_text({"sum": 3}), as_text(2.5), as_text(True)
@@ -262,20 +261,20 @@ def as_text(value: Any) -> str:
     if value is None or isinstance(value, (bool, Mapping, list, tuple)):
         try:
             return json.dumps(value, ensure_ascii=False, default=str)
-        except (TypeError, ValueError, RecursionError):  # keys or cycles that JSON has no form for
+        except (TypeError, ValueError, RecursionError):  # keys or cycles that JSON cannot express
             pass
     return str(value)
 
 
 def as_output(value: Any) -> ToolOutput:
-    """What a tool returned as an output whose content is a text."""
+    """Convert the return value of a tool to an output with a text."""
     if isinstance(value, ToolOutput):
         return value._replace(content=as_text(value.content))
     return ToolOutput(as_text(value))
 
 
 def failure(error: BaseException) -> ToolOutput:
-    """What a model reads of an exception that a tool raised, with its name as the error.
+    """Output for an exception of a tool, with its type as the error name.
 
     Example:
         >>> failure(ValueError("no such file"))[:2]
@@ -284,17 +283,17 @@ def failure(error: BaseException) -> ToolOutput:
     name = type(error).__name__
     try:
         text = str(error)
-    except Exception:  # whatever a tool raises may not even have a text
+    except Exception:  # even ``str()`` of the exception may raise
         text = ""
     return ToolOutput(f"{name}: {text}" if text else name, name, failure=Failure.of(error, "tool"))
 
 
 def no_answer(error: str, text: str, exit_code: int | None = None) -> ToolOutput:
-    """What a model reads where a tool gave no answer.
+    """Output for a tool that did not answer.
 
     Args:
-        error: name of what went wrong.
-        text: what the model is told.
+        error: name of the error.
+        text: text for the model.
         exit_code: see :class:`~torchrl_llm.tools.tool_call.ToolOutput`.
 
     Example:

@@ -1,9 +1,8 @@
-"""Records of a tool call and of its result, which all parts of the tools share.
+"""Records of a tool call and its result, shared by all modules of tools.
 
-Parsers make a :class:`ToolCall` from what the model wrote, a tool
-(:mod:`torchrl_llm.tools.tool`) answers it with a :class:`ToolOutput`, and the
-executor makes the :class:`ToolResult` of both, which is stored next to the conversation. A
-call that fails is such a record too, never an exception.
+Parsers create a :class:`ToolCall` from the model's text, a tool (:mod:`torchrl_llm.tools.tool`)
+returns a :class:`ToolOutput`, and the executor combines both into a :class:`ToolResult`, which is
+stored with the conversation. A failed call is such a record too, never an exception.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from torchrl_llm.data.text.call_syntax import BrokenCall as BrokenCall
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that the model wrote.
+    """One call of the model.
 
     Args:
         tool: name of the tool.
         args: its arguments by name.
-        tag: the model's own label for the call, handed back with its result.
-        id: id that the template gives the call, for templates that name it in the result.
-        session: which conversation calls (its ``traj_id``), for tools that keep something between
-            the calls of one conversation; set by the transform.
-        state: the row that calls, a locked tensordict, where the transform hands it over.
+        tag: the model's label for the call; the result repeats it.
+        id: id of the call, for templates that refer to it in the result.
+        session: ``traj_id`` of the conversation, for tools that keep state within a conversation;
+            set by the transform.
+        state: the calling row, a locked tensordict, if the transform passes it.
 
     Example:
         >>> ToolCall("add", {"a": 1, "b": 2}).args["b"]
@@ -43,15 +42,15 @@ class ToolCall:
 
 
 class ToolOutput(NamedTuple):
-    """What a tool returns when a string does not say enough.
+    """Return value of a tool if a string is not enough.
 
     Attributes:
-        content: what the model is to read.
-        error: name of what went wrong (``"TimeoutError"``), empty where all went well.
-        exit_code: exit status where a process ran, negative for the signal that killed it.
+        content: text for the model.
+        error: name of the error (``"TimeoutError"``), empty on success.
+        exit_code: exit status if a process ran; negative for the signal that killed it.
         truncated: whether content was cut.
-        failure: what the tool raised, or that it gave no answer; ``None`` where it answered, be it
-            with an error that is the model's to mend.
+        failure: exception of the tool, or the fact that it did not answer; ``None`` if it answered,
+            even with an error that the model caused.
     """
 
     content: str
@@ -63,15 +62,15 @@ class ToolOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A call that was carried out, or could not be.
+    """A call and its result, also if the call could not be run.
 
     Args:
-        call: the call; of a malformed one, its ``tool`` is empty.
-        content: what the model reads.
-        error: name of what went wrong, empty where all went well: ``"MalformedCall"``,
-            ``"UnknownTool"``, ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``,
-            ``"CutResponse"`` (the response was cut), ``"NotRun"`` (behind a call of the same turn
-            that failed or did not end), or the name of the exception that the tool raised.
+        call: the call; the ``tool`` of a malformed call is empty.
+        content: text for the model.
+        error: name of the error, empty on success: ``"MalformedCall"``, ``"UnknownTool"``,
+            ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``, ``"CutResponse"`` (the
+            response was cut), ``"NotRun"`` (after a call of the same turn that failed or did not
+            end), or the name of the tool's exception.
         seconds: wall-clock time of the call.
         exit_code: see :class:`ToolOutput`.
         truncated: whether ``content`` was cut to the limit.
@@ -92,9 +91,9 @@ class ToolResult:
         return not self.error
 
     def record(self) -> dict[str, Any]:
-        """The facts of the call as plain data, without what the model reads anyway.
+        """The facts of the call as plain data, without the text for the model.
 
-        ``"failure"`` is there where the tool itself failed.
+        ``"failure"`` is present if the tool itself failed.
         """
         facts = {
             "tool": self.call.tool,

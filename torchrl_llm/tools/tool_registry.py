@@ -1,8 +1,8 @@
-"""Services and plain functions as tools, as TorchRL writes them, and the transforms for both.
+"""TorchRL's interface for services and plain functions as tools, and its transforms.
 
-A service is an object with a name that is called with keywords and returns a dict. A
-:class:`ServiceTool` makes a :class:`~torchrl_llm.tools.tool.Tool` of one, which is the richer
-interface: write that for something new.
+A service is an object with a name that is called with keywords and returns a dict.
+:class:`ServiceTool` turns it into a :class:`~torchrl_llm.tools.tool.Tool`. Use ``Tool`` for new
+code, because its interface is richer.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _TYPES = {
 
 @runtime_checkable
 class ToolService(Protocol):
-    """Something with a name that takes keywords and returns a dict.
+    """An object with a name that takes keywords and returns a dict.
 
     Attributes:
         name: what the model calls it.
         schema_in: its arguments: a JSON schema of an object, or of each argument by name, or a
             Python type of each; or a whole description of the tool in the
             form of OpenAI, Anthropic or MCP.
-        schema_out: what it returns, for people.
+        schema_out: description of its result, for people.
     """
 
     name: str
@@ -49,7 +49,7 @@ class ToolService(Protocol):
     schema_out: Mapping[str, Any]
 
     def __call__(self, **kwargs: Any) -> dict[str, Any]:
-        """Do it."""
+        """Call the service."""
         ...
 
 
@@ -57,10 +57,10 @@ class ToolRegistry:
     """Services by name, in the order of their registration.
 
     Args:
-        services: to begin with.
+        services: initial services.
 
     Raises:
-        ConfigError: two of one name.
+        ConfigError: two services with one name.
 
     Example:
         >>> class Echo:
@@ -93,7 +93,7 @@ class ToolRegistry:
         self._services[name] = service
 
     def get(self, name: str) -> ToolService:
-        """The service of that name.
+        """Look up a service by name.
 
         Raises:
             KeyError: there is none.
@@ -114,12 +114,12 @@ class ToolRegistry:
 
 
 class RowState(Mapping):
-    """The row that calls a service, to be read as a dict is; a locked tensordict holds it.
+    """The calling row with a dict-like interface; it wraps a locked tensordict.
 
-    Other attributes are the tensordict's. What is written into it raises.
+    Other attributes are those of the tensordict. Writing raises.
 
     Args:
-        row: the row as the policy left it; ``None`` outside of an environment.
+        row: the row after the policy; ``None`` outside an environment.
 
     Example:
         >>> from tensordict import TensorDict
@@ -147,7 +147,7 @@ class RowState(Mapping):
         self._row[key] = value
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_row":  # while it is copied
+        if name == "_row":  # during a copy
             raise AttributeError(name)
         return getattr(self._row, name)
 
@@ -156,11 +156,11 @@ class ServiceTool(Tool):
     """A service, or any function of keywords, as a tool.
 
     Args:
-        function: what is called.
+        function: the function.
         name: what the model calls it.
         parameters: JSON schema of its arguments.
         description: what the model reads about it.
-        pass_state: hand the row that calls over as ``_state``, where the function takes it.
+        pass_state: pass the calling row as ``_state``, if the function takes it.
         stateful: see :class:`~torchrl_llm.tools.tool.Tool`.
 
     Example:
@@ -189,7 +189,7 @@ class ServiceTool(Tool):
 
     @classmethod
     def of(cls, service: ToolService, *, pass_state: bool, stateful: bool) -> ServiceTool:
-        """The tool of a service."""
+        """Create the tool of a service."""
         schema = getattr(service, "schema_in", None)
         told = {} if schema is None else _told(schema, service.name)
         if (description := getattr(service, "description", None)) is not None:
@@ -202,17 +202,17 @@ class ServiceTool(Tool):
         return closed_schema(self.parameters, self.function)
 
     def __call__(self, **kwargs: Any) -> Any:
-        """Call the function outside of any conversation."""
+        """Call the function without a conversation."""
         return self.function(**kwargs)
 
     def run(self, call: ToolCall) -> str:
-        """Call the function; what it returns is written as JSON."""
+        """Call the function; its result is written as JSON."""
         state = {"_state": RowState(call.state)} if self._pass_state else {}
         return as_text(self.function(**{**call.args, **state}))
 
 
 def _told(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """What a schema says of the tool ``name``, as arguments of a :class:`ServiceTool`."""
+    """The schema of the tool ``name`` as arguments of :class:`ServiceTool`."""
     told = read_schema(schema)
     if told.name not in (None, name):
         raise ConfigError(f"the schema of the tool {name!r} is one of {told.name!r}: name it alike")
@@ -221,11 +221,11 @@ def _told(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def json_schema(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The JSON schema that a service's ``schema_in`` means.
+    """Convert a service's ``schema_in`` to a JSON schema.
 
     Args:
-        arguments: a JSON schema of an object, or by the name of each argument its schema, a Python
-            type or the name of a JSON type. All of the latter are required.
+        arguments: a JSON schema of an object; or argument names to a schema, a Python type or the
+            name of a JSON type. In the second form all arguments are required.
 
     Example:
         >>> json_schema({"n": int})["properties"], json_schema({"n": int})["required"]
@@ -238,7 +238,7 @@ def json_schema(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def signature_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments, from its signature alone.
+    """The JSON schema of a function's arguments, derived from its signature only.
 
     Example:
         >>> signature_schema(lambda a, b=2.0: a)["required"]
@@ -246,7 +246,7 @@ def signature_schema(function: Callable[..., Any]) -> dict[str, Any]:
     """
     try:
         parameters = inspect.signature(function, eval_str=True).parameters.values()
-    except (NameError, TypeError, ValueError):  # hints of names that are not there, or C code
+    except (NameError, TypeError, ValueError):  # hints with undefined names, or C code
         return {"type": "object"}
     rest = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     named = [p for p in parameters if p.kind not in rest and p.name != "_state"]
@@ -282,18 +282,18 @@ class SimpleToolTransform(ToolTransform):
 
     Args:
         tools: name to function; it is called with the arguments as keywords.
-        tool_schemas: name to schema, where the signature does not say enough: of the arguments, or
+        tool_schemas: name to schema, if the signature is not enough: a schema of the arguments, or
             a whole description in the form of OpenAI, Anthropic or MCP.
-        parser: another way to write calls.
+        parser: a different form of calls.
         tool_call_pattern: a regular expression with two groups, name and JSON arguments, instead of
             a parser.
         tool_name: role of the results.
-        timeout: seconds that a call may take.
+        timeout: time limit of a call in seconds.
         kwargs: further arguments of the base class.
 
     Raises:
-        ConfigError: parser and pattern, or a schema for a tool that there is not, or that names
-            another tool.
+        ConfigError: both parser and pattern; a schema for a tool that does not exist, or a schema
+            with a different tool name.
 
     Example:
         >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})
@@ -329,17 +329,17 @@ class SimpleToolTransform(ToolTransform):
 
 
 class ExecuteToolsInOrder(ToolTransform):
-    """Runs the calls of a turn strictly one after another and reports them in one message.
+    """Runs the calls of a turn strictly in order and reports them in one message.
 
     The message is ``<tool_results>``, a paragraph for each call, ``</tool_results>``. Calls of
-    different conversations still run at once.
+    different conversations still run in parallel.
 
     Args:
         registry: the services.
-        parser: how calls are written.
-        stop_on_error: do not run the calls behind one that failed.
-        pass_state_to_tools: call a service with ``_state``, the row that calls (a
-            ``RowState``, which is read as a dict is), where it takes that keyword.
+        parser: parser of calls.
+        stop_on_error: skip the calls after a failed one.
+        pass_state_to_tools: pass ``_state``, the calling row (a dict-like ``RowState``), to
+            services that take this keyword.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Example:
@@ -368,7 +368,7 @@ class ExecuteToolsInOrder(ToolTransform):
         self._add_services()
 
     def _add_services(self) -> None:
-        """The tools of services that have been registered since the last time."""
+        """Add the tools of services registered since the last call."""
         self.executor.add(
             ServiceTool.of(service, pass_state=self.pass_state_to_tools, stateful=True)
             for service in self.registry
@@ -376,7 +376,7 @@ class ExecuteToolsInOrder(ToolTransform):
         )
 
     def _found(self, message: Any) -> Calls:
-        """The calls, of services that were registered later too."""
+        """The calls, including calls of services that were registered later."""
         self._add_services()
         return super()._found(message)
 

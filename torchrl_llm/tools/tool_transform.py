@@ -1,12 +1,10 @@
 """Transform that brings tools into an environment.
 
-:class:`ToolTransform` reads the calls in the model's turn (a parser), has them answered (an
-executor) and appends the results to the conversation. Tools, parser and executor are three parts
-that can be exchanged.
+:class:`ToolTransform` parses the calls in the model's turn, runs them with an executor and appends
+the results to the conversation. Tools, parser and executor can be exchanged.
 
-Next: :mod:`~torchrl_llm.tools.tool` for a tool of your own,
-:mod:`~torchrl_llm.tools.call_parsers` and
-:mod:`~torchrl_llm.tools.call_parsers` for ways to write calls.
+Next: :mod:`~torchrl_llm.tools.tool` for your own tool, :mod:`~torchrl_llm.tools.call_parsers` for
+forms of calls.
 
 Shape legend: ``B`` rows.
 """
@@ -38,63 +36,60 @@ from torchrl_llm.tools.tool import FunctionTool, Tool
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolResult
 
 Calls = list[ToolCall | BrokenCall]
-# Names of tools that there are not may be as long as a turn.
+# Names of unknown tools may be as long as a turn.
 _MOST_NAME_CHARS = 200
 _COUNTS = ("num_calls", "num_failed", "auxiliary_turns")
 _CUT_ANSWER = "No tool was called: your answer was cut before its end."
 
 
 class ToolTransform(Transform):
-    """Answers the tool calls of a conversation.
+    """Runs the tool calls of a conversation.
 
-    At each step the calls in the model's turn of every row are carried out, those of different rows
-    at once, and one message for each is appended to ``("next", <input mode>, "prompt")``: the next
-    prompt of the model ends with them. No sampled token is encoded again, and the tokens of results
-    have the source ``TOOL``, so they are never trained. Rows that are done or not stepped, and rows
-    whose turn holds no call, are left as they are.
+    At each step, the calls in every row's turn are run, in parallel for different rows. One message
+    per call is appended to ``("next", <input mode>, "prompt")``, the next prompt of the model.
+    Sampled tokens are never encoded again, and tokens of results have the source ``TOOL``, so they
+    are not trained. Rows that are done or not stepped, and rows without a call, are left unchanged.
 
-    It writes under ``("next", "tools")``, and zeros at reset:
+    It writes these keys under ``("next", "tools")``, with zeros at reset:
 
     - ``"calls"``: a column of tuples, the
       :meth:`~torchrl_llm.tools.tool_call.ToolResult.record` of each call of this turn;
     - ``"num_calls"``, ``"num_failed"``: int64 ``[B]``;
-    - ``"auxiliary"``: bool ``[B, 1]``, this turn was a part of thinking: it called tools, and none
-      of kind ``"action"``. Such a turn is no step of the environment: a reward does not score it
-      and a :class:`~torchrl_llm.envs.transforms.StepCounter` does not count it;
-    - ``"auxiliary_turns"``: int64 ``[B]``, how many such turns there were since the last step.
+    - ``"auxiliary"``: bool ``[B, 1]``, this turn was only thinking: it called tools, but none of
+      kind ``"action"``. Such a turn is not a step of the environment: rewards do not score it and
+      :class:`~torchrl_llm.envs.transforms.StepCounter` does not count it;
+    - ``"auxiliary_turns"``: int64 ``[B]``, the number of such turns since the last step.
 
-    ``"env_step"`` does not count such a turn: it has the number of the step that it prepares.
+    ``"env_step"`` does not count such a turn: the turn has the number of the step that it prepares.
 
-    A call that fails is answered with what went wrong: a tool that raised or took too long, unknown
-    names, arguments that do not fit, calls that cannot be read. Nothing of it raises; the log shows
-    the first failure of each kind of a tool itself, with its traceback and its row. Calls in a
-    response that was cut (its ``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not
-    carried out, because the rest of the turn is missing; the answer says so, and the turn is a
-    step.
+    A failed call gets an error message as its result: the tool raised or timed out, its name is
+    unknown, its arguments are invalid, or the call is malformed. No failure raises. For failures of
+    a tool itself, the log shows the first of each kind with traceback and row. Calls in a truncated
+    response (``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not run, because the
+    rest of the turn is missing; the result says so, and the turn is a step.
 
-    Append it in front of rewards and step counters. Tools are started at the first call and closed
-    with the environment (``env.close()``). Several of these transforms can stand in one
-    environment; a call is answered by the one that knows its tool, so no two may have a tool of
-    one name.
+    Append it before rewards and step counters. Tools start at the first call and close with the
+    environment (``env.close()``). An environment can have several of these transforms; the one that
+    has the tool answers a call, so tool names must be unique.
 
     Args:
         tools: tools, or functions with type hints and a Google-style docstring.
-        parser: how calls are written; by default as the chat template writes them, see
-            :class:`~torchrl_llm.tools.call_parsers.MessageCallParser`. A function from a
-            text to ``{"calls": [...]}`` works as well.
+        parser: parser of calls; by default the form of the chat template, see
+            :class:`~torchrl_llm.tools.call_parsers.MessageCallParser`. A function from a text to
+            ``{"calls": [...]}`` works as well.
         tool_name: role of the appended messages.
-        timeout: seconds that a call may take, where the tool has no limit of its own.
-        max_concurrency: calls that run at a time.
-        max_calls: calls of one turn that are carried out; the others are answered all together.
-        max_result_chars: characters of a result that the model reads.
-        max_auxiliary_turns: turns that may do nothing but think with tools between two steps of the
-            environment. The calls of the turn behind them are refused, and it is a step; so no
-            episode goes on for ever.
-        accept_cut: carry out the calls of a response that was cut by its length.
+        timeout: time limit of a call in seconds, for tools without their own limit.
+        max_concurrency: number of parallel calls.
+        max_calls: most calls of one turn that are run; the others get one common answer.
+        max_result_chars: most characters of a result.
+        max_auxiliary_turns: most turns that only call auxiliary tools between two steps of the
+            environment. After that, calls are rejected and the turn is a step, so no episode runs
+            forever.
+        accept_cut: run the calls of a response that was truncated by its length.
 
     Raises:
-        ConfigError: for tools that cannot be described, two of one name, or impossible numbers;
-            and where it is appended, for a tool of a name that another transform there has.
+        ConfigError: for tools that cannot be described, duplicate names, or invalid numbers; when
+            it is appended, also for a tool name of a different transform.
 
     Example:
         >>> from torchrl_llm.envs import ChatEnv
@@ -119,9 +114,9 @@ class ToolTransform(Transform):
     """
 
     use_step = True
-    """Answers are a part of an environment's step."""
+    """Answers are part of an environment's step."""
     hands_over_state = False
-    """Whether calls carry the row that they come from, as ``ToolCall.state``."""
+    """Whether calls carry their row as ``ToolCall.state``."""
 
     @checked
     def __init__(
@@ -165,12 +160,12 @@ class ToolTransform(Transform):
 
     @property
     def timeout(self) -> float:
-        """Seconds that a call may take, where the tool has no limit of its own."""
+        """Time limit of a call in seconds, for tools without their own limit."""
         return self.executor.timeout
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools as chat templates take them, for the ``tools`` argument of a policy."""
+        """The tools in the form of chat templates, for the ``tools`` argument of a policy."""
         return [tool.schema for tool in self.tools.values()]
 
     def start(self) -> None:
@@ -178,13 +173,13 @@ class ToolTransform(Transform):
         self.executor.start()
 
     def close(self) -> None:
-        """Close the tools; they start again where they are called again."""
+        """Close the tools; a later call restarts them."""
         self._sessions.clear()
         self.executor.close()
         super().close()
 
     def set_container(self, container: Any) -> None:
-        """Refuse a place next to a transform with a tool of the same name."""
+        """Reject an environment that already has a tool of the same name."""
         others = container if _is_stack(container) else ()
         for other in others:
             if isinstance(other, ToolTransform) and other is not self:
@@ -217,13 +212,13 @@ class ToolTransform(Transform):
         return self.parent.mode
 
     def _calls(self, message: Any) -> Calls:
-        """The calls of a turn that are this transform's to answer."""
+        """The calls of a turn that this transform must answer."""
         found = self._found(message)
         earlier, later = self._beside()
         if not earlier and not later:
             return found
-        # Other transforms that find the same calls may know a tool that this one does not. A call
-        # that none of them knows is answered by the first that finds it.
+        # Other transforms may find the same calls and have a tool that this one lacks. If none has
+        # the tool, the first transform that finds the call answers it.
         theirs = [(other, other._found(message)) for other in (*earlier, *later)]
         known = {_sign(c) for other, calls in theirs for c in calls if _sign(c) in other.tools}
         first = {_sign(call) for _, calls in theirs[: len(earlier)] for call in calls}
@@ -236,11 +231,11 @@ class ToolTransform(Transform):
         schemas = {name: tool.parameters for name, tool in self.tools.items()}
         try:
             return [_whole(call) for call in self.parser.parse(message, schemas)]
-        except Exception as error:  # nothing that a model wrote may end the batch
+        except Exception as error:  # no text of a model may end the batch
             return [BrokenCall(f"{type(error).__name__}: {error}")]
 
     def _beside(self) -> tuple[list[ToolTransform], list[ToolTransform]]:
-        """The other tool transforms here: those in front of this one, and those behind it."""
+        """The other tool transforms of the environment: those before and those after this one."""
         stack = getattr(self.container, "transform", None)
         found = [t for t in stack if isinstance(t, ToolTransform)] if _is_stack(stack) else [self]
         place = next(at for at, transform in enumerate(found) if transform is self)
@@ -267,12 +262,12 @@ class ToolTransform(Transform):
         return [a + b for a, b in zip(answered, refused, strict=True)]
 
     def _is_cut(self, turns: Turns, row: int) -> bool:
-        """Whether the calls of a row are not carried out because its response was cut."""
+        """Whether the calls of a row are skipped because its response was truncated."""
         reason = turns.finish[row]
         return not (reason.whole or (reason.cut and self.accept_cut))
 
     def _refusal(self, calls: Calls, allowed: int, *, cut: bool) -> list[ToolResult]:
-        """One answer to all calls that are too many, or stand in a response that was cut."""
+        """One answer to all calls above the limit, or in a truncated response."""
         if not calls:
             return []
         first = calls[0] if isinstance(calls[0], ToolCall) else ToolCall("")
@@ -287,14 +282,14 @@ class ToolTransform(Transform):
         return [ToolResult(first, text, error="TooManyCalls")]
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-        """The messages that tell the model what came of the calls of its turn.
+        """The messages with the results of the calls of a turn.
 
         Args:
             results: at least one, in the order of the calls.
 
         Returns:
-            Here a message each, of role ``tool_name``, with the tool's ``name`` and the call's id
-            where there are any. A result whose call has a tag begins with it.
+            By default a message per call, with role ``tool_name``, and the tool's ``name`` and the
+            call's id if present. If the call has a tag, the result begins with it.
         """
         return [self._result_message(result) for result in results]
 
@@ -353,7 +348,7 @@ class ToolTransform(Transform):
         tool = self.tools.get(call.tool)
         if tool is not None:
             return tool.kind == "action"
-        # An unknown tool may mean anything; where all tools are actions, it counts as one.
+        # An unknown tool counts as an action if all tools are actions.
         return bool(self.tools) and all(tool.kind == "action" for tool in self.tools.values())
 
     def _reset(
@@ -382,7 +377,7 @@ class ToolTransform(Transform):
 
 
 def as_tool(tool: Tool | Callable[..., Any] | str) -> Tool:
-    """A tool from a tool, a class of tools, a function, or the name of one of these.
+    """Convert a tool, a tool class, a function, or the name of one of these to a tool.
 
     Args:
         tool: a name is a registered one or ``"module:name"``.
@@ -406,13 +401,13 @@ class Turns(NamedTuple):
     """The rows of one step.
 
     Attributes:
-        messages: what the model wrote in each, ``None`` where it did not.
+        messages: message of the model in each row, or ``None``.
         stepped: rows that are stepped.
         active: rows that are stepped and not done.
         sessions: ``traj_id`` of each.
-        thought: auxiliary turns of each since the last step of the environment.
+        thought: number of auxiliary turns of each since the last step of the environment.
         finish: how each response ended.
-        rows: a row as the policy left it, by its index.
+        rows: function from an index to the row after the policy.
     """
 
     messages: Sequence[Any]
@@ -428,9 +423,9 @@ class Turns(NamedTuple):
         """The rows of a step.
 
         Args:
-            td: what the policy left.
-            next_td: what the step makes of it.
-            messages: the model's, of each row.
+            td: rows after the policy.
+            next_td: the next state.
+            messages: the model's message of each row.
         """
         size = len(messages)
         stepped = active = [True] * size
@@ -456,7 +451,7 @@ class Turns(NamedTuple):
 
 
 def _tell(results: Sequence[Sequence[ToolResult]], turns: Turns) -> None:
-    """Show the first failure of each kind in the log."""
+    """Log the first failure of each kind."""
     failed = [
         (row, result.failure)
         for row, found in enumerate(results)
@@ -468,12 +463,12 @@ def _tell(results: Sequence[Sequence[ToolResult]], turns: Turns) -> None:
 
 
 def _sign(call: ToolCall | BrokenCall) -> str:
-    """What tells whether two parsers have found the same: the tool, or what is wrong."""
+    """Key for comparing the findings of two parsers: the tool, or the error."""
     return call.tool if isinstance(call, ToolCall) else call.problem
 
 
 def _whole(call: ToolCall | BrokenCall) -> ToolCall | BrokenCall:
-    """The call without halves of characters, which JSON can spell and nothing else can take."""
+    """The call without lone surrogates, which JSON can contain but other code cannot handle."""
     if isinstance(call, BrokenCall):
         return call
     try:
@@ -506,7 +501,7 @@ def _node(
     counts: Mapping[str, Sequence[int]],
     auxiliary: Sequence[bool],
 ) -> TensorDict:
-    """What :class:`ToolTransform` writes for the rows of a tensordict."""
+    """The node that :class:`ToolTransform` writes for the rows of a tensordict."""
     node = TensorDict(batch_size=td.batch_size, device=td.device)
     node.set("calls", Column.of(calls))
     for name, values in counts.items():

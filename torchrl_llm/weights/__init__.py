@@ -1,4 +1,4 @@
-"""Weight updates: from the trainer's weights to the policy that samples."""
+"""Weight updates from the trainer to the sampling policy."""
 
 from torchrl_llm._imports import lazy
 

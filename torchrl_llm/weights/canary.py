@@ -1,9 +1,8 @@
-"""A proof that an engine computes with the weights that were trained.
+"""Canary: verifies that an engine computes with the trained weights.
 
-A digest proves that bytes arrived. Engines fuse, pad, cast and repack weights after that, and some
-loads return without an error and are wrong. What is left to compare is what both compute: the
-log-probs of fixed rows of tokens. What they prove is decided in
-:mod:`torchrl_llm.weights.canary_rule`.
+A digest proves that bytes arrived. But engines then fuse, pad, cast and repack weights, and some
+loads are wrong without an error. So the canary compares log-probs of fixed rows of tokens.
+:mod:`torchrl_llm.weights.canary_rule` judges the differences.
 """
 
 from __future__ import annotations
@@ -28,42 +27,42 @@ from torchrl_llm.weights.canary_rule import (
     score_rows,
 )
 
-# Sampled rows begin with so many random tokens, which are not scored.
+# Sampled rows begin with this many random tokens, which are not scored.
 _PREFIX = 4
-# In doubt further rows are scored: so many times as many as at first.
+# In doubt further rows are scored: this many times the first number.
 _MORE = 3
-# Float32 kernels add up in another order each; next to their own 2**-24 that makes so much of what
-# rounding to bfloat16 does.
+# Float32 kernels sum in different orders; relative to the rounding to bfloat16, this effect is this
+# large.
 _FLOAT32_OF_BFLOAT16 = 2.0**-14
 _LOW = (torch.bfloat16, torch.float16)
 
 
 class CanaryCheck:
-    """Compares the log-probs of an engine with the trainer's on fixed rows.
+    """Compares log-probs of an engine and the trainer on fixed rows.
 
-    The rows are sampled from the trainer, so that their tokens are likely ones, whose log-probs
-    rounding moves little. How much it does is measured on each token, by scoring the trainer at two
-    precisions; see :class:`~torchrl_llm.weights.CanaryJudge` for what follows from that.
+    The rows are sampled from the trainer, because rounding changes log-probs of likely tokens only
+    a little. The effect of rounding is measured on each token, by scoring with the trainer at two
+    precisions; see :class:`~torchrl_llm.weights.CanaryJudge` for the rule.
 
     Args:
         reference: the trainer's scorer, e.g. a
             :class:`~torchrl_llm.modules.backends.TransformersBackend` over the trained model.
-        prompts: rows of token ids, int64 ``[T]`` with at least 2 tokens, all but the first of which
-            are scored. By default ``num_prompts`` rows that the reference samples, and three times
-            as many for cases of doubt; random ids where it cannot sample.
-        dtype: what the engine computes in; by default what the reference does.
-        tolerance: median difference in nats that is accepted whatever was measured.
-        num_prompts: rows to sample, where none are given.
-        num_tokens: of each.
-        seed: of the rows.
+        prompts: rows of token ids, int64 ``[T]`` with at least 2 tokens; all but the first token
+            are scored. By default ``num_prompts`` rows sampled by the reference, and three times as
+            many for cases of doubt; random ids if it cannot sample.
+        dtype: dtype of the engine; by default that of the reference.
+        tolerance: median difference in nats that is always accepted.
+        num_prompts: number of rows to sample, if no prompts are given.
+        num_tokens: tokens per row.
+        seed: seed of the rows.
 
     Attributes:
         prompts: the rows that are scored first.
-        report: of the last check; ``None`` before the first.
+        report: report of the last check; ``None`` before the first.
 
     Raises:
-        ConfigError: for a tolerance that is not positive, a row that has nothing to score, or no
-            prompts and a reference that does not know its vocabulary.
+        ConfigError: for a tolerance that is not positive, a row without a token to score, or
+            missing prompts with a reference of unknown vocabulary.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -92,7 +91,7 @@ class CanaryCheck:
     ) -> None:
         self._reference, self._dtype, self._tolerance = reference, dtype, tolerance
         self._start = 1
-        # Autocast to bfloat16 says nothing of layers that compute in it already.
+        # Autocast to bfloat16 shows nothing for layers that already compute in it.
         self._probe = torch.float16 if _computes_in_bfloat16(reference) else torch.bfloat16
         if prompts is None:
             rows = self._draw(num_prompts * (1 + _MORE), num_tokens, seed)
@@ -108,7 +107,7 @@ class CanaryCheck:
         self._judges: WeakKeyDictionary[Hashable, CanaryJudge] = WeakKeyDictionary()
 
     def _draw(self, number: int, tokens: int, seed: int) -> list[Tensor]:
-        """Rows of likely tokens, as long as the reference can sample."""
+        """Rows of likely tokens, if the reference can sample."""
         vocabulary = self._reference.vocab_size
         if vocabulary is None:
             raise ConfigError("pass prompts=: the reference does not know its vocabulary")
@@ -128,7 +127,7 @@ class CanaryCheck:
         ]
 
     def scores(self, scorer: TokenScorer) -> Tensor:
-        """Log-probs of the tokens of the rows that are scored first.
+        """Log-probs of the tokens in the first rows.
 
         Args:
             scorer: an engine, or the reference.
@@ -139,9 +138,9 @@ class CanaryCheck:
         return score_rows(scorer, self._rows[: len(self.prompts)], self._start)
 
     def target(self) -> CanaryTarget:
-        """What an engine should compute with the weights that the reference has now.
+        """The log-probs that an engine should compute with the reference's current weights.
 
-        It is small and may be sent with the weights, to be judged where the engine is.
+        It is small and can be sent with the weights, to be checked next to the engine.
         """
         exact = self._score(None)
         low = self._dtype in _LOW
@@ -159,21 +158,21 @@ class CanaryCheck:
             return score_rows(self._reference, self._rows, self._start)
 
     def _rounding(self, exact: Tensor) -> Tensor:
-        """What rounding does to a reference of the engine's own precision."""
+        """Effect of rounding on a reference with the engine's precision."""
         try:
             spread = (self._score(self._probe) - exact).abs()
         except RuntimeError as error:
             if self._probe is torch.bfloat16 or "autocast" not in str(error):
                 raise
-            # Layers that compute in bfloat16 whatever autocast says (quantized ones) do not mix.
+            # Layers that always compute in bfloat16 (quantized ones) do not mix with autocast.
             spread = exact.new_full(exact.shape, torch.inf)
         if not spread.any() and self._probe is torch.bfloat16:
-            # The reference rounds to bfloat16 itself.
+            # The reference itself rounds to bfloat16.
             self._probe = torch.float16
             return self._rounding(exact)
         if self._probe is torch.bfloat16:
             spread = spread * _FLOAT32_OF_BFLOAT16
-        # Float16 overflows in some models; then from the rounding of the log-prob itself.
+        # Float16 overflows in some models; then use the rounding of the log-prob itself.
         return spread.where(spread.isfinite(), torch.finfo(torch.bfloat16).eps * (1 + exact.abs()))
 
     def check(
@@ -183,12 +182,12 @@ class CanaryCheck:
         version: int | None = None,
         target: CanaryTarget | None = None,
     ) -> CanaryReport:
-        """Compare an engine with the trainer, and refuse weights that it does not have.
+        """Compare an engine with the trainer; raise if it has different weights.
 
         Args:
-            engine: what was given the weights.
-            version: their number, for the message.
-            target: what it should compute; by default what the trainer computes now.
+            engine: the engine that received the weights.
+            version: their version, for the message.
+            target: expected log-probs; by default the trainer's current ones.
 
         Raises:
             WeightUpdateError: the engine does not compute with these weights.
@@ -200,7 +199,7 @@ class CanaryCheck:
 
 
 def _computes_in_bfloat16(reference: TokenScorer) -> bool:
-    """Whether the model of a reference has weights of that type, next to those of adapters."""
+    """Whether the base model of a reference has bfloat16 weights."""
     found = (getattr(reference, name, None) for name in ("model", "module"))
     model = next((each for each in found if isinstance(each, nn.Module)), None)
     return model is not None and any(p.dtype is torch.bfloat16 for p in model.parameters())
@@ -208,13 +207,13 @@ def _computes_in_bfloat16(reference: TokenScorer) -> bool:
 
 @contextmanager
 def _precision(dtype: torch.dtype | None) -> Iterator[None]:
-    """Autocast to a type of 16 bits, or none at all, whatever holds outside."""
+    """Autocast to a 16-bit dtype, or no autocast, independent of the outer setting."""
     accelerator = torch.accelerator.current_accelerator()
     with ExitStack() as stack:
         for kind in {"cpu"} | ({accelerator.type} if accelerator is not None else set()):
             low = dtype in _LOW
             kept = dtype if low else torch.bfloat16
-            # Weights may be there for a moment alone, and a copy of each would stay.
+            # Gathered weights exist only for a moment; autocast's cache would keep a copy of each.
             cast = torch.autocast(kind, dtype=kept, enabled=low, cache_enabled=False)
             stack.enter_context(cast)
         yield

@@ -1,10 +1,10 @@
-"""The rule by which weights that an engine does not have are told from rounding.
+"""The rule that distinguishes wrong weights of an engine from rounding.
 
-It knows tokens and their log-probs only, so that whoever has an engine can apply it: an updater in
-the trainer's process, or a worker that was told with the weights what they compute. Next:
-:mod:`torchrl_llm.weights.canary`, which asks the trainer.
+It needs only tokens and log-probs, so it can run next to the engine: in the trainer's process, or
+in a worker that received the expected log-probs with the weights. Next:
+:mod:`torchrl_llm.weights.canary`, which computes them.
 
-Shape legend: ``N`` scored tokens of all rows, ``n`` those of the rows that were scored, ``A`` past
+Shape legend: ``N`` scored tokens of all rows, ``n`` tokens of the rows that were scored, ``A`` past
 versions.
 """
 
@@ -20,36 +20,35 @@ from torch import Tensor
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import WeightUpdateError
 
-# The figures come from test/benchmarks/bench_canary.py. In right updates the differences were at
-# most 3.1 times the measured rounding (median; the 9th tenth: 10 times), and what an engine seemed
-# to have missed of a move was 12 times.
+# The figures come from test/benchmarks/bench_canary.py. In correct updates the differences were at
+# most 3.1 times the measured rounding (median; 90th percentile: 10 times), and the part of a move
+# that an engine seemed to miss was 12 times.
 FAR = 5.0
-"""The median difference of engine and trainer is at most so many times the rounding."""
+"""The median difference of engine and trainer is at most this many times the rounding."""
 _TAIL = 5.0
-# Nine of ten differences are at most so many times as large as half of them may be.
+# The 90th percentile is at most this many times the limit of the median.
 _KERNELS = 2.0
-# The engine's kernels may round so much more than the trainer's; its first check says.
+# The engine's kernels may round this much more than the trainer's, according to its first check.
 _CLEAR = 20.0
-# A move of the trainer, and the part of it that was missed, are clear from this length on, in
-# units of the rounding (euclidean, over all tokens).
+# A move of the trainer, and its missed part, are significant from this length on, in units of the
+# rounding (Euclidean, over all tokens).
 _FOLLOWED = 0.8
-# An engine that made this part of a move has followed it.
+# An engine that made at least this part of a move has followed it.
 _MOVED, _SHARE, _UNMOVED = 0.1, 0.25, 1.5
-# A token has moved by so many units; a version has where so many of its tokens have; an engine
-# that stands still while such shares add up to this is stuck.
+# Thresholds: a token has moved by this many units; a version has moved if this share of its tokens
+# has; an engine without any change is stuck once the shares add up to this.
 _SMOOTH, _KEPT = 8, 256
 
 
 class CanaryReport(NamedTuple):
-    """How far engine and trainer are apart on the canary rows.
+    """Difference of engine and trainer on the canary rows.
 
     Attributes:
         difference: median difference of two log-probs, in nats.
-        rounding: how far the differences are as a multiple of what rounding explains; about 1 for a
-            right engine.
-        followed: which part of the trainer's move the engine made: 1.0 when it has the new weights,
-            0.0 when it has the old ones. The move is that since the latest version which can be
-            told from the present one; ``None`` when none can, the digest is the only proof then.
+        rounding: the differences as a multiple of the rounding; about 1 for a correct engine.
+        followed: the part of the trainer's move that the engine made: 1.0 with the new weights, 0.0
+            with the old ones. The move is measured from the latest version that is distinguishable
+            from the current one. ``None`` if no version is; then only the digest is a proof.
     """
 
     difference: float
@@ -58,15 +57,15 @@ class CanaryReport(NamedTuple):
 
 
 class CanaryTarget(NamedTuple):
-    """What an engine with the trainer's weights computes, and how far rounding may take it away.
+    """Expected log-probs of an engine with the trainer's weights, and the effect of rounding.
 
     Attributes:
         rows: token ids.
-        start: position of the first token of each row that is scored.
-        num_first: rows that are scored first; the others where those leave doubt.
+        start: position of the first scored token of each row.
+        num_first: number of rows that are scored first; the others are scored in doubt.
         exact: float32 ``[N]``, log-probs in the trainer's own precision.
-        rounded: float32 ``[N]``, in the engine's.
-        spread: float32 ``[N]``, nats above 0 that rounding explains.
+        rounded: float32 ``[N]``, in the engine's precision.
+        spread: float32 ``[N]``, effect of rounding in nats, above 0.
     """
 
     rows: tuple[tuple[int, ...], ...]
@@ -77,11 +76,11 @@ class CanaryTarget(NamedTuple):
     spread: Tensor
 
     def score(self, scorer: TokenScorer, *, first: bool) -> Tensor:
-        """Log-probs of the rows that are scored first, or else of the others.
+        """Log-probs of the first rows, or of the others.
 
         Args:
             scorer: an engine.
-            first: which ones.
+            first: whether to score the first rows.
 
         Returns:
             Float32 ``[n]`` on the CPU, row after row.
@@ -90,7 +89,7 @@ class CanaryTarget(NamedTuple):
         return score_rows(scorer, rows, self.start)
 
     def to_json(self) -> dict[str, Any]:
-        """What :meth:`from_json` reads."""
+        """Convert to the format of :meth:`from_json`."""
         return {
             name: value.tolist() if isinstance(value, Tensor) else value
             for name, value in self._asdict().items()
@@ -98,13 +97,13 @@ class CanaryTarget(NamedTuple):
 
     @classmethod
     def from_json(cls, value: Any) -> CanaryTarget:
-        """A target out of a message.
+        """Read a target from a message.
 
         Args:
-            value: of :meth:`to_json`.
+            value: result of :meth:`to_json`.
 
         Raises:
-            WeightUpdateError: it is none.
+            WeightUpdateError: it is malformed.
         """
         try:
             rows = tuple(tuple(int(token) for token in row) for row in value["rows"])
@@ -132,7 +131,7 @@ def score_rows(scorer: TokenScorer, rows: Sequence[Sequence[int]], start: int) -
 
 
 class _Seen(NamedTuple):
-    """What was found when an engine was checked last."""
+    """Findings of the last check of an engine."""
 
     found: Tensor
     rounded: Tensor
@@ -145,19 +144,20 @@ class _Evidence(NamedTuple):
 
 
 class CanaryJudge:
-    """Judges one engine, version after version.
+    """Checks one engine over successive versions.
 
-    Three questions are asked, all in units of the rounding that was measured for each token:
+    It checks three things, in units of the measured rounding of each token:
 
-    - Are the differences of engine and trainer explained by rounding, half of them and nine of ten?
-      They are not where weights were permuted, or a part of them has stayed behind for long.
-    - Of the trainer's move since any version it remembers, did the engine make its part? With
-      ``d`` the move, and ``e`` what the engine made of it, that is ``<e, d> / <d, d>``: 1 with the
-      new weights, 0 with the old ones. Where ``|d|`` is too short for rounding, nothing is said:
-      an engine that stays behind is found when the moves have added up.
-    - Has any bit of the engine's log-probs changed, while the trainer's have at the same precision?
+    - Does rounding explain the differences of engine and trainer (median and 90th percentile)? It
+      does not if weights were permuted, or if a part of them has been outdated for long.
+    - Did the engine follow the trainer's move since a remembered version? With ``d`` the trainer's
+      move and ``e`` the engine's, the ratio is ``<e, d> / <d, d>``: 1 with the new weights, 0 with
+      the old ones. If ``|d|`` is too short compared with rounding, there is no verdict; an engine
+      that stays behind is detected when the moves have added up.
+    - Has any bit of the engine's log-probs changed while the trainer's have changed at the same
+      precision?
 
-    A wrong answer to the first two is asked again over all rows before it is an error.
+    If one of the first two fails, it is checked again over all rows before it is an error.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -181,12 +181,12 @@ class CanaryJudge:
     def check(
         self, engine: TokenScorer, target: CanaryTarget, *, version: int | None = None
     ) -> CanaryReport:
-        """Compare an engine with what it should compute, and refuse weights that it does not have.
+        """Compare an engine with the expected log-probs; raise if it has different weights.
 
         Args:
             engine: what was given the weights.
-            target: what it should compute; with other rows than before nothing is remembered.
-            version: of the weights, for the message.
+            target: expected log-probs; with different rows than before the history is reset.
+            version: version of the weights, for the message.
 
         Raises:
             WeightUpdateError: the engine does not compute with these weights.
@@ -217,7 +217,7 @@ class CanaryJudge:
     # -- evidence ---------------------------------------------------------------------------------
 
     def _smoothed(self, target: CanaryTarget) -> Tensor:
-        """One sample of a token's rounding may happen to be 0; the mean of several is not."""
+        """A single sample of a token's rounding may be 0; the mean of several is not."""
         if self._spread is None:
             return target.spread
         return self._spread + (target.spread - self._spread) / min(len(self._past) + 1, _SMOOTH)
@@ -240,7 +240,7 @@ class CanaryJudge:
             moves_An, made_An = (reference - past_An) / unit, (found - past_An) / unit
             sizes_A = moves_An.norm(dim=1)
             parts_A = (made_An * moves_An).sum(dim=1) / sizes_A.square()
-            # A move that is too short says nothing, whatever was made of it.
+            # A move that is too short gives no verdict.
             missed_A = torch.where(parts_A < _FOLLOWED, (1 - parts_A) * sizes_A, 0.0)
             missed_A = missed_A.where(sizes_A >= _CLEAR, 0.0)
             clear = (sizes_A >= _CLEAR).nonzero().flatten()
@@ -252,13 +252,13 @@ class CanaryJudge:
         return _Evidence(report, far, behind)
 
     def _count_unmoved(self, target: CanaryTarget, first: Tensor) -> float:
-        """Shares of tokens that moved in the trainer since a bit last changed in the engine."""
+        """Shares of tokens that moved in the trainer since the engine last changed by a bit."""
         if self._last is None or not torch.equal(first, self._last.found):
             return 0.0
         size = len(first)
         moved = (target.rounded - self._last.rounded).abs()[:size]
         share = float((moved >= _MOVED * self._unit(target)[:size]).float().mean())
-        # A few flipped bits may come to nothing in the engine, and be seen in the trainer.
+        # A few flipped bits may be invisible in the engine and visible in the trainer.
         return self._unmoved + (share if share >= _SHARE else 0.0)
 
     def _why(self, evidence: _Evidence, unmoved: float, tokens: int) -> str:
@@ -280,7 +280,7 @@ class CanaryJudge:
 
     def _worst(self, target: CanaryTarget, found: Tensor) -> str:
         difference = (found - target.exact[: len(found)]).abs()
-        # A NaN is the worst there is.
+        # NaN counts as the largest difference.
         at = int((difference / self._unit(target)[: len(found)]).nan_to_num(nan=torch.inf).argmax())
         places = [(row, i) for row, ids in enumerate(target.rows) for i in range(len(ids))]
         row, position = [place for place in places if place[1] >= target.start][at]

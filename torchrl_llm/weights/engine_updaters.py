@@ -1,7 +1,7 @@
-"""Updaters of engines: all weights, those that changed, or the LoRA adapter alone.
+"""Updaters of engines: all weights, only changed weights, or only the LoRA adapter.
 
-Each push is proven: the engine answers with the digest of what it got, and computes what the
-trainer computes. Next: :mod:`~torchrl_llm.weights.shared_engine`, where nothing is copied.
+Each push is verified: the engine returns the digest of the received weights, and its log-probs
+match the trainer's. Next: :mod:`~torchrl_llm.weights.shared_engine`, which copies nothing.
 """
 
 from __future__ import annotations
@@ -41,34 +41,34 @@ Source = TypeVar("Source", bound=WeightSource)
 
 @register("weights", "load")
 class EngineWeights(WeightUpdater):
-    """Sends all weights to one or more engines, and proves that they arrived.
+    """Sends all weights to one or more engines and verifies their arrival.
 
-    After each push the engine has dropped what it had cached, counts the new version, and has
-    echoed the digest of what it got; with a ``canary`` it also computes the same log-probs as the
-    trainer. If that proof fails, the push raises and the version is counted all the same: what the
-    engine samples from then on is neither the old version nor a proven new one, and a
-    :class:`~torchrl_llm.weights.WeightLedger` refuses it. If the weights did not arrive at
-    all, the engine keeps the old ones and their version.
+    After each push the engine has cleared its cache, counts the new version, and has returned the
+    digest of the received weights. With a ``canary``, its log-probs are also compared with the
+    trainer's. If this verification fails, the push raises, but the version is still counted:
+    further samples belong neither to the old version nor to a verified new one, and a
+    :class:`~torchrl_llm.weights.WeightLedger` rejects them. If the weights did not arrive, the
+    engine keeps the old ones and their version.
 
     Args:
-        *backends: the engines; by default that of the collector's policy.
-        model: what is pushed when :meth:`push_weights` is given nothing.
+        *backends: the engines; by default the engine of the collector's policy.
+        model: default for :meth:`push_weights`.
         canary: compares log-probs after each push.
-        ledger: gets version and digest of each proven push.
-        dtype: the type of the engine's weights, to send fewer bytes to remote engines; see
-            :func:`engine_weights`. In one process the copy casts.
-        fingerprint: hash the weights, so that the engine's receipt says what it got and batches can
-            be checked against it. On the CPU it costs half of the copy; weights on an
-            accelerator have to be copied to the CPU for it.
+        ledger: records version and digest of each verified push.
+        dtype: dtype of the engine's weights, to send fewer bytes to remote engines; see
+            :func:`engine_weights`. Within a process, the copy casts.
+        fingerprint: hash the weights, so that the engine's receipt and batches can be verified. On
+            the CPU this costs half as much as the copy; weights on an accelerator must be copied to
+            the CPU for it.
 
     Raises:
-        ConfigError: an engine of this process whose weights cannot be replaced, such as quantized
-            ones.
+        ConfigError: the weights of an engine in this process cannot be replaced, for example if
+            they are quantized.
 
     Attributes:
-        version: number of the last push; 0 before the first. With a collector that counts versions
+        version: number of the last push; 0 before the first. With a collector that counts versions,
             it follows that count.
-        receipts: of the last push.
+        receipts: receipts of the last push.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -108,10 +108,10 @@ class EngineWeights(WeightUpdater):
 
     @property
     def backends(self) -> Sequence[Backend]:
-        """The engines that get the weights.
+        """The engines that receive the weights.
 
         Raises:
-            ConfigError: none were given, and there is no collector whose policy has one.
+            ConfigError: none were given, and no collector has a policy with an engine.
         """
         if self._backends:
             return self._backends
@@ -124,14 +124,14 @@ class EngineWeights(WeightUpdater):
         return (backend,)
 
     def push_weights(self, policy_or_weights: Weights | None = None) -> None:
-        """Send the weights, and return when they are proven to be there.
+        """Send the weights, and return after they are verified.
 
         Args:
             policy_or_weights: the trained module, its state dict or a tensordict; ``None`` for the
                 model given at construction.
 
         Raises:
-            ConfigError: nothing to push, or engines that cannot take it.
+            ConfigError: there is nothing to push, or an engine cannot load it.
             WeightUpdateError: the weights did not arrive, or not as they were sent, or the engine
                 does not compute with them.
         """
@@ -148,7 +148,7 @@ class EngineWeights(WeightUpdater):
             self._prove(receipts, version)
         except TorchRLLLMError:
             if receipts:
-                # Nobody may call what is sampled from now on by the old version's number.
+                # Samples from now on must not have the old version number.
                 self._count(version)
             raise
         self.receipts, self.version = receipts, version
@@ -156,19 +156,19 @@ class EngineWeights(WeightUpdater):
             self.ledger.record(version, receipts[0].digest)
 
     def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
-        """Bring a version to every engine; receipts are added as they come, even before errors."""
+        """Send a version to every engine; receipts are added as they arrive, even before errors."""
         send = self._sender(weights, version)
         for backend in self.backends:
             receipts += send(backend)
 
     def _sender(self, weights: Weights, version: int) -> Sender:
-        """What brings a version to one engine; everything that all need is done once, here."""
+        """Function that sends a version to one engine; common work is done once here."""
         source = TensorSource(engine_weights(weights, dtype=self._dtype))
         source.hashed = self._fingerprint
         return partial(update_backend, source=self._counted(source), version=version)
 
     def _counted(self, source: Source) -> Source:
-        """A source whose version is one of this updater."""
+        """A source with a version number of this updater."""
         source.counter = self._name
         return source
 
@@ -192,17 +192,17 @@ class EngineWeights(WeightUpdater):
         if self.canary is not None:
             target = self.canary.target()
             for backend in self.backends:
-                # An engine that is awake with its weights only is asked when it has a cache again.
+                # An engine that has only its weights awake is checked when it has a cache again.
                 check = partial(self.canary.check, backend, version=version, target=target)
                 backend.when_awake(check)
 
 
 def update_backend(backend: Backend, *, source: WeightSource, version: int) -> list[WeightReceipt]:
-    """Tell a backend of weights; what a sender is made of.
+    """Send weights to one backend.
 
     Args:
-        backend: gets them.
-        source: where they are.
+        backend: the receiver.
+        source: source of the weights.
         version: their number.
     """
     return backend.update_weights(source, version=version)
@@ -210,15 +210,15 @@ def update_backend(backend: Backend, *, source: WeightSource, version: int) -> l
 
 @register("weights", "delta")
 class DeltaWeights(EngineWeights):
-    """Sends the tensors whose digest is another than at the last push.
+    """Sends only tensors whose digest has changed since the last push.
 
-    Each engine is told which weights the changes are a change of, and refuses them when it holds
-    others (it was rebuilt, or missed a version); it is then sent all weights. The first push is
-    whole. Hashing reads every weight once, which is cheaper than sending it anywhere.
+    Each engine gets the digest of the base of the changes, and rejects them if it has different
+    weights (it was rebuilt, or missed a version); then all weights are sent. The first push sends
+    all weights. Hashing reads every weight once, which is cheaper than sending it.
 
     Attributes:
-        num_sent: tensors of the last push, to the engine that got most.
-        num_bytes_sent: of the last push, to all engines together.
+        num_sent: number of tensors in the last push, for the engine that got most.
+        num_bytes_sent: bytes of the last push, over all engines.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -268,7 +268,7 @@ class DeltaWeights(EngineWeights):
                 source = self._counted(DeltaSource(changed, base=base, result=digest.value))
                 receipts = backend.update_weights(source, version=version)
             except WeightUpdateError:
-                # It holds others than it was sent: rebuilt, or loaded by somebody else.
+                # It has different weights: it was rebuilt, or loaded by other code.
                 pass
             else:
                 self._count_sent(changed)
@@ -284,15 +284,15 @@ class DeltaWeights(EngineWeights):
 
 @register("weights", "adapter")
 class AdapterWeights(EngineWeights):
-    """Sends the adapter of a PEFT model to engines that have the model's base weights.
+    """Sends the adapter of a PEFT model to engines with the model's base weights.
 
     An engine with LoRA (vLLM with ``enable_lora=True``, or a
-    :class:`~torchrl_llm.modules.backends.TransformersBackend` on a PEFT model of its own) takes the
-    adapter as it is. Others get merged weights, by :class:`EngineWeights` all of them, by
-    :class:`DeltaWeights` those of the adapted layers alone once they have the others.
+    :class:`~torchrl_llm.modules.backends.TransformersBackend` on its own PEFT model) loads the
+    adapter itself. Other engines get merged weights: all of them with :class:`EngineWeights`, or
+    only those of the adapted layers with :class:`DeltaWeights` after the first push.
 
-    The engine must have been built from the model's base; nothing but a ``canary`` would notice
-    another one.
+    The engine must have been built from the model's base; only a ``canary`` would notice a
+    different base.
 
     Args:
         *backends: see :class:`EngineWeights`.
@@ -311,7 +311,7 @@ class AdapterWeights(EngineWeights):
         super().__init__(*backends, model=model, canary=canary, ledger=ledger)
 
     def _check(self, backend: Backend) -> None:
-        """Any will do: an adapter leaves the weights of its base alone."""
+        """Accept any engine: an adapter does not change the base weights."""
 
     def _sender(self, weights: Any, version: int) -> Sender:
         if isinstance(weights, LLMWrapperBase):
@@ -331,7 +331,7 @@ def _adapter(model: nn.Module) -> WeightSource:
     peft = require("peft", extra="peft", feature="AdapterWeights")
     name = model.active_adapter
     state: dict[str, Tensor] = peft.get_peft_model_state_dict(model, adapter_name=name)
-    # Plain, as JSON has it: PEFT's configuration holds sets and enums.
+    # Convert to plain JSON values: PEFT's configuration contains sets and enums.
     held = json.dumps(model.peft_config[name].to_dict(), default=_plain)
     config = json.loads(held) | {"inference_mode": True}
     weights = {key: whole_tensor(value.detach()) for key, value in sorted(state.items())}
@@ -343,7 +343,7 @@ def _plain(value: Any) -> Any:
 
 
 def _unwrapped(weights: Any) -> Any:
-    """The model inside DDP and ``torch.compile``, which PEFT's own functions do not look into."""
+    """The model inside DDP and ``torch.compile``, which PEFT's functions do not unwrap."""
     while isinstance(weights, nn.Module):
         inside = weights._modules.get("_orig_mod") or weights._modules.get("module")
         if inside is None:

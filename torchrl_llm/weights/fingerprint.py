@@ -1,9 +1,9 @@
-"""Fingerprints of weights, and the ledger that keeps the one of each version.
+"""Digests of weights, and the ledger of the digest of each version.
 
-What the sender hashed, the receiver must find in what it got.
+The receiver must compute the same digest as the sender.
 
-It proves that bytes arrived, not that an engine uses them: fused and padded weights inside an
-engine cannot be hashed alike. That is what the canary prompt of :mod:`torchrl_llm.weights` is for.
+This proves that bytes arrived, not that an engine uses them, because fused and padded weights
+inside an engine have different digests. The canary of :mod:`torchrl_llm.weights` checks that.
 Batches are checked against the ledger.
 """
 
@@ -19,20 +19,20 @@ from torch import Tensor
 
 from torchrl_llm.errors import WeightUpdateError
 
-# Bytes that are copied and then hashed while the processor still has them in its cache.
+# Chunk size: bytes are copied and then hashed while they are in the processor's cache.
 _CHUNK = 1 << 20
 
 
 class WeightDigest:
-    """A digest that takes weights one after the other, in any order.
+    """A digest of weights, added one by one in any order.
 
-    Names, dtypes, shapes and bytes count; the order and the device do not. It is XXH3 with 128
-    bits, which reads as fast as memory does: made against what goes wrong, not against somebody who
-    wants two weights to look alike.
+    It depends on names, dtypes, shapes and bytes, not on the order or the device. It is 128-bit
+    XXH3, which is as fast as reading memory. It protects against errors, not against deliberate
+    collisions.
 
     Attributes:
-        num_tensors: how many were counted in.
-        num_bytes: of all of them.
+        num_tensors: number of added weights.
+        num_bytes: bytes of all of them.
 
     Example:
         >>> digest = WeightDigest()
@@ -48,13 +48,13 @@ class WeightDigest:
         self.num_bytes = 0
 
     def update(self, name: str, tensor: Tensor, *, target: Tensor | None = None) -> None:
-        """Count a weight in, and copy it where it belongs on the way.
+        """Add a weight, and optionally copy it at the same time.
 
         Args:
             name: its dotted name.
             tensor: its values; on an accelerator they are copied to the CPU.
-            target: gets the values, whatever its dtype; together this costs little more than the
-                copy.
+            target: receives a copy of the values, in its own dtype; both together cost little more
+                than the copy.
         """
         data = tensor.detach()
         if target is not None and not _side_by_side(data, target):
@@ -74,7 +74,7 @@ class WeightDigest:
                     place.copy_(piece)
                     content.update(read[start : start + _CHUNK])
         number = int.from_bytes(content.digest(), "big")
-        # A sum does not depend on the order in which weights come.
+        # A sum does not depend on the order of the weights.
         self._sum = (self._sum + number) % 2**128
         self._parts[name] = number
         self.num_tensors += 1
@@ -92,7 +92,7 @@ class WeightDigest:
 
     @staticmethod
     def of_parts(parts: Mapping[str, int]) -> str:
-        """The digest of weights whose numbers are known.
+        """The digest from the numbers of single weights.
 
         Args:
             parts: see :attr:`parts`.
@@ -104,7 +104,7 @@ class WeightDigest:
 
 
 def _side_by_side(data: Tensor, target: Tensor) -> bool:
-    """Whether two tensors can be copied in pieces that lie next to each other."""
+    """Whether two tensors can be copied in contiguous pieces."""
     return all(one.device.type == "cpu" and one.is_contiguous() for one in (data, target))
 
 
@@ -124,13 +124,13 @@ def weights_digest(weights: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]])
 
 
 class WeightLedger:
-    """Version to digest of the weights that were proven to have arrived.
+    """Version to digest of verified weights.
 
-    Updaters of engines record into it; whoever takes batches checks what they claim. A version that
-    was never proven, or that somebody sampled with other weights, is refused. Threads may share it.
+    Updaters of engines record versions; receivers of batches check them. A version that was never
+    verified, or that was sampled with different weights, is rejected. Thread-safe.
 
     Args:
-        keep: versions that are remembered, the newest.
+        keep: number of versions to keep, the newest.
 
     Example:
         >>> ledger = WeightLedger()
@@ -149,14 +149,14 @@ class WeightLedger:
         self._lock = threading.Lock()
 
     def record(self, version: int, digest: str) -> None:
-        """Write down what a version is.
+        """Record the digest of a version.
 
         Args:
             version: number of the weights.
             digest: of them.
 
         Raises:
-            WeightUpdateError: the version is known, with another digest.
+            WeightUpdateError: the version is known with a different digest.
         """
         with self._lock:
             known = self._digests.get(version, digest)
@@ -170,23 +170,22 @@ class WeightLedger:
                 del self._digests[old]
 
     def digest(self, version: int) -> str | None:
-        """That of a version; ``None`` when it was not proven, or is forgotten."""
+        """Digest of a version; ``None`` if it was not verified or is no longer kept."""
         return self._digests.get(version)
 
     def check(
         self, digests: Mapping[int, str], versions: Iterable[int] = (), *, proven: bool = True
     ) -> None:
-        """Refuse rows that do not hold what they claim.
+        """Reject rows whose versions and digests do not match the ledger.
 
         Args:
-            digests: version to digest, as the sampler had them
-                (``digests``).
-            versions: of the sampled tokens; each needs a digest.
-            proven: refuse versions that are not in the book; without it they pass, as where the
-                first weights were not hashed.
+            digests: version to digest, as reported by the sampler (``digests``).
+            versions: versions of the sampled tokens; each needs a digest.
+            proven: reject versions that are not in the ledger; otherwise they are accepted, for
+                example if the first weights were not hashed.
 
         Raises:
-            WeightUpdateError: names the first version that is wrong, and why.
+            WeightUpdateError: for the first wrong version, with the reason.
         """
         bare = sorted(set(versions) - set(digests))
         if bare:
@@ -215,7 +214,7 @@ class WeightLedger:
             return {"digests": dict(self._digests)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Restore the state of :meth:`state_dict`."""
         with self._lock:
             self._digests = {int(key): value for key, value in state_dict["digests"].items()}
 

@@ -1,10 +1,10 @@
-"""Weights through a Redis, for models that are small next to what it and the network can carry.
+"""Weights through Redis, for models that are small compared with its memory and the network.
 
-The learner's :class:`RedisWeightWriter` puts each version there in chunks, under keys of its own,
-and then names it; a :class:`RedisWeightReader` finds the newest one and hands out a source that
-may be read at leisure: an older version stays until two newer ones are there. What arrives is
-checked against the digest of what was sent. For large models let the Redis carry rows only, and
-the weights a shared disc (:mod:`torchrl_llm.weights.shared_files`).
+The learner's :class:`RedisWeightWriter` writes each version in chunks under its own keys, and then
+announces it. A :class:`RedisWeightReader` finds the newest version and returns a source; a version
+is kept until two newer ones exist, so there is time to read it. Received weights are checked
+against the sender's digest. For large models use Redis only for rows, and a shared disk for weights
+(:mod:`torchrl_llm.weights.shared_files`).
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ def _key(name: str, part: str) -> str:
 
 
 class RedisWeightWriter:
-    """The learner's end: puts versions of the weights into a Redis.
+    """The learner's end: writes versions of the weights to Redis.
 
     Args:
-        url: of the Redis.
-        name: of the run; readers give the same.
-        chunk_bytes: most bytes of one value, as long as no single tensor is larger.
-        keep: versions that stay, so that whoever is reading one while others come can finish.
-        reconnect_s: seconds for which the server may stay away.
-        dtype: of the weights that are sent, see :func:`engine_weights`.
+        url: URL URL of the Redis.
+        name: name of the run; readers use the same.
+        chunk_bytes: most bytes per value, unless a single tensor is larger.
+        keep: number of versions to keep, so that a reader can finish while newer ones arrive.
+        reconnect_s: most seconds that the server may be unreachable.
+        dtype: dtype of the sent weights, see :func:`engine_weights`.
 
     Raises:
         MissingExtraError: redis-py is not installed.
-        ConfigError: sizes below 1, or a URL that is none.
+        ConfigError: a size below 1, or an invalid URL.
     """
 
     @checked
@@ -70,20 +70,20 @@ class RedisWeightWriter:
         self._last: tuple[dict[str, Any], list[bytes]] | None = None
 
     def publish(self, weights: Weights, version: int, *, canary: CanaryTarget | None = None) -> str:
-        """Put a version there; what :class:`~torchrl_llm.collectors.ChannelCollector` calls.
+        """Write a version; called by :class:`~torchrl_llm.collectors.ChannelCollector`.
 
         Args:
             weights: the trained module, its state dict, or a tensordict of its weights.
             version: their number.
-            canary: what they compute, for readers to check.
+            canary: expected log-probs, for readers to check.
 
         Returns:
             Their digest.
 
         Raises:
-            WeightUpdateError: a tensor larger than what a Redis takes.
-            WorkerError: the server stayed away.
-            ResourceError: it is out of memory.
+            WeightUpdateError: a tensor is too large for Redis.
+            WorkerError: the server is unreachable.
+            ResourceError: the server is out of memory.
         """
         named = engine_weights(weights, dtype=self._dtype)
         chunks = list(self._chunks(named))
@@ -98,7 +98,7 @@ class RedisWeightWriter:
         return head["digest"]
 
     def refresh(self) -> None:
-        """Put the last version there again where the server has lost it."""
+        """Write the last version again if the server has lost it."""
         if self._last is None:
             return
         head, chunks = self._last
@@ -130,7 +130,7 @@ class RedisWeightWriter:
         for i, chunk in enumerate(chunks):
             key = _key(self._name, f"{head['upload']}:{i}")
             self._link.call(lambda again, key=key, chunk=chunk: client.set(key, chunk))
-        # Named when all of it is there, so that nobody ever finds half of a version.
+        # Announced after everything is written, so that no reader finds half of a version.
         newest = json.dumps(head)
         self._link.call(lambda again: client.set(_key(self._name, "newest"), newest))
         self._last = (head, chunks)
@@ -142,7 +142,7 @@ class RedisWeightWriter:
             self._link.call(lambda again, old=old: client.delete(*old))
 
     def close(self) -> None:
-        """Let the server forget the weights in an hour."""
+        """Let the server delete the weights in an hour."""
         keys = [_key(self._name, "newest")]
         keys += [_key(self._name, f"{u}:{i}") for u, number in self._uploads for i in range(number)]
         for key in keys:
@@ -154,12 +154,12 @@ class RedisWeightSource(WeightSource):
     """One version of the weights in a Redis; picklable.
 
     Args:
-        link: to the server.
+        link: connection to the server.
         name: of the run.
         version: of the weights.
         digest: of the weights.
-        upload: under which their chunks are.
-        chunks: how many.
+        upload: key of their chunks.
+        chunks: number of chunks.
 
     Attributes:
         version: as given.
@@ -196,11 +196,11 @@ class RedisWeightReader:
     Args:
         url: of the Redis.
         name: of the run.
-        reconnect_s: seconds for which the server may stay away.
+        reconnect_s: most seconds that the server may be unreachable.
 
     Raises:
         MissingExtraError: redis-py is not installed.
-        ConfigError: a URL that is none.
+        ConfigError: an invalid URL.
     """
 
     def __init__(self, url: str, name: str, *, reconnect_s: float = RECONNECT_S) -> None:
@@ -208,11 +208,11 @@ class RedisWeightReader:
         self._name = name
 
     def newest(self) -> tuple[int, RedisWeightSource] | None:
-        """The newest version and where it is; ``None`` before the first.
+        """The newest version and its source; ``None`` before the first.
 
         Raises:
-            WeightUpdateError: what is there names no version.
-            WorkerError: the server stayed away.
+            WeightUpdateError: the stored value is malformed.
+            WorkerError: the server is unreachable.
         """
         (found,) = self._link.read(lambda pipe: pipe.get(_key(self._name, "newest")))
         if found is None:

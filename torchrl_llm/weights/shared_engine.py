@@ -1,8 +1,8 @@
-"""One copy of the weights for the trainer and a vLLM engine in the same process.
+"""Trainer and vLLM engine share one copy of the weights in the same process.
 
-vLLM's memory is the one that both use: its parameters are fused and padded, so each parameter of
-the Hugging Face model becomes a run of rows of them. An optimizer that works in place then trains
-the engine, and an update has nothing to copy.
+Both use vLLM's memory. vLLM's parameters are fused and padded, so each parameter of the Hugging
+Face model becomes a view of some rows of them. An in-place optimizer then trains the engine
+directly, and an update copies nothing.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt
 
 
 class SharedStorage:
-    """Makes a model's parameters views of an engine's memory, and watches that they stay so.
+    """Turns a model's parameters into views of an engine's memory, and checks that they stay views.
 
-    The model's weights are copied into the engine once, when this is constructed. The engine may
-    have been started with ``load_format="dummy"``.
+    The constructor copies the model's weights into the engine once. The engine may have been
+    started with ``load_format="dummy"``.
 
     Args:
-        model: the trained Hugging Face model, in the engine's dtype and on its device. Not sharded,
-            without adapters. Its ``Parameter`` objects stay, so an optimizer may exist already.
-        llm: a ``vllm.LLM`` in this process. From then on its backends give back nothing but its
-            cache when it sleeps; ``llm.sleep()`` itself would take the trainer's weights away.
+        model: the trained Hugging Face model, in the engine's dtype and on its device; not sharded,
+            without adapters. Its ``Parameter`` objects stay the same, so an optimizer may already
+            exist.
+        llm: a ``vllm.LLM`` in this process. From now on, its backends release only its cache when
+            it sleeps; ``llm.sleep()`` itself would free the trainer's weights.
 
     Attributes:
-        num_tensors: parameters that are shared, a tied one once.
+        num_tensors: number of shared parameters; tied ones count once.
         num_bytes: of them.
 
     Raises:
-        ConfigError: a weight of one side that the other does not have, another shape, dtype or
-            device, weights that are tied on one side only, or an engine that cannot share.
+        ConfigError: one side lacks a weight of the other; a shape, dtype or device differs; weights
+            are tied on one side only; or the engine does not support sharing.
     """
 
     def __init__(self, model: nn.Module, llm: Any) -> None:
@@ -88,7 +89,7 @@ class SharedStorage:
                         f"{name} has {what} {ours} in the model and {theirs} in the engine; shared "
                         "weights are the same memory (start the engine in the model's dtype)"
                     )
-            # Tied weights must be tied on both sides, or one of two values would be lost.
+            # Tied weights must be tied on both sides, otherwise one of two values would be lost.
             if owners.setdefault(slot.data_ptr(), parameter) is not parameter:
                 raise ConfigError(f"{name} is tied in the engine and not in the model")
         if len(owners) != len({id(parameter) for parameter in parameters.values()}):
@@ -96,13 +97,13 @@ class SharedStorage:
 
     @torch.no_grad()
     def bind(self) -> list[str]:
-        """Copy what is not shared into the engine, and share it.
+        """Copy unshared parameters into the engine, and share them.
 
         Returns:
-            Names of the parameters that were not shared before.
+            Names of the newly shared parameters.
 
         Raises:
-            ConfigError: the model has changed in shape or dtype since.
+            ConfigError: the model has changed its shape or dtype.
         """
         self._check_fits()
         bound = self.unshared()
@@ -115,7 +116,7 @@ class SharedStorage:
         return bound
 
     def unshared(self) -> list[str]:
-        """Names of parameters whose memory is not the engine's."""
+        """Names of parameters outside the engine's memory."""
         slots = self._slots
         return [
             name
@@ -124,15 +125,15 @@ class SharedStorage:
         ]
 
     def changes(self) -> tuple[int, ...]:
-        """How often each parameter was written to in place; equal tuples mean equal weights."""
-        # torch counts these for autograd, which has to notice the same thing.
+        """Number of in-place writes per parameter; equal tuples mean equal weights."""
+        # torch counts these for autograd.
         return tuple(parameter._version for parameter in self._parameters().values())
 
     def check(self) -> None:
-        """Raise when a parameter has left the engine's memory; a look at each address, no more.
+        """Raise if a parameter is outside the engine's memory; only addresses are compared.
 
         Raises:
-            WeightUpdateError: names the parameters.
+            WeightUpdateError: lists the parameters.
         """
         gone = self.unshared()
         if gone:
@@ -144,7 +145,7 @@ class SharedStorage:
 
 
 def _check_sleep(config: Any) -> None:
-    """Raise where the memory of the cache cannot be given back without that of the weights."""
+    """Raise if the memory of the cache cannot be released without that of the weights."""
     if not config.model_config.enable_sleep_mode:
         return
     by = config.model_config.sleep_mode_backend
@@ -163,30 +164,30 @@ def _check_sleep(config: Any) -> None:
 
 @register("weights", "shared")
 class SharedEngineWeights(SleepingEngineWeights):
-    """The trained model and a vLLM engine of the same process live in the same memory.
+    """Updater for a trained model and a vLLM engine that share memory in one process.
 
-    When this is constructed, the model's weights are copied into the engine once and each of its
-    parameters becomes a view of the engine's. From then on every optimizer step that works in place
-    is a step of the engine. A push checks the address of each parameter, drops the engine's cache
-    and counts the version.
+    The constructor copies the model's weights into the engine once and turns each parameter into a
+    view of the engine's memory. From then on, every in-place optimizer step also changes the
+    engine. A push checks the address of each parameter, clears the engine's cache and counts the
+    version.
 
-    The engine has new weights as soon as the optimizer stepped: push before anything is sampled
-    again, and let nothing be sampled while the optimizer steps (a loop that collects and trains in
-    turns; not one that does both at once). A collector with this updater checks before each rollout
-    that nothing left the shared memory, and that nothing was trained since the last push.
+    The engine has new weights as soon as the optimizer steps. So push before the next sampling, and
+    do not sample while the optimizer steps (collect and train in turns, not in parallel). A
+    collector with this updater checks before each rollout that all parameters are still shared and
+    that nothing was trained since the last push.
 
-    Between :meth:`sleep` and the next push the engine has no cache, and the trainer has its memory
-    (on a GPU, of an engine with ``enable_sleep_mode=True``). The weights stay where they are.
+    Between :meth:`sleep` and the next push the engine has no cache, and the trainer can use that
+    memory (on a GPU, with ``enable_sleep_mode=True``). The weights stay in memory.
 
     Args:
         model: the trained Hugging Face model; see
-            ``SharedStorage`` for what it must be.
+            ``SharedStorage`` for the requirements.
         backend: a :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
-        rebind: when a parameter has left the engine's memory, copy its values there and share it
-            again, instead of raising. An optimizer that holds another ``Parameter`` than the
-            model's is not helped by it.
+        rebind: if a parameter is outside the engine's memory, copy its values there and share it
+            again instead of raising. This does not help an optimizer that holds a different
+            ``Parameter`` object.
         fingerprint: hash all weights at each push, so that batches can be checked against their
-            digest. That reads every weight once; without it the digest says only that the memory
+            digest. This reads every weight once. Without it, the digest only states that the memory
             is shared.
         canary: see :class:`EngineWeights`.
         ledger: see :class:`EngineWeights`.
@@ -195,7 +196,7 @@ class SharedEngineWeights(SleepingEngineWeights):
         storage: the shared memory, with counts of tensors and bytes.
 
     Raises:
-        ConfigError: the two cannot share.
+        ConfigError: model and engine cannot share memory.
     """
 
     def __init__(
@@ -224,11 +225,11 @@ class SharedEngineWeights(SleepingEngineWeights):
         self._pushed = self.storage.changes()
 
     def sleep(self) -> None:
-        """Give the memory of the engine's cache to the trainer; nothing is sampled until a push.
+        """Release the engine's cache for the trainer; sampling is not possible until the next push.
 
         Raises:
-            BackendError: it sleeps already.
-            ConfigError: a GPU engine that was built without ``enable_sleep_mode=True``.
+            BackendError: it is already asleep.
+            ConfigError: a GPU engine was built without ``enable_sleep_mode=True``.
         """
         super().sleep()
 
@@ -236,10 +237,10 @@ class SharedEngineWeights(SleepingEngineWeights):
         backend.release_cache()
 
     def _make_room(self, backend: Any) -> None:
-        """The weights have never left."""
+        """Do nothing: the weights are still in memory."""
 
     def register_collector(self, collector: Any) -> None:
-        """Bind to a collector, whose rollouts then begin with :meth:`check_rollout`.
+        """Bind to a collector; its rollouts then start with :meth:`check_rollout`.
 
         Args:
             collector: see :meth:`~torchrl_llm.weights.WeightUpdater.register_collector`.
@@ -251,11 +252,11 @@ class SharedEngineWeights(SleepingEngineWeights):
             collector.pre_collect_hook = self.check_rollout if hook is None else _both(hook, self)
 
     def check_rollout(self) -> None:
-        """Refuse to sample with weights that no push has counted as a version.
+        """Raise if the weights have changed without a push.
 
         Raises:
-            WeightUpdateError: a parameter has left the engine's memory, or the weights were trained
-                since the last push.
+            WeightUpdateError: a parameter is outside the engine's memory, or the weights were
+                trained since the last push.
         """
         self.storage.check()
         if self.storage.changes() != self._pushed:
@@ -266,10 +267,10 @@ class SharedEngineWeights(SleepingEngineWeights):
             )
 
     def check(self) -> None:
-        """Raise when a parameter has left the engine's memory, or share it again with ``rebind``.
+        """Raise if a parameter is outside the engine's memory, or share it again with ``rebind``.
 
         Raises:
-            WeightUpdateError: names the parameters.
+            WeightUpdateError: lists the parameters.
         """
         if self._rebind:
             self.storage.bind()
@@ -295,7 +296,7 @@ class SharedEngineWeights(SleepingEngineWeights):
                 self.check()
                 self._pushed = self.storage.changes()
                 if self._fingerprint:
-                    # The loader finds each weight where it belongs, and copies none.
+                    # All weights are already in place, so the loader copies none.
                     source = self._counted(TensorSource(engine_weights(self._model)))
                     return backend.update_weights(source, version=version)
                 backend.weights_changed(version)

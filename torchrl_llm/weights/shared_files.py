@@ -1,11 +1,12 @@
-"""Weights through a folder that sender and receivers share: a safetensors file for each version.
+"""Weights through a shared folder, with a safetensors file per version.
 
-A file takes its name when it is whole, and is never written to again. So neither side waits for the
-other, no reader ever takes half a version, whoever is killed whenever, and either side may be
-restarted. The last two versions stay. Each names its number, its digest and what it computes.
+A file gets its name when it is complete, and never changes afterwards. So neither side waits for
+the other, no reader ever sees half a version (even if a process is killed), and both sides can
+restart. The last two versions are kept. Each file contains its version number, its digest and its
+expected log-probs.
 
-On one machine put the folder on ``/dev/shm``: then nothing touches a disc. Between machines any
-shared file system will do whose files, once flushed, look the same everywhere.
+On a single machine put the folder on ``/dev/shm`` to avoid the disk. Between machines, use any
+shared file system on which flushed files are consistent everywhere.
 """
 
 from __future__ import annotations
@@ -38,18 +39,18 @@ _KEPT = 2
 
 
 class FileSource(WeightSource):
-    """One version in a shared folder; it may be opened often, until two newer ones are there.
+    """One version in a shared folder; it can be opened repeatedly until two newer ones exist.
 
     Args:
-        path: of the file, as the receiver sees it.
-        about: what its header says.
+        path: path of the file for the receiver.
+        about: its header.
 
     Attributes:
         path: as given.
         version: of the weights.
 
     Raises:
-        WeightUpdateError: the header is of another kind of file.
+        WeightUpdateError: the header belongs to a different kind of file.
     """
 
     def __init__(self, path: str | Path, about: Mapping[str, str]) -> None:
@@ -66,14 +67,14 @@ class FileSource(WeightSource):
         """See :meth:`WeightSource.receive`."""
         with _opened(self.path) as file:
             for name in sorted(file.keys()):
-                # What is mapped is gone with the file on some file systems.
+                # On some file systems, mapped data disappears with the file.
                 yield name, file.get_tensor(name).clone()
 
 
 def _opened(path: Path) -> Any:
     try:
         return safe_open(path, framework="pt")
-    # Where the file goes while it is opened, torch has an error of its own.
+    # torch has its own error if the file disappears while it is opened.
     except (OSError, RuntimeError, SafetensorError) as error:
         if not path.exists():
             raise WeightUpdateError(f"{path} is gone: the sender is two versions ahead") from None
@@ -81,16 +82,16 @@ def _opened(path: Path) -> Any:
 
 
 def newest_update(folder: str | Path) -> tuple[int, FileSource] | None:
-    """What a sender wrote last, for receivers that look by themselves.
+    """The last version that a sender wrote, for receivers that poll.
 
     Args:
-        folder: as this receiver sees it.
+        folder: path of the folder for this receiver.
 
     Returns:
-        Version and source; ``None`` where nothing was written yet.
+        Version and source; ``None`` if nothing was written yet.
 
     Raises:
-        WeightUpdateError: what is there is no version of weights.
+        WeightUpdateError: the file is not a version of weights.
     """
     path = max(Path(folder).glob("weights-*.safetensors"), default=None)
     if path is None:
@@ -104,15 +105,15 @@ class FileWriter:
     """The trainer's end.
 
     Args:
-        folder: is made where there is none.
+        folder: created if it does not exist.
 
     Attributes:
         folder: as given.
-        last_version: of the last weights that were written, also by a sender before this one; 0
-            where there are none.
+        last_version: version of the last written weights, also by an earlier sender; 0 if there are
+            none.
 
     Raises:
-        ResourceError: another sender writes to this folder.
+        ResourceError: a different sender uses this folder.
 
     Example:
         >>> import tempfile
@@ -127,7 +128,7 @@ class FileWriter:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.folder.mkdir(parents=True, exist_ok=True)
-        # Held until this process ends, however it ends.
+        # The lock is held until this process ends in any way.
         self._lock = (self.folder / "writer.lock").open("w")
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -146,18 +147,18 @@ class FileWriter:
     def write(
         self, weights: Mapping[str, Tensor], *, version: int, canary: CanaryTarget | None = None
     ) -> FileSource:
-        """Write weights for receivers to find.
+        """Write weights for receivers.
 
         Args:
             weights: name to tensor.
             version: their number.
-            canary: what they compute, for receivers to check.
+            canary: expected log-probs, for receivers to check.
 
         Returns:
-            Where they are.
+            Their source.
 
         Raises:
-            ResourceError: too little room on the disc.
+            ResourceError: too little space on the disk.
         """
         tensors = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
         about = {
@@ -171,11 +172,11 @@ class FileWriter:
         with replacing(path) as draft:
             try:
                 save_file(tensors, draft, metadata=about)
-            except SafetensorError as error:  # of the disc, too
+            except SafetensorError as error:  # also errors of the disk
                 raise ResourceError(f"{path} could not be written: {error}") from None
-            # Safetensors makes files for this user alone; others may run the engines.
+            # Safetensors creates files readable only by this user, but others may run the engines.
             draft.chmod(os.fstat(self._lock.fileno()).st_mode & 0o777)
-            # Other machines must find the bytes when they find the name.
+            # Flush the bytes before the name appears on other machines.
             with draft.open("rb") as file:
                 os.fsync(file)
         self._sequence, self.last_version = self._sequence + 1, version
@@ -194,20 +195,20 @@ class FileWriter:
         return self.folder / f"weights-{sequence:012d}.safetensors"
 
     def close(self) -> None:
-        """Let another sender write here; what was written may still be read."""
+        """Release the folder for a different sender; written versions stay readable."""
         self._lock.close()
 
 
 @register("weights", "files")
 class FileWeights(EngineWeights):
-    """Writes weights to a shared folder, and has engines read them from there.
+    """Writes weights to a shared folder, from which engines load them.
 
-    An engine that is built again later may read the same version again.
+    An engine that is rebuilt later can load the same version again.
 
     Args:
         *backends: see :class:`~torchrl_llm.weights.EngineWeights`.
-        folder: of the files; ``/dev/shm/...`` on one machine, a shared disc between machines.
-        reader_folder: the same folder as the engines see it; by default by the same name.
+        folder: of the files; ``/dev/shm/...`` on one machine, a shared disk between machines.
+        reader_folder: path of the same folder for the engines; the same path by default.
         **options: see :class:`~torchrl_llm.weights.EngineWeights`.
 
     Example:
@@ -233,7 +234,7 @@ class FileWeights(EngineWeights):
         self._reader_folder = Path(folder if reader_folder is None else reader_folder)
 
     def close(self) -> None:
-        """Let another run write to the folder."""
+        """Release the folder for a different run."""
         self._writer.close()
 
     def _sender(self, weights: Weights, version: int) -> Sender:

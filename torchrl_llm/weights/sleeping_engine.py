@@ -1,11 +1,11 @@
-"""Updater of engines that sleep while the trainer trains, so that both fit on one GPU.
+"""Updater of engines that sleep during training, so that both fit on one GPU.
 
-The two take turns. Asleep, an engine has given back all of its memory, weights included: the next
-push brings them. It wakes in two steps, so that weights arrive before there is a cache, and is
-compared with the trainer when it can answer again. Weights that are the trainer's too
-(:class:`~torchrl_llm.weights.SharedEngineWeights`) stay, and the cache alone is given back.
+A sleeping engine has released all its memory, including weights; the next push sends them again.
+The engine wakes in two steps, so that weights arrive before the cache is allocated. It is compared
+with the trainer when it can answer again. With shared weights
+(:class:`~torchrl_llm.weights.SharedEngineWeights`), only the cache is released.
 
-Next: :mod:`torchrl_llm.modules.backends.vllm.local_engine` has the states of sleep.
+Next: :mod:`torchrl_llm.modules.backends.vllm.local_engine` implements the sleep states.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from torchrl_llm.weights.engine_updaters import EngineWeights, Weights
 
 
 class SleepingEngineWeights(EngineWeights):
-    """:class:`~torchrl_llm.weights.EngineWeights` of engines that sleep between two pushes.
+    """:class:`~torchrl_llm.weights.EngineWeights` for engines that sleep between pushes.
 
-    :meth:`sleep` when the rows of a step are there; :meth:`push_weights` when it was trained. In
-    between, sampling and scoring are errors. A push that does not arrive, or is not proven, raises
-    as always; the engine is awake then, and closed until all weights have come.
+    Call :meth:`sleep` after the rows of a step are collected, and :meth:`push_weights` after
+    training. In between, sampling and scoring are errors. A failed or unverified push raises as
+    usual; the engine is awake then, but rejects requests until all weights have arrived.
 
     Args:
         *backends: engines with ``sleep`` and ``wake``
@@ -31,7 +31,7 @@ class SleepingEngineWeights(EngineWeights):
         **options: see :class:`~torchrl_llm.weights.EngineWeights`.
 
     Attributes:
-        asleep: whether the engines sleep.
+        asleep: whether the engines are asleep.
 
     Example:
         >>> updater = SleepingEngineWeights(policy.backend, model=model)  # doctest: +SKIP
@@ -43,10 +43,10 @@ class SleepingEngineWeights(EngineWeights):
     asleep = False
 
     def sleep(self) -> None:
-        """Give the engines' memory to the trainer; they forget their weights and their cache.
+        """Release the engines' memory for the trainer; they drop weights and cache.
 
         Raises:
-            BackendError: they sleep already.
+            BackendError: they are already asleep.
             ConfigError: a GPU engine that was built without ``enable_sleep_mode=True``.
         """
         for backend in self.backends:
@@ -57,11 +57,11 @@ class SleepingEngineWeights(EngineWeights):
         backend.sleep(level=2)
 
     def _make_room(self, backend: Any) -> None:
-        """Have it take the memory of its weights, before they come."""
+        """Let the engine allocate the memory of its weights before they arrive."""
         backend.wake(weights_only=True)
 
     def push_weights(self, policy_or_weights: Weights | None = None) -> None:
-        """Wake the engines where they sleep, and send the weights; see the base.
+        """Wake the engines if they sleep, and send the weights; see the base.
 
         Args:
             policy_or_weights: as in the base.
@@ -70,7 +70,7 @@ class SleepingEngineWeights(EngineWeights):
             super().push_weights(policy_or_weights)
             return
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # what training allocated and has freed is torch's until then
+            torch.cuda.empty_cache()  # torch keeps freed memory of training until then
         for backend in self.backends:
             self._make_room(backend)
         self.asleep = False
@@ -78,4 +78,4 @@ class SleepingEngineWeights(EngineWeights):
             super().push_weights(policy_or_weights)
         finally:
             for backend in self.backends:
-                backend.wake()  # raises where the canary that waited for it finds other weights
+                backend.wake()  # raises if the postponed canary check fails

@@ -1,13 +1,13 @@
-"""Weights from GPU to GPU by vLLM's own weight transfer (NCCL, CUDA IPC), with our proofs on top.
+"""Weights from GPU to GPU with vLLM's weight transfer (NCCL, CUDA IPC), plus verification.
 
-vLLM brings both ends. Its trainer's end calls a client; ours tells backends of the update by the
-call that brings all weights, ``update_weights``. Its worker's end loads what arrives, bit by bit,
-into a model; ours is handed a place that keeps it (:class:`TransferSource`), so that an engine
-takes a version when all of it is there and has the digest of what was sent, or none of it.
+vLLM provides both ends. Its trainer end calls a client; this client announces the update to
+backends with the usual call ``update_weights``. Its worker end loads weights piece by piece into a
+model; here it loads them into a buffer (:class:`TransferSource`), so that an engine takes a version
+only if it is complete and has the sender's digest.
 
-Every update connects anew: a receiver that was restarted in between is in the next one. Next:
-:mod:`torchrl_llm.weights.weight_source`, which loads. Never run on a GPU: it was tested with vLLM's
-classes and something else in the place of NCCL and CUDA.
+Every update opens a new connection, so a restarted receiver takes part in the next one. Next:
+:mod:`torchrl_llm.weights.weight_source`, which loads. This module has not run on a GPU yet: the
+tests use vLLM's classes with replacements for NCCL and CUDA.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _MODULE = "vllm.distributed.weight_transfer"
 
 
 class _Call(threading.Thread):
-    """A call that nobody has to wait for: NCCL may never return when a process has died."""
+    """A call with a timeout: NCCL may never return if a process has died."""
 
     def __init__(self, call: Callable[[], Any]) -> None:
         super().__init__(daemon=True, name="weights")
@@ -55,7 +55,7 @@ class _Call(threading.Thread):
     def run(self) -> None:
         try:
             self._value = self._call()
-        except BaseException as error:  # raised in the thread that asks for the result
+        except BaseException as error:  # raised in the thread that waits for the result
             self._error = error
 
     @property
@@ -73,14 +73,14 @@ class _Call(threading.Thread):
         if isinstance(self._error, TorchRLLLMError):
             raise self._error
         if self._error is not None:
-            # Of the store, of NCCL, and of vLLM, which has no kind of its own.
+            # Errors of the store, of NCCL and of vLLM, which have no common class.
             told = str(self._error).partition("\n")[0][:300]
             raise WeightUpdateError(f"{what} failed: {told}") from self._error
         return self._value
 
 
 def free_port() -> int:
-    """A TCP port that nobody listens on at the moment."""
+    """A currently unused TCP port."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         return probe.getsockname()[1]
@@ -92,16 +92,16 @@ def _store(address: str, port: int, timeout_s: float, *, host: bool = False) -> 
 
 
 class TransferSource(WeightSource):
-    """Weights that vLLM's transfer brings to whoever opens it, while the push lasts.
+    """Source of weights through vLLM's transfer, valid during a push.
 
     Args:
-        kind: of transfer, a name that vLLM knows.
-        timeout_s: most seconds from opening it to the last byte.
+        kind: vLLM's name of the transfer.
+        timeout_s: most seconds from opening to the last byte.
 
     Attributes:
-        meeting: address and port of the sender's store, where NCCL's receivers come together;
-            ``None`` where there is nothing to wait for.
-        update: what the sender says to vLLM's worker end, where there is no meeting.
+        meeting: address and port of the sender's store, where NCCL's receivers meet; ``None`` if
+            not needed.
+        update: message of the sender to vLLM's worker end, if there is no meeting.
     """
 
     reusable = False
@@ -113,10 +113,10 @@ class TransferSource(WeightSource):
         self._afterwards: TensorSource | None = None
 
     def end(self, copy: TensorSource) -> None:
-        """Say that the push is over: who is sent this source from now on gets a copy instead.
+        """End the push: later receivers of this source get a copy instead.
 
         Args:
-            copy: of the same weights, on the CPU.
+            copy: the same weights on the CPU.
         """
         self._afterwards = copy
 
@@ -126,7 +126,7 @@ class TransferSource(WeightSource):
         return _itself, (self._afterwards,)
 
     def receive(self) -> Iterator[tuple[str, Tensor]]:
-        """See :meth:`WeightSource.receive`; nothing before all is there."""
+        """See :meth:`WeightSource.receive`; nothing is delivered before everything has arrived."""
         yield from _Call(self._receive).result(self._timeout_s, _what(self._transfer))
 
     def _receive(self) -> list[tuple[str, Tensor]]:
@@ -138,7 +138,8 @@ class TransferSource(WeightSource):
         else:
             store = _store(*self.meeting, self._timeout_s)
             rank = store.add("receivers", 1)
-            # Coming together cannot be broken off: nobody begins before all are there.
+            # The rendezvous cannot be interrupted, so no receiver starts it before all have
+            # arrived.
             init = {**_said(store, "init"), "rank_offset": rank}
             engine.init_transfer_engine(engine.parse_init_info(init))
             engine.update_weights(_said(store, "update"))
@@ -158,12 +159,12 @@ def _itself(source: WeightSource) -> WeightSource:
 
 
 def _worker_end(kind: Kind, model: Any) -> Any:
-    """The receiving end of vLLM, alone: one worker, whose model keeps what it is given."""
+    """Receiving end of vLLM as a single worker whose model stores the weights."""
     vllm = require(_MODULE, extra="vllm", feature=f"weights by {kind}")
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        torch.cuda.set_device(device)  # a thread begins with the first one
+        torch.cuda.set_device(device)  # a new thread starts with the first device
     alone = SimpleNamespace(data_parallel_index=0, world_size=1, rank=0)
     config = SimpleNamespace(parallel_config=alone, model_config=None)
     return vllm.WeightTransferEngineFactory.create_engine(
@@ -172,7 +173,7 @@ def _worker_end(kind: Kind, model: Any) -> Any:
 
 
 class _Named:
-    """Weights as vLLM's trainer end reads them."""
+    """Weights in the form of vLLM's trainer end."""
 
     def __init__(self, weights: Mapping[str, Tensor], meta: type) -> None:
         self._weights, self._meta = weights, meta
@@ -187,23 +188,23 @@ class _Named:
 
 
 class _Client:
-    """What vLLM's trainer end calls in the order of an update, for IPC."""
+    """The client that vLLM's trainer end calls during an update, for IPC."""
 
     def __init__(self, update: Callable[[dict[str, Any]], None]) -> None:
         self.update_weights = update
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        """Nothing to connect."""
+        """Do nothing."""
 
     def start_weight_update(self) -> None:
-        """Receivers begin when they open their source."""
+        """Do nothing: receivers start when they open their source."""
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        """They have loaded when they answer."""
+        """Do nothing: receivers have loaded when they answer."""
 
 
 class _NCCLClient(_Client):
-    """The same where receivers wait at a store for each step."""
+    """The same for receivers that wait at a store for each step."""
 
     def __init__(self, store: dist.Store, wait: Callable[[], None]) -> None:
         self._store, self._wait = store, wait
@@ -220,15 +221,15 @@ class VLLMTransfer:
     """The trainer's end of vLLM's weight transfer.
 
     Args:
-        kind: ``"nccl"`` for receivers on other GPUs, ``"ipc"`` for those that share the trainer's
-            GPU in processes of their own.
-        address: of this machine, as receivers reach it.
-        timeout_s: most seconds that an update may take, the coming together included.
-        packed: send few large buffers by NCCL, not tensor by tensor.
+        kind: ``"nccl"`` for receivers on other GPUs, ``"ipc"`` for other processes on the trainer's
+            GPU.
+        address: address of this machine for receivers.
+        timeout_s: most seconds of an update, including the rendezvous.
+        packed: send a few large buffers with NCCL instead of single tensors.
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: another kind, or no time.
+        ConfigError: an unknown kind, or a timeout that is not positive.
     """
 
     @checked
@@ -251,8 +252,9 @@ class VLLMTransfer:
 
         Args:
             weights: name to tensor, on the GPU.
-            tell: gives a source to every receiver, and returns their receipts when all have loaded.
-            num_receivers: how many open it.
+            tell: function that sends a source to every receiver and returns their receipts after
+            all have loaded.
+            num_receivers: number of receivers.
             **about: attributes of the source, such as ``counter`` and ``canary``.
 
         Returns:
@@ -260,7 +262,7 @@ class VLLMTransfer:
 
         Raises:
             WeightUpdateError: they did not arrive in time, or not as they were sent.
-            Exception: what ``tell`` raised.
+            Exception: an exception of ``tell``.
         """
         if num_receivers < 1:
             raise ConfigError("there is no receiver to send weights to")
@@ -319,10 +321,10 @@ class VLLMTransfer:
                 time.sleep(_POLL_S)
             sending.result(0, _what(self.kind))
         except TorchRLLLMError:
-            # Why a receiver refused says more than that it did not come.
+            # The reason of a receiver is more informative than its absence.
             refused = telling.failed
             for step in ("init", "update"):
-                store.compare_set(step, "", "null")  # whoever waits for it need not wait for long
+                store.compare_set(step, "", "null")  # do not let receivers wait for long
             if refused:
                 telling.result(0, _what(self.kind))
             raise
@@ -334,7 +336,7 @@ def _what(kind: Kind) -> str:
 
 
 def _send(info: Any, weights: Mapping[str, Tensor], client: _Client) -> None:
-    """One update by vLLM's trainer end, from its connection to its end."""
+    """One complete update with vLLM's trainer end."""
     vllm = require(_MODULE, extra="vllm", feature=_what(info.backend))
     device = next(iter(weights.values())).device
     if device.type == "cuda":
@@ -346,14 +348,14 @@ def _send(info: Any, weights: Mapping[str, Tensor], client: _Client) -> None:
 
 
 class TransferWeights(EngineWeights):
-    """Sends weights to engines in other processes by vLLM's weight transfer.
+    """Sends weights to engines in other processes with vLLM's weight transfer.
 
-    A trainer that dies leaves its engines with the weights that they have; an engine that dies
-    fails the push within ``timeout_s``, and the next push is for those that are there.
+    If the trainer dies, its engines keep their weights. If an engine dies, the push fails within
+    ``timeout_s``, and the next push goes to the remaining engines.
 
     Args:
         *backends: see :class:`~torchrl_llm.weights.EngineWeights`.
-        kind: see :class:`VLLMTransfer`, as the next three.
+        kind: see :class:`VLLMTransfer`, also for the next three.
         address: see there.
         timeout_s: see there.
         packed: see there.

@@ -1,9 +1,8 @@
-"""Worker extension of vLLM: it takes weights inside a server, or an engine over several devices.
+"""Worker extension of vLLM: loads weights inside a server, or an engine over several devices.
 
 Start a server with ``--worker-extension-cls torchrl_llm.weights.vllm_extension.WeightReceiver``;
-vLLM then puts the methods of that class into its worker class. What they answer is plain, and an
-error is an answer too, for a server tells its client no more of an exception than that there was
-one.
+vLLM then adds the methods of that class to its worker class. Their answers are plain data, and
+errors are also answers, because a server does not pass the text of an exception to its client.
 
 Next: :mod:`torchrl_llm.modules.backends.server` and :mod:`torchrl_llm.weights.vllm_loading`, which
 call it.
@@ -26,27 +25,27 @@ from torchrl_llm.weights.vllm_loading import agree, load_into_vllm_model
 from torchrl_llm.weights.weight_source import UNHASHED, DeltaSource, TensorSource, WeightSource
 
 with contextlib.suppress(ModuleNotFoundError):
-    # The worker imports this before it loads the model, which is the last moment for it.
+    # The worker imports this module before it loads the model; later is too late.
     keep_weights_unpacked()
 
 
 class WeightReceiver:
-    """What vLLM's worker is extended by; never built by itself.
+    """Extension of vLLM's worker; never instantiated directly.
 
-    Its names begin alike, for vLLM refuses an extension that hides a name of the worker.
+    Its names have a prefix, because vLLM rejects an extension that hides a name of the worker.
     """
 
     def torchrl_llm_chunk(self, transfer: str, start: str, chunk: str) -> dict[str, Any]:
-        """Keep a piece of a safetensors file.
+        """Store a piece of a safetensors file.
 
         Args:
             transfer: name of the file.
-            start: where the piece begins in it, in bytes.
+            start: start of the piece in bytes.
             chunk: base64.
         """
         pieces = self.__dict__.setdefault("_torchrl_llm_transfers", {})
         content = pieces.setdefault(transfer, bytearray())
-        # A piece whose answer was lost is sent again.
+        # A piece is sent again if its answer was lost.
         content[int(start) :] = base64.b64decode(chunk)
         return {"received": len(content)}
 
@@ -60,7 +59,7 @@ class WeightReceiver:
         return {}
 
     def torchrl_llm_load(self, order: str) -> dict[str, Any]:
-        """Load weights that are here, all or none of them.
+        """Load received weights, all or none of them.
 
         Args:
             order: JSON of :attr:`~torchrl_llm.weights.weight_source.Incoming.order`, and
@@ -72,9 +71,9 @@ class WeightReceiver:
         said = json.loads(order)
         done, receipt = self.__dict__.get("_torchrl_llm_done", (None, None))
         if done == order:
-            # The answer was lost on its way and the order came again; a delta fits only once.
+            # The answer was lost and the order was repeated; a delta can be applied only once.
             return receipt._asdict()
-        # The runner's attribute is the model also where CUDA graphs wrap it.
+        # The runner's attribute is the model even if CUDA graphs wrap it.
         model, failure = self.model_runner.get_model(), None
         try:
             source = _source(said, self.__dict__.get("_torchrl_llm_transfers", {}))
@@ -116,5 +115,5 @@ def _tensors(*, path: str | None = None, content: bytes = b"") -> dict[str, Tens
     try:
         return load(content) if path is None else load_file(path)
     except Exception as error:
-        # A broken file raises an exception of the format's own, which has no common base.
+        # A broken file raises an exception of the format, which has no common base class.
         raise WeightUpdateError(f"this is no safetensors file: {error}") from error

@@ -1,13 +1,13 @@
-"""Layout of weights in a vLLM model: where each lies, and what has a form of its own.
+"""Layout of weights in a vLLM model: the place of each weight, and special forms.
 
-vLLM keeps query, key and value in one matrix, gate and up in another, and pads the vocabulary. A
-weight by its Hugging Face name is then a run of rows of vLLM's parameter: a view that may be
-written to, hashed, or made the storage of the trainer's own parameter. Slots answer only for what
-is known to lie like this: plain dense decoders in a floating dtype on one device.
+vLLM stores query, key and value in one matrix, gate and up in another, and pads the vocabulary. So
+a Hugging Face weight is a block of rows of vLLM's parameter: a view that can be written, hashed, or
+used as storage of the trainer's parameter. Slots support only known layouts: plain dense decoders
+in a floating dtype on one device.
 
-vLLM turns the experts of a mixture into its kernel's layout once, after the first loading. Whatever
-its loaders write there later lies in the wrong places, and nothing raises. So new experts are
-loaded next to those that the kernel has, turned as the first ones were, and copied over them.
+vLLM converts the experts of a mixture to its kernel's layout once, after the first load. Later
+loads would write to wrong places without an error. So new experts are loaded into separate memory,
+converted in the same way, and copied over the old ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from torchrl_llm.errors import ConfigError, WeightUpdateError
 
-# Families whose parameters are all named and cut as their Hugging Face twins are, by test.
+# Families whose parameters correspond to their Hugging Face twins by name and slicing; tested.
 _FAMILIES = frozenset({"LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
 
 
@@ -30,8 +30,8 @@ class WeightSlots(NamedTuple):
     """The memory of a vLLM model by Hugging Face names.
 
     Attributes:
-        slots: name to a view of the engine's memory; names that are tied have the same view.
-        padding: rows of the vocabulary that no token has.
+        slots: name to a view of the engine's memory; tied names have the same view.
+        padding: rows of the vocabulary without a token.
     """
 
     slots: dict[str, Tensor]
@@ -39,7 +39,7 @@ class WeightSlots(NamedTuple):
 
 
 def is_spread(model: nn.Module) -> bool:
-    """Whether this is one worker's part of a model, of which other processes have the rest.
+    """Whether this is one worker's part of a model that is split over processes.
 
     Args:
         model: vLLM's.
@@ -66,11 +66,11 @@ def weight_slots(model: nn.Module) -> WeightSlots:
         model: vLLM's own implementation, after loading.
 
     Returns:
-        Views of its parameters; they stay valid as long as the engine lives.
+        Views of its parameters; valid as long as the engine exists.
 
     Raises:
-        ConfigError: another family, an engine on several devices, quantized weights, or weights
-            that vLLM packed into another form when it started.
+        ConfigError: an unknown family, an engine on several devices, quantized weights, or weights
+            that vLLM packed into a different form at its start.
     """
     if not slots_known(model):
         raise ConfigError(
@@ -119,20 +119,20 @@ def _check(name: str, module: nn.Module, parameter: Tensor) -> None:
 
 _RELOAD = "vllm.model_executor.model_loader.reload"
 _EXPERTS = "UnquantizedFusedMoEMethod"
-# What these do after loading leaves weights where they are: packing is off.
+# Their post-processing does not move weights, because packing is off.
 _IN_PLACE = frozenset({"UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"})
-# The checkpoint of this family has the experts of a layer in one tensor too, turned around.
+# The checkpoint of this family also has the experts of a layer in one tensor, transposed.
 _FUSED_CHECKPOINTS = frozenset({"GptOssRoutedExperts"})
 
 
 def check_loadable(model: nn.Module) -> None:
-    """Refuse a model whose kernels would go on with what they have, whatever is loaded.
+    """Reject a model whose kernels would ignore newly loaded weights.
 
     Args:
         model: vLLM's.
 
     Raises:
-        ConfigError: weights that are quantized, or packed by vLLM in another way.
+        ConfigError: weights that are quantized or packed by vLLM.
     """
     if any(p.numel() == 0 for name, p in model.named_parameters() if not is_derived(model, name)):
         raise ConfigError(
@@ -150,11 +150,11 @@ def check_loadable(model: nn.Module) -> None:
 
 
 def is_derived(model: nn.Module, name: str) -> bool:
-    """Whether a parameter is one that attention layers make out of others after loading.
+    """Whether attention layers derive a parameter from others after loading.
 
     Args:
         model: vLLM's.
-        name: of the parameter in it.
+        name: its name.
     """
     return _derives(model.get_submodule(name.rpartition(".")[0]))
 
@@ -164,7 +164,7 @@ def _derives(module: nn.Module) -> bool:
 
 
 def derive_again(model: nn.Module) -> None:
-    """Make again, out of the weights that a model has now, what attention layers made of the old.
+    """Recompute the derived parameters of attention layers from the current weights.
 
     Args:
         model: vLLM's.
@@ -176,7 +176,7 @@ def derive_again(model: nn.Module) -> None:
         if not isinstance(sinks, nn.Parameter):
             continue
         for child in module.children():
-            # Some kernels have sinks in another dtype, since their first step.
+            # Some kernels convert sinks to a different dtype in their first step.
             kept = getattr(getattr(child, "impl", None), "sinks", sinks)
             if kept.data_ptr() != sinks.data_ptr():
                 with torch.inference_mode():
@@ -190,21 +190,21 @@ def _expert_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def checkpoint_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by the names of the model's checkpoint, which vLLM's loaders know.
+    """Rename weights to the names of the model's checkpoint, which vLLM's loaders expect.
 
-    transformers has the experts of a layer in ``mlp.experts.gate_up_proj`` and ``down_proj``,
-    whatever the checkpoint says: ``mlp.experts.0.gate_proj.weight`` (Qwen, DeepSeek),
+    transformers stores the experts of a layer in ``mlp.experts.gate_up_proj`` and ``down_proj``,
+    but checkpoints have ``mlp.experts.0.gate_proj.weight`` (Qwen, DeepSeek),
     ``block_sparse_moe.experts.0.w1.weight`` (Mixtral).
 
     Args:
         model: vLLM's.
-        weights: by transformers' names or those of the checkpoint.
+        weights: with names of transformers or of the checkpoint.
 
     Returns:
-        Name to the same values; those of experts are views.
+        Name to the same values; experts are views.
 
     Raises:
-        WeightUpdateError: experts that the model does not have, which vLLM's loaders would skip.
+        WeightUpdateError: unknown experts, which vLLM's loaders would skip.
     """
     # model.layers.0.<block>.experts.routed_experts
     blocks = {}
@@ -235,14 +235,14 @@ def checkpoint_names(model: nn.Module, weights: Mapping[str, Tensor]) -> dict[st
 
 
 class NewExperts:
-    """Room for new weights of all experts; while the context lasts, vLLM's loaders write there.
+    """Memory for new weights of all experts; inside the context, vLLM's loaders write there.
 
     Args:
         model: vLLM's.
 
     Attributes:
-        names: of the parameters that have new room.
-        missing: those of them that got nothing.
+        names: names of the parameters with new memory.
+        missing: names of those without new values.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -270,7 +270,7 @@ class NewExperts:
 
     @torch.no_grad()
     def turn(self) -> None:
-        """Bring what was loaded into the kernels' layout.
+        """Convert the loaded weights to the kernels' layout.
 
         Raises:
             WeightUpdateError: only some experts of a layer were loaded.
@@ -289,26 +289,26 @@ class NewExperts:
                     )
                 else:
                     loaded.append(leaf)
-                # The kernel's padding.
+                # Padding of the kernel.
                 new.nan_to_num_(nan=0.0, posinf=torch.inf, neginf=-torch.inf)
             if not loaded:
                 continue
             method = layer.quant_method
             method.process_weights_after_loading(layer)
-            # vLLM leaves this step out whenever it is not the first time.
+            # vLLM skips this step after the first time.
             method.moe_kernel.fused_experts.process_weights_after_loading(layer)
             live = self._live[path]
             self._turned += [(live[leaf], layer._parameters[leaf]) for leaf in loaded]
 
     @torch.no_grad()
     def take(self) -> None:
-        """Copy what was turned over what the kernels have."""
+        """Copy the converted weights into the kernels' memory."""
         for live, new in self._turned:
             live.copy_(new)
 
 
 def _blank(layer: nn.Module) -> dict[str, nn.Parameter]:
-    """Weights as they were before the first loading, all values not a number."""
+    """Weights with the shapes before the first load, filled with NaN."""
     recorded = importlib.import_module(f"{_RELOAD}.layerwise").get_layerwise_info(layer)
     meta = importlib.import_module(f"{_RELOAD}.meta")
     sanitize = importlib.import_module(f"{_RELOAD}.sanitize")

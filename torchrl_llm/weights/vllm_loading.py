@@ -1,13 +1,12 @@
-"""New weights into a vLLM engine of this process, all of them or nothing.
+"""Loads new weights into a vLLM engine of this process, all or none.
 
-What is new replaces what is there in place; then the prefix cache is dropped. An engine over
-several devices has a worker process for each: what arrives is written to a file once, every worker
-takes its part out of it (:mod:`torchrl_llm.weights.vllm_extension`), and all answer with the same
-digest.
+New weights replace the old ones in place; then the prefix cache is cleared. An engine over several
+devices has a worker process per device: received weights are written to one file, every worker
+loads its part (:mod:`torchrl_llm.weights.vllm_extension`), and all return the same digest.
 
 A LoRA adapter needs an engine that was started with ``enable_lora=True``. vLLM reads adapters from
-a folder, and every request names the one that it wants. Here an engine has one, which each version
-replaces where it is: requests under way go on with the new one, as they do when all weights change.
+a folder, and every request names its adapter. Here an engine has one adapter, which each version
+replaces in place: running requests continue with the new one, as with full weights.
 """
 
 from __future__ import annotations
@@ -50,25 +49,25 @@ class _Loaded(NamedTuple):
     folder: tempfile.TemporaryDirectory[str]
 
 
-# vLLM may read the files again at any time, so they stay as long as the engine does.
+# vLLM may read the files again at any time, so they are kept as long as the engine exists.
 _active: WeakKeyDictionary[Any, _Loaded] = WeakKeyDictionary()
 
 
 def active_adapter(llm: Any) -> Any:
-    """The ``vllm.lora.request.LoRARequest`` that requests to an engine have to carry.
+    """The ``vllm.lora.request.LoRARequest`` for requests to an engine.
 
     Args:
         llm: a ``vllm.LLM``.
 
     Returns:
-        That of the adapter that was loaded; ``None`` before the first.
+        The request of the loaded adapter; ``None`` before the first.
     """
     loaded = _active.get(llm)
     return None if loaded is None else loaded.request
 
 
 def drop_adapter(llm: Any) -> None:
-    """Forget the adapter: the weights that came since are the whole model.
+    """Drop the adapter: the newly loaded weights are the whole model.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -78,17 +77,17 @@ def drop_adapter(llm: Any) -> None:
 
 
 def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
-    """Load an adapter in the place of the one before.
+    """Load an adapter; it replaces the previous one.
 
     Args:
-        llm: a ``vllm.LLM`` with ``enable_lora=True`` and a ``max_lora_rank`` that is enough.
+        llm: a ``vllm.LLM`` with ``enable_lora=True`` and a sufficient ``max_lora_rank``.
         source: an :class:`~torchrl_llm.weights.weight_source.AdapterSource`.
         version: its number.
 
     Raises:
-        ConfigError: the engine takes no adapters, or none of this rank.
-        WeightUpdateError: the adapter did not arrive, not as it was sent, or vLLM refused it; the
-            one before stays.
+        ConfigError: the engine does not support adapters, or not this rank.
+        WeightUpdateError: the adapter did not arrive intact, or vLLM rejected it; the previous one
+            stays.
     """
     lora = llm.llm_engine.vllm_config.lora_config
     if lora is None:
@@ -116,11 +115,11 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
     save_file(tensors, Path(folder.name, "adapter_model.safetensors"))
     Path(folder.name, "adapter_config.json").write_text(json.dumps(source.config))
     try:
-        # vLLM reads the new one before it takes the old one away.
+        # vLLM reads the new adapter before it removes the old one.
         replacing = request_type(_NAME, _NUMBER, folder.name, load_inplace=True)
         taken = llm.llm_engine.add_lora(replacing)
     except Exception as error:
-        # vLLM raises whatever its loader met.
+        # vLLM passes on any exception of its loader.
         raise WeightUpdateError(
             f"vLLM refused the adapter of version {version} ({type(error).__name__}: {error}); the "
             "one before stays"
@@ -133,13 +132,13 @@ def load_adapter(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
 
 
 EXTENSION = "torchrl_llm.weights.vllm_extension.WeightReceiver"
-"""What ``--worker-extension-cls`` must be for weights to be taken."""
+"""Value of ``--worker-extension-cls`` for loading weights."""
 
 _MEMORY = "/dev/shm"
 
 
 def num_workers(llm: Any) -> int:
-    """Processes that an engine's model is spread over; 1 where it is in one piece.
+    """Number of processes of an engine's model.
 
     Args:
         llm: a ``vllm.LLM``.
@@ -148,15 +147,15 @@ def num_workers(llm: Any) -> int:
 
 
 def agree(model: nn.Module, error: Exception | None) -> None:
-    """Let the workers of an engine go on together, or not at all; each has to call it.
+    """Barrier for the workers of an engine: all continue, or none; each must call it.
 
     Args:
         model: this worker's model.
-        error: why this worker cannot go on; ``None`` when it can.
+        error: why this worker cannot continue; ``None`` if it can.
 
     Raises:
         Exception: ``error``.
-        WeightUpdateError: another worker cannot go on.
+        WeightUpdateError: a different worker cannot continue.
     """
     if is_spread(model):
         from vllm.distributed import get_world_group
@@ -170,7 +169,7 @@ def agree(model: nn.Module, error: Exception | None) -> None:
 
 
 def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
-    """Take new weights into every worker of an engine, or into none.
+    """Load new weights into every worker of an engine, or into none.
 
     Args:
         llm: a ``vllm.LLM`` of this process that ``build_engine`` built.
@@ -178,11 +177,11 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
         version: their number.
 
     Returns:
-        The receipt that all workers gave.
+        The common receipt of all workers.
 
     Raises:
-        ConfigError: the workers were built without the extension that takes weights.
-        WeightUpdateError: the weights did not arrive, or a worker refused them; all keep the old
+        ConfigError: the workers were built without the weight extension.
+        WeightUpdateError: the weights did not arrive, or a worker rejected them; all keep the old
             ones.
         BackendError: a worker died, and the engine with it.
     """
@@ -194,7 +193,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
         )
     incoming = open_source(source, version=version)
     order = incoming.order
-    # Copies where two names share memory, which the format does not know.
+    # Copy tensors that share memory, which the format does not support.
     tensors = {
         name: value.detach().cpu().contiguous().clone() for name, value in incoming.weights.items()
     }
@@ -202,18 +201,18 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
         order["path"] = str(Path(folder, "weights.safetensors"))
         try:
             save_file(tensors, order["path"])
-        except Exception as error:  # a full disk is one of the format's own
+        except Exception as error:  # a full disk raises an exception of the format
             raise WeightUpdateError(f"could not write {order['path']}: {error}") from error
         try:
             answers = llm.collective_rpc("torchrl_llm_load", args=(json.dumps(order),))
-        except Exception as error:  # vLLM raises whatever ended a worker
+        except Exception as error:  # vLLM passes on any exception of a worker
             raise BackendError(
                 f"a worker of this engine failed while it took version {version} of the weights, "
                 f"and what the others hold is unknown: build the engine again ({error})"
             ) from error
     errors = [answer["error"] for answer in answers if "error" in answer]
     if errors:
-        # Those that had nothing against the weights say only that another one had.
+        # Workers without a problem only report that a different one had a problem.
         told = [text for text in errors if "other workers of this engine" not in text]
         raise WeightUpdateError(
             f"the {len(answers)} workers of the engine keep the weights that they had: "
@@ -226,7 +225,7 @@ def load_into_workers(llm: Any, source: WeightSource, version: int) -> WeightRec
 
 
 def _place(receipt: WeightReceipt) -> str | None:
-    """Memory where there is room, else the folder for temporary files."""
+    """``/dev/shm`` if there is room, otherwise the temporary folder."""
     room = Path(_MEMORY).is_dir() and shutil.disk_usage(_MEMORY).free > 2 * receipt.num_bytes
     return _MEMORY if room else None
 
@@ -253,18 +252,18 @@ def engine_model(llm: Any) -> nn.Module:
             "this engine's model is in a process of its own: build it by VLLMBackend(model), or "
             "with VLLM_ENABLE_V1_MULTIPROCESSING=0 and distributed_executor_backend='uni'"
         )
-    # Nothing is sent anywhere: the function is called here.
+    # Nothing is sent: the function runs in this process.
     return llm.apply_model(_itself)[0]
 
 
 def check_engine(llm: Any) -> None:
-    """Refuse an engine whose weights cannot be replaced.
+    """Reject an engine whose weights cannot be replaced.
 
     Args:
         llm: a ``vllm.LLM``.
 
     Raises:
-        ConfigError: says why not.
+        ConfigError: with the reason.
     """
     quantization = llm.llm_engine.vllm_config.model_config.quantization
     if quantization is not None:
@@ -282,23 +281,23 @@ def _itself(model: nn.Module) -> nn.Module:
 
 
 def load_weights(llm: Any, source: WeightSource, version: int) -> WeightReceipt:
-    """Take new weights into an engine, and drop its prefix cache.
+    """Load new weights into an engine, and clear its prefix cache.
 
-    No step of the engine may run meanwhile. Requests that are under way go on with the new weights,
-    and compute the keys and values of what they have so far again.
+    No engine step may run meanwhile. Running requests continue with the new weights and recompute
+    the keys and values of their tokens so far.
 
     Args:
         llm: a ``vllm.LLM`` in this process.
         source: where the weights are. An adapter needs an engine that was started with
             ``enable_lora=True``; it is then
-            :func:`~torchrl_llm.weights.vllm_loading.active_adapter`, which each
-            request has to name, until other weights come: those are the whole model.
+            :func:`~torchrl_llm.weights.vllm_loading.active_adapter`, which each request must name,
+            until full weights are loaded again.
         version: their number.
 
     Raises:
-        ConfigError: an engine that cannot take them.
-        WeightUpdateError: they did not arrive, not as they were sent, or are not those of this
-            model; the engine keeps the old ones.
+        ConfigError: the engine cannot load them.
+        WeightUpdateError: they did not arrive intact, or do not belong to this model; the engine
+            keeps the old ones.
     """
     if source.kind == "adapter":
         receipt = load_adapter(llm, source, version)

@@ -1,4 +1,4 @@
-"""Transports: how rows get from the processes that collect to the one that trains."""
+"""Transports: channels from collecting processes to the training process."""
 
 from torchrl_llm._imports import lazy
 

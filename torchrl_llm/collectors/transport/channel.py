@@ -1,13 +1,12 @@
-"""Rows from many collecting processes to one that trains, with nothing lost unnoticed.
+"""Channel from many collecting processes to one trainer, with accounting of all tokens.
 
 A :class:`RowChannel` has two ends. Workers ``claim`` the right to collect, ``report`` what they
 have sampled, and ``put`` deliveries; the learner grants rows with ``grant``, takes deliveries with
-``get``, and says which version of the weights it is at. From the counts on both ends follows what
-every sampled token became, also those of a worker that was killed: sampled but never delivered is
-lost.
+``get``, and announces its version of the weights. The counts of both ends account for every sampled
+token, even of a killed worker: tokens that were sampled but never delivered are lost.
 
-Implementations: :class:`LocalChannel` for threads of one process, one over a Ray actor, one over
-Redis.
+Implementations: :class:`LocalChannel` for threads of one process, a channel over a Ray actor, and a
+channel over Redis.
 """
 
 from __future__ import annotations
@@ -29,16 +28,16 @@ from torchrl_llm.errors import WorkerError
 
 
 class ChannelClosedError(WorkerError):
-    """The learner wants no further rows; a worker ends."""
+    """The learner needs no further rows; a worker ends."""
 
 
 def closed_error() -> ChannelClosedError:
-    """What a worker gets to know that calls a closed channel."""
+    """Error for a worker that calls a closed channel."""
     return ChannelClosedError("the channel was closed; no further rows are wanted")
 
 
 def forgotten_error(worker: str) -> WorkerError:
-    """What a worker gets to know that was given up.
+    """Error for a worker that was dropped.
 
     Args:
         worker: its name.
@@ -51,17 +50,17 @@ def forgotten_error(worker: str) -> WorkerError:
 
 @dataclass(frozen=True)
 class Delivery:
-    """Rows of one worker, and what the learner must know about them.
+    """Rows of one worker, with their accounting.
 
     Args:
-        rows: in wire form; a row a turn.
+        rows: in wire form; one row per turn.
         worker: name of the worker, unique over restarts.
-        sequence: 0, 1, 2, ... of this worker; a gap is a loss.
-        claimed: rows that were claimed for this delivery, which these rows use up.
-        generated: tokens that the worker has sampled since it started, these rows included.
-        sent: how many of those tokens it has delivered, these rows included; ``None`` where it does
-            not count them.
-        digests: version of the weights to their digest, for the versions that sampled these rows.
+        sequence: 0, 1, 2, ... of this worker; a gap means a lost delivery.
+        claimed: claimed rows that this delivery uses.
+        generated: tokens that the worker has sampled since its start, including these rows.
+        sent: number of these tokens that it has delivered, including these rows; ``None`` if not
+            counted.
+        digests: digests of the weights that sampled these rows, by version.
     """
 
     rows: PackedRows
@@ -75,14 +74,14 @@ class Delivery:
 
 @dataclass
 class WorkerCounts:
-    """What is known of one worker.
+    """Counts of one worker.
 
     Attributes:
-        claimed: rows that it may collect and has not delivered.
-        generated: tokens that it says it has sampled.
-        delivered: deliveries of it that were put.
-        sent: sampled tokens of these, as far as it counts them.
-        seen_s: ``time.time()`` of its last heartbeat; every call of it is one.
+        claimed: rows claimed and not delivered.
+        generated: tokens that it reported as sampled.
+        delivered: number of its deliveries.
+        sent: sampled tokens of these deliveries, if counted.
+        seen_s: ``time.time()`` of its last heartbeat; every call is a heartbeat.
     """
 
     claimed: int = 0
@@ -93,65 +92,65 @@ class WorkerCounts:
 
     @property
     def in_flight(self) -> int:
-        """Tokens that it has sampled and not delivered; lost if it dies now."""
+        """Tokens sampled and not delivered; lost if the worker dies now."""
         return max(self.generated - self.sent, 0)
 
 
 class RowChannel(ABC):
-    """Bounded, many writers, one reader; every call returns or raises within its limit of time.
+    """Bounded channel with many writers and one reader; every call has a time limit.
 
-    What is known lies in one place, in the form of a :class:`ChannelState`; a subclass says where
-    that is and how to call it. Handles may be copied to threads and, but for :class:`LocalChannel`,
-    pickled to processes. The conformance tests are ``test/conformance/channels.py``.
+    The state is a single :class:`ChannelState`; a subclass defines where it is and how to call it.
+    Handles may be copied to threads and (except :class:`LocalChannel`) pickled to processes. The
+    conformance tests are ``test/conformance/channels.py``.
     """
 
     @abstractmethod
     def _do(self, method: str, *args: Any) -> Any:
-        """What a method of the state returns."""
+        """Call a method of the state."""
 
     @abstractmethod
     def _wait(self, method: str, *args: Any, timeout_s: float) -> Any:
-        """What a method of the state returns, tried again until that is true or time is over."""
+        """Call a method of the state repeatedly until it returns a true value or time runs out."""
 
     # -- the workers' end ---------------------------------------------------------------------
 
     def put(self, delivery: Delivery, *, timeout_s: float) -> None:
-        """Hand rows over; waits while the channel is full.
+        """Deliver rows; waits while the channel is full.
 
-        A delivery whose sequence number was taken before is not taken twice, so a worker that is in
-        doubt (an answer that was lost) may put it again.
+        A delivery with a known sequence number is ignored, so a worker may retry if it lost the
+        answer.
 
         Raises:
-            queue.Full: nobody made room in time. The delivery was not taken; try again.
+            queue.Full: the channel stayed full. The delivery was not accepted; retry.
             ChannelClosedError: it is closed.
-            WorkerError: the channel is gone, or this worker was forgotten.
+            WorkerError: the channel does not answer, or this worker was dropped.
         """
         if not self._wait("try_put", delivery, timeout_s=timeout_s):
             raise queue.Full
 
     def claim(self, worker: str, num_rows: int, *, timeout_s: float) -> bool:
-        """Ask for the right to collect rows.
+        """Request the right to collect rows.
 
         Args:
-            worker: who asks.
-            num_rows: all of them or none.
-            timeout_s: how long to wait for the learner to grant more.
+            worker: name of the worker.
+            num_rows: number of rows; all or none are granted.
+            timeout_s: most seconds to wait for the learner to grant more.
 
         Returns:
             Whether they were granted.
 
         Raises:
             ChannelClosedError: it is closed.
-            WorkerError: the channel is gone, or this worker was forgotten.
+            WorkerError: the channel does not answer, or this worker was dropped.
         """
         return self._wait("try_claim", worker, num_rows, timeout_s=timeout_s)
 
     def report(self, worker: str, *, generated: int) -> None:
-        """Say how many tokens were sampled since the worker started; also a heartbeat.
+        """Report the number of tokens sampled since the worker's start; also a heartbeat.
 
         Raises:
             ChannelClosedError: it is closed.
-            WorkerError: the channel is gone, or this worker was forgotten.
+            WorkerError: the channel does not answer, or this worker was dropped.
         """
         self._do("report", worker, generated)
 
@@ -162,11 +161,11 @@ class RowChannel(ABC):
     # -- the learner's end --------------------------------------------------------------------
 
     def get(self, *, timeout_s: float) -> Delivery:
-        """The next delivery, those of one worker in the order of their sequence.
+        """The next delivery; deliveries of one worker arrive in order.
 
         Raises:
-            queue.Empty: none came in time.
-            WorkerError: the channel is gone.
+            queue.Empty: none arrived in time.
+            WorkerError: the channel does not answer.
         """
         delivery = self._wait("try_get", timeout_s=timeout_s)
         if delivery is None:
@@ -174,49 +173,50 @@ class RowChannel(ABC):
         return delivery
 
     def grant(self, num_rows: int) -> None:
-        """Allow workers to claim so many more rows.
+        """Allow workers to claim more rows.
 
         Args:
-            num_rows: negative takes back what nobody claimed, as far as there is any.
+            num_rows: number of rows; a negative number withdraws unclaimed ones, as far as
+                possible.
         """
         self._do("grant", num_rows)
 
     def set_version(self, version: int) -> None:
-        """Say which version of the weights the learner is at."""
+        """Announce the version of the learner's weights."""
         self._do("set_version", version)
 
     def workers(self) -> dict[str, WorkerCounts]:
-        """What is known of every worker that called and was not forgotten; copies."""
+        """Counts of all workers that called and were not dropped; copies."""
         return self._do("workers")
 
     def forget(self, worker: str) -> WorkerCounts:
-        """Take a dead worker's claims back for others, and return its last counts.
+        """Drop a dead worker: free its claims for others, and return its last counts.
 
-        What it has put may still be got; what it sampled and did not put is lost. Should it be
-        alive after all, its further calls are refused: others may have its claims by now.
+        Its deliveries can still be received; its undelivered tokens are lost. If it is still alive,
+        its further calls are rejected, because others may have its claims.
         """
         return self._do("forget", worker)
 
     def forgotten(self) -> dict[str, WorkerCounts]:
-        """Last counts of the workers that were forgotten; what they had in flight is lost."""
+        """Last counts of the dropped workers; their tokens in flight are lost."""
         return self._do("forgotten")
 
     def __len__(self) -> int:
-        """Deliveries that wait to be got."""
+        """Number of waiting deliveries."""
         return self._do("size")
 
     def close(self) -> None:
-        """Refuse further calls of workers, those that wait now included; what waits may be got."""
+        """Reject calls of workers, even waiting ones; deliveries can still be received."""
         self._do("close")
 
 
 class ChannelState:
-    """The book-keeping of a channel, without any waiting: every call returns at once.
+    """The state of a channel; every call returns at once.
 
-    Not thread-safe. Channels whose state lives in one process of Python wrap it.
+    Not thread-safe. Channels with their state in one Python process wrap it.
 
     Args:
-        max_size: deliveries that may wait.
+        max_size: most waiting deliveries.
 
     Raises:
         ConfigError: for a size below 1.
@@ -242,7 +242,7 @@ class ChannelState:
         return counts
 
     def try_put(self, delivery: Delivery) -> bool:
-        """Whether there was room; see :meth:`RowChannel.put`."""
+        """Put if there is room; returns whether there was. See :meth:`RowChannel.put`."""
         counts = self._counts(delivery.worker)
         if delivery.sequence < counts.delivered:
             return True
@@ -256,11 +256,11 @@ class ChannelState:
         return True
 
     def try_get(self) -> Delivery | None:
-        """The next delivery, ``None`` where none waits; see :meth:`RowChannel.get`."""
+        """The next delivery, or ``None``; see :meth:`RowChannel.get`."""
         return self.waiting.popleft() if self.waiting else None
 
     def try_claim(self, worker: str, num_rows: int) -> bool:
-        """Whether they were granted; see :meth:`RowChannel.claim`."""
+        """Claim if possible; returns whether it was. See :meth:`RowChannel.claim`."""
         counts = self._counts(worker)
         if self._granted < num_rows:
             return False
@@ -310,14 +310,14 @@ class ChannelState:
 
 
 WAKING = frozenset({"try_put", "try_get", "grant", "forget", "close"})
-"""Calls of a :class:`ChannelState` that may end a wait of others."""
+"""Calls of a :class:`ChannelState` that may wake waiting callers."""
 
 
 class LocalChannel(RowChannel):
     """A channel between threads of one process.
 
     Args:
-        max_size: deliveries that may wait.
+        max_size: most waiting deliveries.
 
     Raises:
         ConfigError: for a size below 1.
@@ -350,17 +350,17 @@ class LocalChannel(RowChannel):
 
 @dataclass
 class TokenAccounts(SavedState):
-    """Tokens received and lost.
+    """Counts of received and lost tokens.
 
-    A learner that goes on from a checkpoint counts as lost what was delivered to the one before it
-    since then: nothing that it trains with has seen those tokens.
+    A learner resumed from a checkpoint counts as lost all tokens delivered after the checkpoint,
+    because its weights were not trained on them.
 
     Attributes:
-        received: tokens of all deliveries that came and were not refused.
-        lost: tokens that will never come, or were refused.
-        settled: worker to its tokens that were received or lost.
-        gone: workers that were forgotten, and whose loss was counted.
-        taken: losses that :meth:`take_lost` has handed out.
+        received: tokens of all accepted deliveries.
+        lost: tokens that will never arrive, or were rejected.
+        settled: worker to its number of received or lost tokens.
+        gone: dropped workers whose loss has been counted.
+        taken: losses already returned by :meth:`take_lost`.
 
     Example:
         >>> from torchrl_llm.data.wire import pack_rows
@@ -381,10 +381,10 @@ class TokenAccounts(SavedState):
     taken: int = 0
 
     def receive(self, delivery: Delivery, num_tokens: int) -> None:
-        """Count a delivery, and what was sent before it and never came.
+        """Count a delivery, and tokens sent before it that never arrived.
 
         Args:
-            delivery: as it came. Where ``sent`` is ``None`` no gap is seen.
+            delivery: the delivery. If ``sent`` is ``None``, gaps are not detected.
             num_tokens: sampled tokens of its rows.
         """
         settled = self.settled.get(delivery.worker, 0)
@@ -394,12 +394,12 @@ class TokenAccounts(SavedState):
         self.received += num_tokens
 
     def refuse(self, num_tokens: int) -> None:
-        """Count tokens as lost that :meth:`receive` has counted as received."""
+        """Move tokens from received to lost."""
         self.received -= num_tokens
         self.lost += num_tokens
 
     def forget(self, forgotten: Mapping[str, WorkerCounts]) -> None:
-        """Count what dead workers had sampled and not put, once for each.
+        """Count undelivered tokens of dead workers, once per worker.
 
         Args:
             forgotten: of :meth:`~torchrl_llm.collectors.transport.RowChannel.forgotten`.

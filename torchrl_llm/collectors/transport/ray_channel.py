@@ -1,7 +1,7 @@
 """Channel between processes of a Ray cluster: one actor keeps the queue and the counts.
 
-The actor moves bytes: it never unpacks rows. It needs no CPU of its own, and waits of a thousand
-workers cost it no thread each, for it is asynchronous.
+The actor only moves bytes and never unpacks rows. It reserves no CPU. It is asynchronous, so a
+thousand waiting workers need no threads.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _CALLS_AT_ONCE = 10_000
 
 
 class _Server:
-    """What runs in the actor; a single thread, so nothing here needs a lock."""
+    """The object in the actor; it has a single thread, so it needs no lock."""
 
     def __init__(self, max_size: int) -> None:
         self._state = ChannelState(max_size)
@@ -57,8 +57,8 @@ class _Server:
         return found
 
     async def get(self, taken: int, timeout_s: float) -> tuple[int, Delivery] | None:
-        # What was handed out is kept until the reader asks for the next one: an answer that was
-        # lost on its way is given again.
+        # A delivery is kept until the reader asks for the next one, so that a lost answer can be
+        # sent again.
         if self._handed[1] is None or taken >= self._handed[0]:
             found = await self.wait("try_get", (), timeout_s)
             if found is None:
@@ -68,18 +68,17 @@ class _Server:
 
 
 class RayChannel(RowChannel):
-    """A channel in a Ray actor; its handles are picklable and may be given to any actor or task.
+    """A channel in a Ray actor; handles are picklable and can be passed to any actor or task.
 
-    The actor ends with the process that made it, with :meth:`shutdown`, or when nobody holds a
-    handle. A reader that never got its last answer (it was restarted, say) gets it again.
+    The actor ends with the process that created it, with :meth:`shutdown`, or when no handle is
+    left. A reader that missed its last answer (because it restarted, for example) gets it again.
 
     Args:
         max_size: deliveries that may wait.
-        timeout_s: seconds, beyond what a call waits for by itself, after which the channel is taken
-            for gone.
+        timeout_s: seconds beyond the call's own wait after which the channel counts as dead.
 
     Raises:
-        ConfigError: for a size below 1 or a limit of nothing.
+        ConfigError: for a size below 1 or a timeout that is not positive.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running.
         WorkerError: the actor did not start in time.
@@ -130,7 +129,7 @@ class RayChannel(RowChannel):
 
     def get(self, *, timeout_s: float) -> Delivery:
         """See :meth:`RowChannel.get`."""
-        # Two readers of one handle would both be handed the same delivery.
+        # Two readers of one handle would get the same delivery.
         if not self._reading.acquire(timeout=timeout_s):
             raise queue.Empty
         try:
@@ -143,7 +142,7 @@ class RayChannel(RowChannel):
         return replace(delivery, rows=pickle.loads(delivery.rows))
 
     def shutdown(self) -> None:
-        """End the actor; what waits in it is gone."""
+        """End the actor; waiting deliveries are lost."""
         ray = require_ray("RayChannel", running=False)
         if ray.is_initialized():
             ray.kill(self._actor)

@@ -1,8 +1,8 @@
-"""Channel over a Redis, between processes that share nothing else.
+"""Channel over Redis, between processes that share nothing else.
 
-What travels is bytes that run no code (:mod:`torchrl_llm.data.wire`), so whoever can reach the
-Redis can at worst send rows that are wrong or none. The scripts that run inside the server lie
-beside this file; ``redis_begin.lua`` says which keys they keep.
+Messages are bytes that cannot execute code (:mod:`torchrl_llm.data.wire`), so a malicious client of
+the Redis can at worst send wrong rows or none. The scripts for the server are in this folder;
+``redis_begin.lua`` documents their keys.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrl_llm.data.wire import PackedRows, encode
 from torchrl_llm.errors import DataError
 
 _MOST_BYTES = 500 << 20
-# What the scripts take for a number of rows, and for any number.
+# Largest values that the scripts accept for a number of rows, and for any number.
 _MOST_CLAIMS, _MOST = 1 << 20, 1 << 53
 _PAUSE_S = (0.005, 0.1)
 _KEPT_S = 3600
@@ -44,7 +44,7 @@ KEYS = (
 
 
 def _script(name: str) -> str:
-    """A script of this folder, after the functions that all of them share."""
+    """A script of this folder, preceded by the shared functions."""
     files = (Path(__file__).with_name(f"redis_{each}.lua") for each in ("begin", name))
     return "".join(file.read_text(encoding="utf-8") for file in files)
 
@@ -54,7 +54,7 @@ WORK, LEAD, FORGET = map(_script, ("work", "lead", "forget"))
 
 @dataclass
 class _Own:
-    """What a worker's handle knows of itself: rows it holds claims for, deliveries it has put."""
+    """State of a worker's handle: claimed rows, and number of deliveries."""
 
     claims: int = 0
     deliveries: int = 0
@@ -62,9 +62,9 @@ class _Own:
 
 @dataclass
 class _Lead:
-    """What the learner's end knows, whatever the server forgets.
+    """State of the learner's end, which survives a loss of the server's data.
 
-    ``out`` are rows that were granted and have not come: free, claimed, or waiting here.
+    ``out`` are granted rows that have not arrived: free, claimed, or waiting in the server.
     """
 
     run: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -81,10 +81,10 @@ def delivery_to_bytes(delivery: Delivery) -> bytes:
     """Write a delivery.
 
     Args:
-        delivery: its rows hold what :func:`~torchrl_llm.data.wire.encode` can write.
+        delivery: its rows must be writable by :func:`~torchrl_llm.data.wire.encode`.
 
     Raises:
-        DataError: a value without a safe form, or more than a Redis takes at once.
+        DataError: a value without a safe form, or a message too large for Redis.
     """
     about = {name: getattr(delivery, name) for name in _ABOUT}
     data = encode(delivery.rows, about | {"digests": dict(delivery.digests)})
@@ -97,13 +97,13 @@ def delivery_to_bytes(delivery: Delivery) -> bytes:
 
 
 def delivery_from_bytes(data: bytes) -> Delivery:
-    """Read what :func:`delivery_to_bytes` wrote.
+    """Read the result of :func:`delivery_to_bytes`.
 
     Args:
-        data: from anyone.
+        data: untrusted bytes.
 
     Raises:
-        DataError: the bytes are no delivery.
+        DataError: the bytes are not a delivery.
     """
     rows = PackedRows.open(data)
     about = rows.about
@@ -127,23 +127,23 @@ def delivery_from_bytes(data: bytes) -> Delivery:
 class RedisChannel(RowChannel):
     """A channel between processes that share a Redis.
 
-    It outlives restarts of the server: calls wait for it up to ``reconnect_s`` beyond their own
-    limit. If the server comes back without its data, deliveries that waited are lost (the learner
-    finds the gap), what was granted for them is granted again, and workers and learner go on.
+    It survives restarts of the server: calls wait for it up to ``reconnect_s`` beyond their own
+    limit. If the server returns without its data, waiting deliveries are lost (the learner detects
+    the gap), their rows are granted again, and workers and learner continue.
 
-    A worker claims and puts through one handle; rows with a value that has no safe form are a
-    :class:`~torchrl_llm.errors.DataError`. The learner's end is a single one; one that was
-    killed is replaced by a handle with ``begin=True``.
+    A worker claims and puts through one handle; a row with a value without a safe form raises
+    :class:`~torchrl_llm.errors.DataError`. There is a single learner's end; after it was killed,
+    replace it by a handle with ``begin=True``.
 
     Args:
         url: of the Redis, ``redis://host:port/db``.
-        name: of the channel; several may share a Redis.
-        max_size: deliveries that may wait; the learner's handle decides.
-        begin: the learner's end of a new run: whatever waits is dropped, claims and counts begin
-            at zero. Workers that live go on.
-        reconnect_s: seconds for which the server may stay away.
-        on_return: called at the learner's end after the server was away, to bring back what else
-            it may have lost.
+        name: name of the channel; several channels may share a Redis.
+        max_size: most waiting deliveries; the learner's handle decides.
+        begin: the learner's end of a new run: waiting deliveries are dropped, and claims and counts
+            start at zero. Live workers continue.
+        reconnect_s: most seconds that the server may be unreachable.
+        on_return: called at the learner's end after the server was unreachable, to restore other
+            lost data.
 
     Attributes:
         place: the URL without user and password.
@@ -228,7 +228,7 @@ class RedisChannel(RowChannel):
             own = self._own.setdefault(worker, _Own())
             if delivery.sequence < own.deliveries:
                 return True
-            # Asked first whether there is room: rows are not sent to be refused.
+            # Check for room first, so that rows are not sent in vain.
             answer = self._act(worker, own, "room", *place)
             if answer == "done":
                 answer = self._act(worker, own, "put", *place, delivery.generated, sent, data)
@@ -255,7 +255,7 @@ class RedisChannel(RowChannel):
         return _whole(version)
 
     def learner_silence_s(self) -> float | None:
-        """Seconds since the learner called last; ``None`` where the server knows of none."""
+        """Seconds since the learner's last call; ``None`` if the server knows no learner."""
         time_, led = self._link.read(lambda pipe: (pipe.time(), pipe.hget(self._keys[0], "led")))
         led_s = _seconds(led)
         return max(time_[0] + time_[1] / 1e6 - led_s, 0.0) if led_s else None
@@ -263,7 +263,7 @@ class RedisChannel(RowChannel):
     # -- the learner's end ------------------------------------------------------------------------
 
     def _leading(self, delta: int = 0, *, wants: bool = False) -> tuple[int, str, bytes]:
-        """One call of the learner: rows granted, number and bytes of the next delivery."""
+        """One call of the learner: granted rows, number and bytes of the next delivery."""
         was_away = False
         with self._mutex:
             lead = self._lead = self._lead or self._join()
@@ -297,7 +297,7 @@ class RedisChannel(RowChannel):
         return granted, number.decode(), data
 
     def _join(self) -> _Lead:
-        """The learner's end of a channel that exists already."""
+        """Join an existing channel as the learner."""
         state, claimed, queued, taken = self._link.read(
             lambda pipe: (
                 pipe.hgetall(self._keys[0]),
@@ -313,7 +313,7 @@ class RedisChannel(RowChannel):
         return _Lead(run, _whole(state.get(b"version")), out, closed=b"closed" in state)
 
     def _try_get(self) -> Delivery | None:
-        """The next delivery; bytes that are none are logged and passed over."""
+        """The next delivery; invalid bytes are logged and skipped."""
         with self._mutex:
             if self._lead is not None and self._lead.begun and not self._waits():
                 return None
@@ -328,13 +328,13 @@ class RedisChannel(RowChannel):
                 logger.warning(f"channel {self.name!r} held something else: {error}")
                 return None
             if delivery.sequence < lead.next.get(delivery.worker, 0):
-                return None  # a server that came back with old data gives it twice
+                return None  # a server that returned with old data repeats it
             lead.next[delivery.worker] = delivery.sequence + 1
             lead.out -= delivery.claimed
             return delivery
 
     def _waits(self) -> bool:
-        """Whether a full call is worth it: something waits, or the server lost this run."""
+        """Whether a full call is needed: a delivery waits, or the server lost this run."""
         size, handed, run = self._link.read(
             lambda pipe: (
                 pipe.llen(self._keys[1]),
@@ -356,7 +356,7 @@ class RedisChannel(RowChannel):
 
     def _workers(self) -> dict[str, WorkerCounts]:
         if self._lead is not None:
-            self._leading()  # what a restart has swallowed is noticed here at the latest
+            self._leading()  # losses by a restart are noticed here at the latest
         time_, *columns = self._link.read(
             lambda pipe: (pipe.time(), *(pipe.hgetall(key) for key in self._keys[4:9]))
         )
@@ -366,7 +366,7 @@ class RedisChannel(RowChannel):
         for name in columns[4]:
             *numbers, seen = (column.get(name) for column in columns)
             seen_s = _seconds(seen)
-            # Who claims to be of the future would never be missed.
+            # A timestamp in the future would never expire.
             silence_s = now_s - (seen_s if seen_s < now_s + _KEPT_S else 0.0)
             known = WorkerCounts(*map(_whole, numbers), time.time() - silence_s)
             counts[name.decode(errors="replace")] = known
@@ -390,7 +390,7 @@ class RedisChannel(RowChannel):
         return self._link.read(lambda pipe: pipe.llen(self._keys[1]))[0] or 0
 
     def _close(self) -> None:
-        """An hour later the server forgets the channel."""
+        """The server deletes the channel after an hour."""
         with self._mutex:
             self._lead = self._lead or self._join()
             self._lead.closed = True
@@ -398,7 +398,7 @@ class RedisChannel(RowChannel):
         self._link.read(lambda pipe: [pipe.expire(key, _KEPT_S) for key in self._keys])
 
 
-# What the server holds may be of others; a number that none of ours writes counts as nothing.
+# The server may contain foreign data; invalid numbers count as missing.
 
 
 def _whole(text: Any) -> int:

@@ -1,4 +1,4 @@
-"""Rollouts for people: a page that a browser opens, and one row in a terminal."""
+"""Shows rollouts: an HTML page for a browser, and a row in the terminal."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,4 +1,4 @@
-"""One row in a terminal: its tokens with what is known of each, and why some are not trained."""
+"""Prints one row: its tokens with their records, and why some are not trained."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _NUMBERS = ("turn", "version", "log-prob", "advantage", "ratio")
 
 
 def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = False) -> None:
-    """Print one row: what was asked, what came of it, and a line for each token that was sampled.
+    """Print one row: prompt, outcome, and one line per sampled token.
 
     Args:
-        rows: what ``rows[i]`` is a row of: a stack of rows, a list, a buffer, a ``RolloutStore``.
+        rows: container with ``rows[i]``: a stack of rows, a list, a buffer, a ``RolloutStore``.
         i: index of the row.
-        tokenizer: a fast Hugging Face tokenizer, or name or folder of one; ids are shown without.
-        every_token: whether tokens that were not sampled have lines of their own too; else those of
-            one source are one line.
+        tokenizer: a fast Hugging Face tokenizer, or its name or folder; without it, ids are shown.
+        every_token: also print one line per token that was not sampled; otherwise consecutive ones
+            of one source share a line.
 
     Raises:
         IndexError: there is no such row.

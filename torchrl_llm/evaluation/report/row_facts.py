@@ -1,7 +1,7 @@
-"""One row as people look at it: words and numbers for what happened, and a column for each fact.
+"""The facts of one row for display: texts, numbers, and a column per token fact.
 
-Nothing is guessed: a row without advantages, trace or rewards has none here. Both
-:func:`~torchrl_llm.evaluation.report.explain` and the page of rollouts are made of this.
+Nothing is guessed: if a row lacks advantages, trace or rewards, these facts are empty.
+:func:`~torchrl_llm.evaluation.report.explain` and the page of rollouts use these facts.
 
 Shape legend: ``T`` tokens of ``("tokens", "full")`` without padding.
 """
@@ -44,7 +44,7 @@ _LONGEST_LABEL = 40
 
 @dataclass(frozen=True, kw_only=True)
 class RowFacts:
-    """What one row says of itself; ``None``, NaN or an empty text where it says nothing.
+    """The facts of one row; ``None``, NaN or an empty text if unknown.
 
     Attributes:
         step: of training.
@@ -56,11 +56,11 @@ class RowFacts:
         finish: how the response ended.
         truncation: why the environment cut the episode.
         errors: what failed, with tracebacks.
-        labels: short texts by which rows are told apart: agent, origin, fate.
+        labels: short texts for filtering rows: agent, origin, fate.
         messages: role and text of each message.
         prompt: what was asked.
         response: what was answered last.
-        expected: the answer that the data has.
+        expected: the answer in the data.
         token_ids: int64 ``[T]``.
         source: int8 ``[T]``, codes of ``Source``.
         turns: int16 ``[T]``, -1 where not sampled.

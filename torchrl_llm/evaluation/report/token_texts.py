@@ -1,9 +1,9 @@
-r"""What each token of a row reads as: decoded id by id, never encoded or parsed again.
+r"""Texts of single tokens of a row, decoded id by id; nothing is encoded or parsed again.
 
-A byte-level tokenizer cuts characters such as ``é`` or an emoji into several tokens, none of which
-is a text by itself. The first of them then shows the whole character and the others a mark; bytes
-that form no character are shown as ``\xe2``. What no reader could see (control characters, marks
-that change the direction of text, halves of a character) is shown as its escape.
+A byte-level tokenizer splits characters such as ``é`` or an emoji into several tokens, none of
+which is valid text. The first token then shows the whole character and the others a mark; bytes
+that form no character are shown as ``\xe2``. Invisible characters (control characters, direction
+marks, half characters) are shown as escapes.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _SPELLED = {chr(byte): byte for byte in _PLAIN} | {
 
 
 def visible(text: str) -> str:
-    r"""A text in which everything can be seen: what is invisible or moves text becomes an escape.
+    r"""Replace invisible and text-moving characters by escapes.
 
     Args:
-        text: may hold anything, as what a model wrote. Line breaks and tabulators stay.
+        text: any text, for example of a model. Line breaks and tabs stay.
 
     Example:
         >>> print(visible("a\x1b[2J" + chr(0x202E) + "b" + chr(0xD83D)))
@@ -52,7 +52,7 @@ class TokenTexts:
     """Texts of token ids, for people.
 
     Args:
-        tokenizer: a fast Hugging Face tokenizer; ``None`` shows ids in their place.
+        tokenizer: a fast Hugging Face tokenizer; ``None`` shows ids instead.
 
     Raises:
         TokenizerError: the tokenizer is not a fast one.
@@ -71,13 +71,13 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """What each token reads as in its place.
+        """Text of each token in its context.
 
         Args:
-            token_ids: of a row, all of them.
+            token_ids: all ids of a row.
 
         Returns:
-            As many texts.
+            One text per id.
         """
         if self._codec is None:
             return [f"⟨{token}⟩" for token in token_ids]
@@ -99,7 +99,7 @@ class TokenTexts:
         text = self._decoded([token])
         if _BROKEN in text and (data := _bytes_of(piece)) is not None:
             try:
-                text = data.decode()  # the character that stands for broken ones, spelled out
+                text = data.decode()  # the replacement character, written as an escape
             except UnicodeDecodeError:
                 return visible(data.decode(errors="backslashreplace")), data
         return visible(text or piece), None

@@ -27,13 +27,13 @@ _ERROR_TYPES = {**ERROR_TYPES, **_OWN_ERROR_TYPES}
 
 def _conversation(given: Any, path: str) -> list[dict[str, Any]]:
     messages = list(chain(*read([_messages], given, path)))
-    if messages and messages[-1]["role"] == "assistant":  # the answer goes on with it
+    if messages and messages[-1]["role"] == "assistant":  # the answer continues it
         messages[-1]["is_complete"] = False
     return messages
 
 
 def _messages(given: Any, path: str) -> list[dict[str, Any]]:
-    """The messages that one of Anthropic's holds, for it may hold several results of tools."""
+    """Convert one message of Anthropic's protocol; it may contain several tool results."""
     found = read(_MESSAGE, given, path)
     role, content = found["role"], found["content"]
     if isinstance(content, str):
@@ -73,7 +73,7 @@ _TOOL_USE: Table = {
 _TOOL_RESULT: Table = {
     "content": texts("text"),
     "tool_use_id": need(str, "tool_call_id"),
-    "is_error": Field(bool, unused=True),  # the text says it
+    "is_error": Field(bool, unused=True),  # it is in the text
     "cache_control": Any,
 }
 _BLOCKS: dict[str, dict[str, Table]] = {
@@ -113,13 +113,13 @@ class AnthropicMessages(Protocol):
         return call
 
     def parse_count(self, body: Mapping[str, Any]) -> Call:
-        """Read a call whose prompt is counted only, which need not say ``max_tokens``.
+        """Read a call for counting tokens; ``max_tokens`` is optional.
 
         Args:
             body: of the request.
 
         Raises:
-            RefusedCallError: a field that is wrong or cannot be honoured.
+            RefusedCallError: a field is wrong or cannot be honoured.
         """
         return super().parse(body)
 
@@ -154,7 +154,7 @@ class AnthropicMessages(Protocol):
         """Write an error, see :meth:`Protocol.refusal`."""
         message = error.message
         if error.kind == "context":
-            message = f"prompt is too long: {message}"  # clients look for these words
+            message = f"prompt is too long: {message}"  # clients search for these words
         kind = _ERROR_TYPES.get(status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -178,7 +178,7 @@ def _blocks(message: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _stop(reply: Reply, answer: Answer) -> dict[str, Any]:
     reason, strings = protocol.finish_reason(answer), reply.body.get("stop_sequences")
     if strings and reason is FinishReason.STOP:
-        # The tokens of a stop string are among the sampled ones, and only the last of all is one.
+        # The sampled tokens include the stop string; only the last token can be a stop token.
         text = "".join(reply.port.token_texts(answer.token_ids))
         if found := [string for string in strings if string in text]:
             return {"stop_reason": "stop_sequence", "stop_sequence": min(found, key=text.index)}

@@ -17,10 +17,10 @@ from torchrl_llm.gateway.protocols.protocol import Reply, pieces
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "length",  # no client knows a word for it, and the text is cut
+    FinishReason.ABORT: "length",  # clients know no word for it; the text is cut
     FinishReason.TOOL_CALLS: "tool_calls",
 }
-"""OpenAI's word for how an answer ended."""
+"""OpenAI's finish reason."""
 
 
 # -- requests --------------------------------------------------------------------------------------
@@ -37,7 +37,7 @@ def _function(given: Any, path: str) -> dict[str, Any]:
 
 
 def tool_choice(value: Any, path: str) -> str:
-    """The kind of OpenAI's ``tool_choice``, a function of the value and its path."""
+    """The kind of OpenAI's ``tool_choice``: a function of the value and its path."""
     if read(str | dict, value, path) not in ("auto", "none"):
         raise refused(path, f"can only be 'auto' or 'none' here, got {value!r:.100}")
     return value
@@ -45,7 +45,7 @@ def tool_choice(value: Any, path: str) -> str:
 
 _ROLE = Literal["system", "developer", "user", "assistant", "tool"]
 _TEXT = texts("text")
-# What a client's object of our own answer may hold.
+# Fields of an earlier answer that a client sends back.
 _SAID: Table = {"role": str, "content": _TEXT, "name": str, "annotations": Only([])}
 _GIVEN: Table = {**_SAID, "content": need(_TEXT)}
 _CALLED: Table = {"name": need(str), "arguments": str | dict, "parsed_arguments": Any}
@@ -64,7 +64,7 @@ OPENAI: Table = {
 }
 """The fields of a body in OpenAI's protocols."""
 CHOICES: Table = {**OPENAI, "n": Annotated[int, In("[1, 128]")], "stop": fields.STOP}
-"""Those of a body that is answered by choices."""
+"""The fields of a body whose answer has choices."""
 NO_OTHERS = Annotated[int, In("[0, 0]"), "of the sampled token only"]
 
 
@@ -72,7 +72,7 @@ NO_OTHERS = Annotated[int, In("[0, 0]"), "of the sampled token only"]
 
 
 class Choices(protocol.Protocol):
-    """OpenAI's protocols that write answers as choices."""
+    """OpenAI's protocols whose answers have choices."""
 
     stream_end = ("data: [DONE]\n\n",)
     id_prefix: str
@@ -96,12 +96,12 @@ class Choices(protocol.Protocol):
             yield {**told, "choices": [], "usage": _usage(reply)}
 
     def prompt_ids(self, reply: Reply) -> dict[str, Any]:
-        """The ids of the prompt, unless each choice has them."""
+        """The ids of the prompt, unless each choice contains them."""
         return reply.prompt_ids()
 
     @abstractmethod
     def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:
-        """One answer as a whole.
+        """One complete answer.
 
         Args:
             reply: what is written.
@@ -110,7 +110,7 @@ class Choices(protocol.Protocol):
 
     @abstractmethod
     def pieces(self, reply: Reply, answer: Answer) -> Iterator[dict[str, Any]]:
-        """One answer piece by piece; the last says how it ended.
+        """One answer in pieces; the last has the finish reason.
 
         Args:
             reply: what is written.

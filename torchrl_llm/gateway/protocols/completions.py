@@ -37,7 +37,7 @@ class Completions(Choices):
     id_prefix, kinds = "cmpl-", ("text_completion", "text_completion")
 
     def prompt_ids(self, reply: Reply) -> dict[str, Any]:
-        """None, for each choice has them, see ``Choices.prompt_ids``."""
+        """None, because each choice contains them; see ``Choices.prompt_ids``."""
         return {}
 
     def choice(self, reply: Reply, answer: Answer) -> dict[str, Any]:

@@ -1,13 +1,13 @@
-"""Tables of fields: each protocol lists what a request may hold, and one reader serves them all.
+"""Tables of request fields: each protocol lists its fields, and one reader validates them all.
 
-A table maps the name of a field to its kind, and what it does not list is refused. A kind is
+A table maps the name of a field to its kind; other fields are rejected. A kind is one of these:
 
 - an annotation such as ``str | list`` or ``Annotated[int, In("[1, 128]")]``: the value is checked;
 - a table, for an object, or a kind in a list, for a list: ``[{"name": str}]``;
-- a function of the value and its path, which returns what the value means;
-- ``Only(False)``: nothing else can be honoured, and this asks for nothing;
-- ``Any``: the value changes no token, and is not looked at;
-- a :class:`Field`, where there is more to say.
+- a function of the value and its path that returns the converted value;
+- ``Only(False)``: the only value that can be honoured; it has no effect;
+- ``Any``: the value does not affect tokens and is ignored;
+- a :class:`Field`, for further properties.
 
 Next: :mod:`torchrl_llm.gateway.protocols.chat_completions` reads a request with them.
 """
@@ -32,12 +32,12 @@ _LONGEST_MESSAGE = 500
 
 
 class Field(NamedTuple):
-    """A kind, and what else there is to say of a field.
+    """A kind with further properties of a field.
 
     Attributes:
         kind: of its value.
-        name: our name for it, where it differs. Fields with the same name must have the same value.
-        needed: whether it must be there.
+        name: internal name, if different. Fields with the same name must have the same value.
+        needed: whether it is required.
         unused: whether its value is checked only.
     """
 
@@ -48,10 +48,10 @@ class Field(NamedTuple):
 
 
 class Only:
-    """The kind of a field that can be there with one of a few values, which ask for nothing.
+    """The kind of a field whose only accepted values have no effect.
 
     Args:
-        *values: that are allowed.
+        *values: accepted values.
     """
 
     def __init__(self, *values: Any) -> None:
@@ -59,7 +59,7 @@ class Only:
 
 
 def need(kind: Any, name: str | None = None) -> Field:
-    """A field that must be there.
+    """A required field.
 
     Args:
         kind: of its value.
@@ -75,23 +75,23 @@ def refused(path: str, why: str) -> RefusedCallError:
     """The error of a field.
 
     Args:
-        path: its name, with those of the objects that it is in.
-        why: what is wrong with it.
+        path: its name, with the names of the enclosing objects.
+        why: the problem.
     """
     path = path[:_LONGEST_MESSAGE]
     return RefusedCallError(f"{path} {why}"[: 2 * _LONGEST_MESSAGE], field=path)
 
 
 def read(kind: Any, value: Any, path: str) -> Any:
-    """What a value means; ``None`` where it changes nothing.
+    """Convert a value; ``None`` if it has no effect.
 
     Args:
-        kind: of the value, see the top of this file.
-        value: as the body has it.
-        path: where it is in the body, ``"messages.0.content"``.
+        kind: kind of the value, see the top of this file.
+        value: value in the body.
+        path: its place in the body, for example ``"messages.0.content"``.
 
     Raises:
-        RefusedCallError: the value is not of this kind.
+        RefusedCallError: the value does not have this kind.
     """
     if isinstance(kind, Field):
         if value is not None:
@@ -115,7 +115,7 @@ def read(kind: Any, value: Any, path: str) -> Any:
 
 
 def _checked(hint: Any, value: Any, path: str) -> Any:
-    # Infinity and whole numbers that no tensor holds; NaN is no JSON.
+    # Infinity, and whole numbers too large for a tensor; NaN is not JSON.
     if isinstance(value, (int, float)) and abs(value) >= 2**64:
         raise refused(path, "must be a number below 2**64")
     short = value[:_LONGEST_MESSAGE] if isinstance(value, str) else value
@@ -127,17 +127,17 @@ def _checked(hint: Any, value: Any, path: str) -> Any:
 
 
 def read_some(table: Table, given: Any, path: str = "") -> dict[str, Any]:
-    """The fields of an object that a table lists, by our names; others may be there.
+    """The fields of an object that a table lists, by internal names; other fields are allowed.
 
-    A field that is ``null`` counts as left out.
+    A ``null`` field counts as missing.
 
     Args:
         table: name to kind.
         given: the object.
-        path: where it is in the body; empty for the body itself.
+        path: its place in the body; empty for the body itself.
 
     Raises:
-        RefusedCallError: it is no object, or a field is not of its kind.
+        RefusedCallError: it is not an object, or a field has a wrong kind.
     """
     if not isinstance(given, dict):
         raise refused(path, f"must be an object, got {given!r:.100}")
@@ -154,7 +154,7 @@ def read_some(table: Table, given: Any, path: str = "") -> dict[str, Any]:
 
 
 def read_object(table: Table, given: Any, path: str = "") -> dict[str, Any]:
-    """As :func:`read_some`, of an object that has no other fields.
+    """Like :func:`read_some`, but other fields are rejected.
 
     Example:
         >>> table = {"n": Field(Annotated[int, In("[1, 8]")], "num_samples"), "best_of": Only(1)}
@@ -182,14 +182,14 @@ def _within(path: str, name: str) -> str:
 def read_typed(
     tables: Mapping[str, Table], given: Any, path: str, unknown: str, default: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """The type of an object, and its fields, which depend on it.
+    """The type of an object and its fields, which depend on the type.
 
     Args:
         tables: the fields of each type.
         given: the object.
-        path: where it is in the body.
-        unknown: what is wrong with a type that has no table, to be formatted with it.
-        default: the type of an object that has none.
+        path: its place in the body.
+        unknown: error message for an unknown type, a format string.
+        default: type of an object without one.
     """
     kind = read_some({"type": str}, given, path).get("type", default)
     if kind not in tables:
@@ -201,7 +201,7 @@ def read_typed(
 
 
 def one_or_more(kind: Any) -> Callable[[Any, str], tuple[Any, ...] | None]:
-    """The kind of a list; a single value may stand without one, and an empty list says nothing.
+    """The kind of a list; a single value is also accepted, and an empty list has no effect.
 
     Args:
         kind: of each value.
@@ -216,10 +216,10 @@ def one_or_more(kind: Any) -> Callable[[Any, str], tuple[Any, ...] | None]:
 
 
 def texts(*types: str) -> Callable[[Any, str], str]:
-    """The kind of a text, or of a list of parts, whose texts are joined.
+    """The kind of a text, or of a list of parts whose texts are joined.
 
     Args:
-        *types: of a part that is a text; one of another type, such as an image, is refused.
+        *types: types of text parts; parts of other types, such as images, are rejected.
     """
     tables, unknown = dict.fromkeys(types, PART), "may hold texts only, got a part of type {!r:.50}"
 
@@ -254,7 +254,9 @@ STOP = Field(_stop, "stop")
 FUNCTION: Table = {
     "name": need(str),
     "description": str,
-    "strict": Field(bool, unused=True),  # calls are sampled freely, and what reads them checks them
+    "strict": Field(
+        bool, unused=True
+    ),  # calls are sampled freely; parsers check them
     "cache_control": Any,
 }
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
@@ -286,22 +288,22 @@ BODY: Table = {
 
 
 def canonical(message: Mapping[str, Any], path: str) -> dict[str, Any]:
-    """A message in the form that this package stores.
+    """Convert a message to canonical form.
 
     Args:
-        message: as :func:`~torchrl_llm.data.messages.canonical_message` reads it.
+        message: input of :func:`~torchrl_llm.data.messages.canonical_message`.
         path: where it is in the body.
     """
     if message["role"] == "developer":
         message = {**message, "role": "system"}
     try:
         return canonical_message(message, path)
-    except (DataError, RecursionError) as error:  # the latter of arguments with too many levels
+    except (DataError, RecursionError) as error:  # the latter for arguments with too many levels
         raise refused(path, str(error).removeprefix(f"{path} ")) from None
 
 
 def joined(turn: Mapping[str, Any], message: Mapping[str, Any]) -> dict[str, Any]:
-    """Two messages of one turn as one: texts, reasoning and calls of the second follow.
+    """Join two messages of one turn; texts, reasoning and calls of the second are appended.
 
     Args:
         turn: the first.

@@ -1,7 +1,7 @@
-"""What each protocol does: it reads calls and writes answers, events and errors.
+"""Base class of protocols: they read calls and write answers, events and errors.
 
-The answer is there as a whole before it is written; as a stream it comes in a few pieces, so that
-clients that read streams work. Next: :mod:`torchrl_llm.gateway.app` serves the protocols.
+An answer is complete before it is written. A stream sends it in a few pieces, so that streaming
+clients work. Next: :mod:`torchrl_llm.gateway.app` serves the protocols.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _SHORTEST_PIECE = 16
 
 
 class Reply(NamedTuple):
-    """What answers a request.
+    """The reply to a request.
 
     Attributes:
-        body: of the request, which the protocol has read.
+        body: body of the request, already parsed.
         answers: at least one.
-        port: that gave them.
+        port: port of the answers.
     """
 
     body: Mapping[str, Any]
@@ -47,17 +47,17 @@ class Reply(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The name by which the client called the model."""
+        """The client's name for the model."""
         return self.body.get("model") or self.port.model
 
     @property
     def token_counts(self) -> tuple[int, int]:
-        """How many tokens the prompt has, and all answers together."""
+        """Number of tokens of the prompt, and of all answers together."""
         sampled = sum(len(answer.token_ids) for answer in self.answers)
         return len(self.answers[0].prompt_ids), sampled
 
     def prompt_ids(self) -> dict[str, Any]:
-        """The field ``prompt_token_ids``, where ``return_token_ids`` asks for it."""
+        """The field ``prompt_token_ids``, if ``return_token_ids`` requests it."""
         ids = self.answers[0].prompt_ids
         return {"prompt_token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
 
@@ -67,7 +67,7 @@ class Reply(NamedTuple):
         return {"token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
 
     def token_entries(self, answer: Answer) -> list[dict[str, Any]]:
-        """The sampled tokens and their log-probs, as chat completions and responses have them."""
+        """The sampled tokens and their log-probs, in the form of chat completions and responses."""
         texts = self.port.token_texts(answer.token_ids)
         return [
             {"token": text, "logprob": log_prob, "bytes": _bytes(text), "top_logprobs": []}
@@ -76,25 +76,25 @@ class Reply(NamedTuple):
 
 
 def _bytes(text: str) -> list[int] | None:
-    """Those of a token; ``None`` for a part of a character, whose bytes the text does not say."""
+    """Bytes of a token; ``None`` for a part of a character, because its text does not show them."""
     return None if "\ufffd" in text else list(text.encode())
 
 
 class Protocol(ABC):
-    """One way to write a call, its answers and its errors as JSON; it has no state."""
+    """A JSON format of calls, answers and errors; stateless."""
 
     path: str
-    """Where its requests are sent."""
+    """Path of its requests."""
 
     stream_end: tuple[str, ...] = ()
-    """What follows the last event of a stream."""
+    """Text after the last event of a stream."""
 
     table: ClassVar[Table]
     """The fields of a body. Our names are those of :class:`~torchrl_llm.modules.SamplingParams`,
     ``system`` (a text), ``messages``, ``prompt``, ``tools`` (functions) and ``tool_choice``."""
 
     no_messages = ("messages", "must have at least one message")
-    """The field that is at fault where there is no conversation, and why."""
+    """The field and message for a missing conversation."""
 
     def parse(self, body: Mapping[str, Any]) -> Call:
         """Read a call.
@@ -128,7 +128,7 @@ class Protocol(ABC):
         """Write answers as events of a stream."""
 
     def stream(self, reply: Reply) -> bytes:
-        """All events as ``text/event-stream``; one that has a ``type`` is called by it."""
+        """All events as ``text/event-stream``; an event with a ``type`` is named by it."""
         frames = [_frame(event) for event in self.events(reply)]
         return "".join([*frames, *self.stream_end]).encode()
 
@@ -136,8 +136,8 @@ class Protocol(ABC):
         """Write an error, in OpenAI's form unless the protocol has its own.
 
         Args:
-            error: why there is no answer.
-            status: of HTTP, see ``STATUS``.
+            error: the error.
+            status: HTTP status, see ``STATUS``.
         """
         return {
             "error": {
@@ -155,29 +155,29 @@ def _frame(event: Mapping[str, Any]) -> str:
 
 
 def new_id(prefix: str) -> str:
-    """An id that no other answer has.
+    """A unique id for an answer.
 
     Args:
-        prefix: what it begins with.
+        prefix: its prefix.
     """
     return prefix + secrets.token_hex(12)
 
 
 def finish_reason(answer: Answer) -> FinishReason:
-    """How an answer ended, for clients that look for calls where the reason says so."""
+    """Finish reason for clients that only look for calls if the reason says so."""
     if answer.message.get("tool_calls") and answer.finish_reason is FinishReason.STOP:
         return FinishReason.TOOL_CALLS
     return answer.finish_reason
 
 
 def arguments_text(call: Mapping[str, Any]) -> str:
-    """The arguments of a tool call as JSON; those that are none, as the model wrote them."""
+    """The arguments of a tool call as JSON; malformed ones are unchanged."""
     arguments = call["function"]["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments)
 
 
 def pieces(text: str) -> list[str]:
-    """A text in at most four pieces; none of an empty one.
+    """Split a text into at most four pieces; none for an empty text.
 
     Example:
         >>> pieces("a" * 40)

@@ -1,4 +1,4 @@
-"""``/v1/responses`` of OpenAI: a conversation as items, of which nothing is kept between calls."""
+"""``/v1/responses`` of OpenAI: a conversation as items; nothing is stored between calls."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _ITEMS: dict[str, Table] = {
 }
 _FUNCTION_TYPE = Field(Literal["function"], needed=True, unused=True)
 _TOOL: Table = {"type": _FUNCTION_TYPE, **fields.FUNCTION, "parameters": dict}
-# The order of the items of one turn; only calls may come more than once.
+# The order of the items of one turn; only calls may be repeated.
 _ORDER = {"reasoning": 0, "message": 1, "function_call": 2}
 
 
@@ -132,7 +132,7 @@ _REPEATED = ("instructions", "max_output_tokens", "temperature", "top_p")
 
 
 def _begun(reply: Reply) -> dict[str, Any]:
-    """The response before there is an answer, which repeats what was asked for."""
+    """The response before the answer, which repeats the request's settings."""
     asked, now = reply.body, int(time.time())
     return {
         **dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage")),

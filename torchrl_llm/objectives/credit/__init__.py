@@ -1,4 +1,4 @@
-"""Credit: from rewards to advantages, as inverse transforms of a replay buffer."""
+"""Advantage estimators: inverse transforms of a replay buffer that turn rewards into advantages."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,4 +1,4 @@
-"""The best and the worst of each group, as a pair."""
+"""Pairs the best and the worst trajectory of each group."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ from torchrl_llm.objectives.credit.comparing import (
 class BestWorst(ComparingCredit):
     """Keeps the best and the worst trajectory of each group: advantages 1 and -1.
 
-    Their rows have a ``"pair_id"``, int64, and ``"is_chosen"``, bool, so that a loss of pairs
-    (:class:`~torchrl_llm.objectives.OnlineDPOLoss`) can compare them; others read the advantage.
-    With ``positive_only`` the best ones alone are learned. Of equal returns the first counts. A
-    group whose returns are all equal is filtered, and so are all other trajectories.
+    Their rows get ``"pair_id"``, int64, and ``"is_chosen"``, bool, so that a loss of pairs
+    (:class:`~torchrl_llm.objectives.OnlineDPOLoss`) can compare them; other losses read the
+    advantage. With ``positive_only`` only the best ones are trained. Among equal returns the first
+    is chosen. All other trajectories are filtered out, and so are groups whose returns are all
+    equal.
 
     Args:
         group_size: trajectories of a group.
@@ -53,7 +54,7 @@ class BestWorst(ComparingCredit):
         self._number = 0
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """The best and the worst of those that the base leaves; none where all are equal."""
+        """The best and the worst of those that the base selects; none if all are equal."""
         group = super().select(group)
         if len(group) < 2:
             return []
@@ -63,11 +64,11 @@ class BestWorst(ComparingCredit):
         return [group[int(returns.argmax())], group[int(returns.argmin())]]
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Which of two is the better one, 1 or -1."""
+        """1 for the better of two, -1 for the other."""
         return F.group_advantages(returns_N, group_N, normalize="none").sign()
 
     def complete(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[TensorDict] | None]:
-        """The rows of the pairs, marked as such."""
+        """The rows of the pairs, with their pair columns."""
         written = super().complete(groups)
         for rows in written:
             self._number += 1
@@ -77,10 +78,10 @@ class BestWorst(ComparingCredit):
         return written
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues and counts, that of pairs among them."""
+        """Queues and counts, including the count of pairs."""
         return {**super().get_extra_state(), "pairs": self._number}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Restore what :meth:`get_extra_state` returned."""
         super().set_extra_state(state)
         self._number = state["pairs"]

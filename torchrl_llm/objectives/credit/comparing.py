@@ -1,7 +1,8 @@
 """Base of the advantage estimators that compare the returns of a group's trajectories.
 
-It knows the return of a trajectory, groups that are not worth training on, and groups of which more
-trajectories are sampled than trained (:class:`MCAdvantageSelector` chooses among the candidates).
+It computes the return of each trajectory, filters groups that are not worth training on, and
+handles groups for which more trajectories are sampled than trained (:class:`MCAdvantageSelector`
+chooses among the candidates).
 """
 
 from __future__ import annotations
@@ -33,19 +34,21 @@ from torchrl_llm.objectives.credit import credit_assigner
 
 
 class MCAdvantageSelector:
-    """Chooses the trajectories of a group out of its candidates.
+    """Chooses the trajectories of a group from its candidates.
 
     Args:
-        strategy: ``"first"`` takes the first that came. ``"uniform"`` spreads the choice evenly
-            over the candidates in the order of their returns, from the worst to the best.
-            ``"balanced"`` takes, of all choices whose mean return is inside the bounds, the one
-            nearest to their middle, and of several such the one with the widest range of returns;
-            without bounds it is ``"uniform"``.
-        max_combinations: up to so many choices ``"balanced"`` looks at all; beyond it starts from
-            the lowest and highest returns, in the best proportion, and swaps while that helps.
-        in_keys: what :meth:`select` reads of each candidate; the strategies choose by the first.
-            ``"return"``, a key of the last row of its trajectory, or, for subclasses, its rows
-            ``[T]``: ``"trajectories"``, or a key of them, ``("trajectories", "next", "reward")``.
+        strategy: ``"first"`` takes the first candidates to arrive. ``"uniform"`` sorts the
+            candidates by return and picks at even distances, from the worst to the best.
+            ``"balanced"`` considers all choices whose mean return is inside the bounds and takes
+            the one whose mean is closest to their middle; ties go to the widest range of returns.
+            Without bounds, ``"balanced"`` is ``"uniform"``.
+        max_combinations: up to this many choices, ``"balanced"`` tries them all. Above it, it
+            starts with the best mix of lowest and highest returns and swaps members while that
+            improves the choice.
+        in_keys: keys that :meth:`select` reads from each candidate; the strategies use the first. A
+            key is ``"return"``, or a key of the last row of the trajectory. Subclasses may also
+            read all rows ``[T]`` with ``"trajectories"``, or one of their keys, such as
+            ``("trajectories", "next", "reward")``.
 
     Raises:
         ConfigError: for an unknown strategy, no combination or no key.
@@ -79,19 +82,20 @@ class MCAdvantageSelector:
         group_size: int,
         keep_return_bounds: tuple[float, float] | None = None,
     ) -> list[int] | None:
-        """Choose.
+        """Choose the trajectories to train.
 
         Args:
             candidates: ``[C]`` with ``"return"``, floating ``[C]``, and the ``in_keys``, of which
                 the first has one number per candidate.
-            group_size: how many to choose, at most ``C``.
+            group_size: number to choose, at most ``C``.
             keep_return_bounds: exclusive bounds on the mean return of the choice.
 
         Returns:
-            Indices of the chosen, ``None`` when no choice is inside the bounds.
+            Indices of the chosen candidates; ``None`` if no choice is inside the bounds.
 
         Raises:
-            ConfigError: fewer candidates than are to be chosen, or several numbers per candidate.
+            ConfigError: there are fewer candidates than ``group_size``, or several numbers per
+                candidate.
         """
         returns = candidates.get(self.in_keys[0], None)
         if not isinstance(returns, Tensor) or returns.numel() != len(candidates):
@@ -119,7 +123,7 @@ class MCAdvantageSelector:
         if comb(number, size) <= self.max_combinations:
             chosen = _nearest(returns, torch.combinations(torch.arange(number), size), middle)
         else:
-            # Of sorted returns, the k lowest and the rest from the top, for every k.
+            # For every k: the k lowest returns, and the rest from the top.
             order = returns.argsort(stable=True)
             ends = [torch.cat([order[:k], order[number - size + k :]]) for k in range(size + 1)]
             chosen, better = None, _nearest(returns, torch.stack(ends), middle)
@@ -128,27 +132,28 @@ class MCAdvantageSelector:
             ):
                 chosen = better
                 better = _nearest(returns, _neighbours(chosen, number), middle)
-        # The middle is as far from both bounds, so if any choice is inside, the nearest one is.
+        # The middle has the same distance to both bounds, so if any choice is inside, the nearest
+        # one is.
         return chosen if _within(returns[chosen], bounds) else None
 
 
 def _within(returns: Tensor, bounds: tuple[float, float] | None) -> bool:
-    """Whether the mean of returns is between exclusive bounds."""
+    """Whether the mean of the returns is between the exclusive bounds."""
     return bounds is None or bool(bounds[0] < returns.mean() < bounds[1])
 
 
 def _nearest(returns: Tensor, choices: Tensor, middle: float) -> list[int]:
-    """Of choices ``[M, size]`` the one whose mean is nearest to the middle, then the widest."""
+    """The choice among ``[M, size]`` whose mean is nearest to the middle; the widest on a tie."""
     values = returns[choices]
     distance = (values.mean(1) - middle).abs()
-    # Means of the same returns in another order differ by rounding.
+    # Means of the same returns in a different order differ by rounding.
     nearest = distance <= distance.amin() + 1e-12 * (returns.abs().amax() + abs(middle))
     width = values.amax(1) - values.amin(1)
     return sorted(choices[width.where(nearest, -1.0).argmax()].tolist())
 
 
 def _neighbours(chosen: list[int], number: int) -> Tensor:
-    """All choices that differ from this one in one member."""
+    """All choices that differ from this one in exactly one member."""
     outside = sorted(set(range(number)) - set(chosen))
     return torch.tensor([[*(c for c in chosen if c != a), b] for a in chosen for b in outside])
 
@@ -168,7 +173,7 @@ _RETURNS = {
 
 
 def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others: bool) -> None:
-    """Raise a :class:`~torchrl_llm.errors.ConfigError` for what has no effect on a division.
+    """Raise a :class:`~torchrl_llm.errors.ConfigError` for settings that the division ignores.
 
     Args:
         normalize: ``"none"`` divides by nothing.
@@ -189,12 +194,12 @@ GroupSize = Annotated[int, Ge(2), "a single trajectory has no group to be better
 
 
 def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn) -> Tensor:
-    """The return of each trajectory from the rewards of its turns.
+    """The return of each trajectory, computed from the rewards of its turns.
 
     Args:
         group: ``G`` trajectories.
-        reduction: the turns' sum, largest, mean or last; the rewards of a turn's tokens are added
-            up in any case.
+        reduction: sum, maximum, mean or last over the turns. The rewards of the tokens of a turn
+            are always summed.
 
     Returns:
         float64 ``[G]``.
@@ -208,25 +213,26 @@ def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn)
 
 
 class ComparingOptions(credit_assigner.CreditOptions, total=False):
-    """Arguments of every advantage estimator that compares trajectories, besides its own.
+    """Arguments that all advantage estimators that compare trajectories share.
 
     Attributes:
-        trajectory_return: the return of a trajectory from the rewards of its turns: their sum, max,
-            mean or last.
+        trajectory_return: how the return of a trajectory is computed from the rewards of its turns:
+            sum, max, mean or last.
         keep_return_bounds: exclusive ``(low, high)`` bounds on the mean return of a group; groups
             outside are not written (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2). Like
-            all that judges groups, they look at the task's return, without the penalty of a
-            :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
-        keep_zero_variance: ``False`` does not write groups whose returns are all equal, within
-            what float32 resolves: nothing in them can be compared. Estimators that divide by a
-            deviation give such a group zeros, whatever the penalty: alone it would be blown up to
-            the size of a task's reward. Those that do not divide keep the penalty's differences.
-        candidate_group_size: trajectories that are sampled of a group, more than are trained; those
-            that are not chosen are filtered, also where they come after the choice was made.
-        candidate_selection_min_size: how many candidates must be there for a choice to be tried;
-            ``group_size`` by default. It is tried again with each further candidate until it gives
-            a group that is worth training on (see the two arguments above), and the group is
-            filtered if none does.
+            every rule that filters groups, they use the return of the task, without the penalty of
+            a :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
+        keep_zero_variance: ``False`` does not write groups whose returns are all equal (within
+            float32 precision), because there is nothing to compare. Estimators that divide by a
+            deviation give such a group zeros even with a KL penalty, because the division would
+            scale the penalty to the size of the task's reward. Estimators that do not divide keep
+            the differences of the penalty.
+        candidate_group_size: number of trajectories sampled per group, more than are trained. Those
+            that are not chosen are filtered out, also if they arrive after the choice.
+        candidate_selection_min_size: number of candidates from which a choice is tried;
+            ``group_size`` by default. It is tried again with each further candidate until a group
+            is worth training on (see the two arguments above). If no choice is, the group is
+            filtered out.
         candidate_selector: makes the choice;
             :class:`~torchrl_llm.objectives.MCAdvantageSelector` by default.
     """
@@ -243,17 +249,17 @@ class ComparingCredit(credit_assigner.CreditAssigner):
     """Base of the estimators that compare the returns of a group's trajectories: :meth:`compare`.
 
     Args:
-        group_size: trajectories of a group that are trained.
-        trajectory_return: see :class:`ComparingOptions`, as for the others.
-        keep_return_bounds: bounds on the mean return of a group that is written.
+        group_size: number of trajectories per group that are trained.
+        trajectory_return: see :class:`ComparingOptions`, also for the following arguments.
+        keep_return_bounds: bounds on the mean return of groups that are written.
         keep_zero_variance: whether groups whose returns are all equal are written.
-        candidate_group_size: trajectories that are sampled of a group, more than are trained.
-        candidate_selection_min_size: how many candidates must be there for a choice to be tried.
+        candidate_group_size: number of trajectories sampled per group, more than are trained.
+        candidate_selection_min_size: number of candidates from which a choice is tried.
         candidate_selector: makes the choice.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
-        ConfigError: for arguments that are impossible, or would have no effect.
+        ConfigError: for arguments that are invalid or would have no effect.
     """
 
     @checked
@@ -283,7 +289,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         self.candidate_group_size = candidate_group_size
         self.candidate_selection_min_size = candidate_selection_min_size
         self.candidate_selector = candidate_selector
-        # Groups whose choice is made, and how many of their candidates are still to come.
+        # Groups whose choice has been made, and how many of their candidates are still missing.
         self._late: dict[Hashable, int] = {}
         if candidate_group_size is None:
             if candidate_selection_min_size is not None or candidate_selector is not None:
@@ -310,7 +316,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
 
     @property
     def group_size(self) -> int:
-        """Trajectories of a group that are trained."""
+        """Number of trajectories per group that are trained."""
         return self._trained_size
 
     @property
@@ -320,12 +326,12 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return chooses or self.keep_return_bounds is not None or not self.keep_zero_variance
 
     def returns(self, group: Sequence[Trajectory]) -> Tensor:
-        """Returns by which a group is judged, without a KL penalty, float64 ``[G]``."""
+        """Returns by which groups are filtered, without a KL penalty, float64 ``[G]``."""
         reduce = _RETURNS[self.trajectory_return or "sum"]
         return torch.tensor([reduce(turns) for turns in self._task_totals(group)]).double()
 
     def is_level(self, group: Sequence[Trajectory]) -> bool:
-        """Whether the returns by which a group is judged are equal, as far as float32 resolves."""
+        """Whether the returns by which groups are filtered are equal within float32 precision."""
         reduce = _RETURNS[self.trajectory_return or "sum"]
         magnitudes = [reduce(list(map(abs, turns))) for turns in self._task_totals(group)]
         return are_equal(self.returns(group), torch.tensor(magnitudes, dtype=torch.float64))
@@ -333,16 +339,16 @@ class ComparingCredit(credit_assigner.CreditAssigner):
     def level(
         self, groups: Sequence[Sequence[Trajectory]], values_N: Tensor, sizes: Sequence[int]
     ) -> Tensor:
-        """Make the values of each group equal that has nothing to compare, in place.
+        """Set the values of each group without differences to one value, in place.
 
         Args:
             groups: trajectories.
-            values_N: ``[N]``, one for each trajectory; a group with more values stays as it is.
-            sizes: values of each group.
+            values_N: ``[N]``, one per trajectory; a group with more values is left unchanged.
+            sizes: number of values of each group.
         """
         path = task_path(as_path(self.rewards_key))
         for group, part in zip(groups, values_N.split(list(sizes)), strict=True):
-            # A group of single turns is compared within float32's resolution in any case.
+            # A group of single turns is always compared within float32 precision.
             single = all(len(trajectory.rows) < 2 for trajectory in group)
             if len(part) != len(group) or (single and leaf(group[0].rows[0], path) is None):
                 continue
@@ -365,14 +371,14 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         ]
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """Those that the selectors leave, of these the chosen candidates, if they are worth it."""
+        """The chosen candidates among the trajectories that the selectors keep."""
         group = super().select(group)
         if self.candidate_group_size is not None:
             group = self._chosen(group) or []
         return group if self._worth(group) else []
 
     def _worth(self, group: list[Trajectory]) -> bool:
-        """Whether a group's returns are such that it is trained."""
+        """Whether a group is trained, judged by its returns."""
         if not group or not self.judges_groups:
             return bool(group)
         if not self.keep_zero_variance and self.is_level(group):
@@ -381,7 +387,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
 
     @abstractmethod
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """The comparison itself.
+        """Compute advantages from returns.
 
         Args:
             returns_N: float64 ``[N]``, returns of the trajectories of all groups.
@@ -392,7 +398,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         """
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one group alone."""
+        """Advantages of a single group."""
         return self.assign_all([group])[0]
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
@@ -432,7 +438,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return self._groups.groups.pop(key)
 
     def _chosen(self, candidates: list[Trajectory]) -> list[Trajectory] | None:
-        """The selector's choice; all where there are no more than are trained."""
+        """The selector's choice; all candidates if there are no more than are trained."""
         if len(candidates) <= self.group_size:
             return candidates
         columns: dict[Any, Any] = {}
@@ -457,15 +463,15 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return value
 
     def clear_queues(self) -> int:
-        """As in the base; candidates that are still to come are no longer expected."""
+        """As in the base; missing candidates are no longer expected."""
         self._late.clear()
         return super().clear_queues()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues, counts, and candidates that are still to come."""
+        """Queues, counts and missing candidates."""
         return {**super().get_extra_state(), "late": dict(self._late)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Restore what :meth:`get_extra_state` returned."""
         super().set_extra_state(state)
         self._late = dict(state["late"])

@@ -1,12 +1,12 @@
 """Base of the advantage estimators: inverse transforms of a replay buffer that write ``advantage``.
 
-An advantage estimator sees whole groups of finished trajectories and says one thing: the advantage
-of each row. :class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform` does the waiting and
-counting. :class:`BatchStatistics` is the base of the estimators that look at all groups of a batch.
+An advantage estimator gets whole groups of finished trajectories and returns the advantage of each
+row. :class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform` queues and counts the rows.
+:class:`BatchStatistics` is the base of the estimators that look at all groups of a batch.
 
-Next: :mod:`torchrl_llm.objectives.credit.return_credit` has the estimators that need no group,
-:mod:`torchrl_llm.objectives.credit.comparing` what those share that compare the trajectories of a
-group.
+Next: :mod:`torchrl_llm.objectives.credit.return_credit` has the estimators that need no group;
+:mod:`torchrl_llm.objectives.credit.comparing` is the base of those that compare the trajectories of
+a group.
 
 Shape legend: ``T`` tokens of a row, ``R`` of its response.
 """
@@ -32,22 +32,25 @@ from torchrl_llm.errors import ConfigError, DataError
 
 
 class CreditOptions(TypedDict, total=False):
-    """Arguments that every advantage estimator takes besides its own.
+    """Arguments that all advantage estimators share.
 
     Attributes:
-        advantage_key: where the advantage goes, ``[1, 1]`` or ``[T, 1]``; float32, or float64 where
-            the rewards are.
+        advantage_key: key of the advantage, ``[1, 1]`` or ``[T, 1]``; float32, or float64 if the
+            rewards are float64.
         positive_only: negative advantages become 0, after any normalisation.
-        keep_zero_advantage: ``False`` does not write trajectories all of whose advantages are 0.
-            They add nothing but to the denominator of the loss, which they change: a mean over what
-            is left is larger. With ``positive_only`` this keeps only what was better than expected.
-        prompt_key: what tells groups apart; ``None`` for ``"group_id"``, else ``"query"``.
-        rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
-        done_key: where a row says that its trajectory ends with it.
-        selectors: which valid trajectories of a full group take part, see
+        keep_zero_advantage: ``False`` does not write trajectories whose advantages are all 0. They
+            add nothing to the sum of the loss, but they count in its denominator, so without them
+            the mean is larger. With ``positive_only`` only trajectories better than expected are
+            kept.
+        prompt_key: key that identifies the group; ``None`` uses ``"group_id"`` if present,
+        otherwise ``"query"``.
+        rewards_key: key of the rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the
+        response's tokens.
+        done_key: key of the flag that marks the last row of a trajectory.
+        selectors: which valid trajectories of a full group are used, see
             :mod:`torchrl_llm.data.replay_buffers.grouping`; all by default.
-        max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
-            counted as unfilled, with one warning.
+        max_queued_groups: most groups that wait; above it the oldest group is dropped and counted
+            as unfilled, with one warning.
         verbose: log every call.
     """
 
@@ -65,21 +68,21 @@ class CreditOptions(TypedDict, total=False):
 class CreditAssigner(GroupTransform):
     """Writes the advantage of rows as they enter a replay buffer, group by group.
 
-    Rewards are read when rows are written, so a reward that another transform of the buffer adds is
-    seen when that transform is appended *after* the advantage estimator: what is appended last runs
-    first. With :class:`~torchrl_llm.data.replay_buffers.JoinTurns` appended before it, an estimator
-    sees one row per turn.
+    Rewards are read when rows are written, and the transform appended last runs first. So append a
+    transform that changes rewards *after* the advantage estimator. If
+    :class:`~torchrl_llm.data.replay_buffers.JoinTurns` is appended before the estimator, the
+    estimator sees one row per turn.
 
     Args:
-        group_size: trajectories of a group; 1 where an estimator needs no group.
-        advantage_key: see :class:`CreditOptions`, as for the others.
+        group_size: trajectories per group; 1 for estimators that need no group.
+        advantage_key: see :class:`CreditOptions`, also for the following arguments.
         positive_only: negative advantages become 0.
-        keep_zero_advantage: whether trajectories without any advantage are written.
-        **options: how rows are grouped, the rest of :class:`CreditOptions`.
+        keep_zero_advantage: whether trajectories whose advantages are all 0 are written.
+        **options: the rest of :class:`CreditOptions`, about grouping.
 
     Attributes:
-        reads_tokens: whether the reward of each token is read where rows have one. Recipes give it
-            to an estimator only where this is true.
+        reads_tokens: whether the estimator reads rewards per token. Recipes pass them only if this
+            is true.
     """
 
     __signature__ = FullSignature()
@@ -105,8 +108,8 @@ class CreditAssigner(GroupTransform):
         """Advantages of one group.
 
         Args:
-            group: the trajectories that take part: two at least where there are groups, fewer
-                than ``group_size`` where some are invalid.
+            group: its valid trajectories; at least two for estimators with groups, and fewer than
+                ``group_size`` if some are invalid.
 
         Returns:
             For each trajectory, for each of its rows, ``[1, 1]`` or ``[T, 1]``. ``None`` filters
@@ -114,13 +117,13 @@ class CreditAssigner(GroupTransform):
         """
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]] | None]:
-        """Advantages of the groups that are completed together; group by group unless overridden.
+        """Advantages of groups that are completed together; by default group by group.
 
         Args:
             groups: as for :meth:`assign`.
 
         Returns:
-            What :meth:`assign` returns, for each group.
+            The result of :meth:`assign` for each group.
         """
         return [self.assign(group) for group in groups]
 
@@ -150,20 +153,20 @@ class CreditAssigner(GroupTransform):
 class BatchStatistics(CreditAssigner):
     """Base of the estimators whose ``assign_all`` looks at all groups of a batch at once.
 
-    The batch is what one write into the buffer completes, which in a synchronous loop is the rows
-    of a step. Where rows come in small portions (from an asynchronous collector), that
-    would be a statistic over a few: ``batch_size`` lets complete groups wait for one another.
-    Groups that are filtered out by a selector or by their returns are not part of a batch. Where
-    each rank of a distributed run has a buffer of its own, a batch is one of that rank.
+    The batch consists of the groups that one write into the buffer completes; in a synchronous loop
+    these are the rows of a step. If rows come in small portions (from an asynchronous collector),
+    such a batch would be small: with ``batch_size``, complete groups wait for each other. Groups
+    that are filtered out are not part of a batch. In a distributed run each rank has its own buffer
+    and its own batch.
 
     Args:
         group_size: trajectories of a group.
-        batch_size: trajectories of a batch, a multiple of the group size; a group with invalid
-            members counts in full. ``None`` takes what each write completes.
+        batch_size: trajectories per batch, a multiple of the group size; a group with invalid
+            members counts in full. ``None`` uses the groups that each write completes.
         **options: see :class:`CreditOptions`.
 
     Raises:
-        ConfigError: for a size that is not a multiple.
+        ConfigError: for a size that is not a multiple of the group size.
     """
 
     @checked
@@ -185,7 +188,7 @@ class BatchStatistics(CreditAssigner):
         self._number = 0
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]] | None:
-        """Advantages of a group that is a batch of its own."""
+        """Advantages of a group that forms a batch."""
         return self.assign_all([group])[0]
 
     def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
@@ -202,20 +205,20 @@ class BatchStatistics(CreditAssigner):
                 yield batch
 
     def held(self) -> Iterator[TensorDict]:
-        """As in the base; what waits for its batch is among them."""
+        """As in the base, including groups that wait for their batch."""
         yield from super().held()
         waiting = (t for group in self._waiting.groups.values() for t in group)
         yield from (row for trajectory in waiting for row in trajectory.rows)
 
     def clear_queues(self) -> int:
-        """As in the base; complete groups that wait for their batch are given up too."""
+        """As in the base; also drops complete groups that wait for their batch."""
         waiting = list(self._waiting.groups.values())
         self._waiting.groups.clear()
         self._count_unfilled(waiting)
         return len(waiting) + super().clear_queues()
 
     def get_stats(self) -> dict[str, int]:
-        """As in the base; what waits for its batch is among what is queued."""
+        """As in the base; groups that wait for their batch count as queued."""
         stats = super().get_stats()
         stats["queued_groups"] += len(self._waiting)
         stats["queued_trajectories"] += self._waiting.num_trajectories
@@ -227,7 +230,7 @@ class BatchStatistics(CreditAssigner):
         return {**super().get_extra_state(), "waiting": self._waiting.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Restore what :meth:`get_extra_state` returned."""
         super().set_extra_state(state)
         self._waiting.load_state_dict(state["waiting"])
         self._number = 1 + max(self._waiting.groups, default=-1)
@@ -238,7 +241,7 @@ def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
 
     Args:
         row: with ``("tokens", "full")`` where there is more than one value.
-        values: one number, or one a token of the response (``R`` in any shape).
+        values: one number, or one per token of the response (``R`` in any shape).
 
     Returns:
         ``[1, 1]``, or ``[T, 1]`` with 0 before the response.
@@ -266,10 +269,10 @@ def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
 
 
 def sampled_in_response(row: TensorDict) -> Tensor:
-    """Which tokens of the response were sampled, and not written by a tool or a template.
+    """Which tokens of the response were sampled, not written by a tool or a template.
 
     Args:
-        row: with ``("tokens", "response")``; without it one token is assumed.
+        row: with ``("tokens", "response")``; if missing, one token is assumed.
 
     Returns:
         bool ``[R]``.
@@ -310,8 +313,8 @@ def per_trajectory(
         advantages_N: ``[N]``, in the order of the groups.
 
     Returns:
-        For each group, for each trajectory, its advantage ``[1, 1]`` once for each of its rows.
+        For each trajectory of each group, its advantage ``[1, 1]`` once per row.
     """
-    # Copies, not views, so that a kept row does not keep its whole batch.
+    # Copies, not views: a view would keep the whole batch in memory.
     copies = iter(torch.unbind_copy(advantages_N.view(-1, 1, 1)))
     return [[[next(copies)] * len(t.rows) for t in group] for group in groups]

@@ -1,6 +1,6 @@
 """Advantages against the group or the batch: GRPO's, RLOO's, ScaleRL's, REINFORCE++'s.
 
-:class:`RayMCAdvantage` is GRPO's over the buffers of several processes: the groups wait in one
+:class:`RayMCAdvantage` is GRPO's estimator for buffers in several processes: groups wait in one Ray
 actor.
 """
 
@@ -47,35 +47,37 @@ class MCAdvantage(ComparingCredit):
 
     :math:`A_i = (R_i - \bar R) / \max(\sigma, 10^{-6})` over the valid trajectories of a group
     (arXiv:2402.03300, section 4.1.2), the same for all rows of a trajectory. Equal returns give
-    exact zeros. Rows wait in queues until their group is complete, see
+    exactly 0. Rows wait in queues until their group is complete, see
     :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
 
-    What :meth:`get_stats` counts of trajectories and groups are attributes, too, as in TorchRL.
+    The counts of :meth:`get_stats` are also attributes, as in TorchRL.
 
     Args:
-        grpo_size: trajectories of a group.
-        prompt_key: what tells groups apart; ``None`` for ``"group_id"``, else ``"query"``.
-        rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
-        advantage_key: where the advantage goes: ``[1, 1]``; ``[T, 1]`` for per-token rewards with
+        grpo_size: trajectories per group.
+        prompt_key: key that identifies the group; ``None`` uses ``"group_id"`` if present,
+        otherwise ``"query"``.
+        rewards_key: key of the rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the
+        response's tokens.
+        advantage_key: key of the advantage: ``[1, 1]``; ``[T, 1]`` for per-token rewards with
             ``trajectory_return=None``.
-        done_key: where a row says that its trajectory ends with it.
+        done_key: key of the flag that marks the last row of a trajectory.
         verbose: log every call.
-        trajectory_return: the return of a trajectory from the rewards of its turns: their sum, max,
-            mean or last. ``None`` normalises every reward of the group by itself, as TorchRL does
-            by default: each turn (or token) has an advantage of its own over all turns of all
-            trajectories. For single-turn trajectories the five are the same.
+        trajectory_return: how the return of a trajectory is computed from the rewards of its turns:
+            sum, max, mean or last. ``None`` normalises every reward separately, as TorchRL does by
+            default: each turn (or token) has its own advantage, normalised over all turns of all
+            trajectories of the group. For single-turn trajectories all five options agree.
         normalize: the deviation: ``"sample"`` (divides by G - 1; TorchRL, TRL), ``"population"``
             (by G; Ludic), or ``"none"`` for no division (Dr. GRPO, arXiv:2503.20783).
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation (TorchRL), or ``"added"`` to it (TRL with 1e-4, Ludic
             with 1e-8).
-        positive_only: negative advantages become 0; ``"before_std"`` before the division, by the
-            deviation of what is left, as Ludic does.
+        positive_only: negative advantages become 0; ``"before_std"`` sets them to 0 before the
+            deviation is computed, as Ludic does.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions` (dynamic sampling,
             candidates).
 
     Raises:
-        ConfigError: for a size below 2 or arguments that do not go together.
+        ConfigError: for a size below 2 or arguments that contradict each other.
 
     Example:
         >>> from tensordict import TensorDict
@@ -140,7 +142,7 @@ class MCAdvantage(ComparingCredit):
         return self.group_size
 
     def get_stats(self) -> dict[str, int]:
-        """As in the base, with TorchRL's ``dropped_groups``: complete, and not written."""
+        """As in the base, plus TorchRL's ``dropped_groups``: complete but not written."""
         stats = super().get_stats()
         return {**stats, "dropped_groups": stats["invalid_groups"] + stats["filtered_groups"]}
 
@@ -149,7 +151,7 @@ class MCAdvantage(ComparingCredit):
         return F.group_advantages(returns_N, group_N, **self._how)
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """As in the base, or each reward by itself."""
+        """As in the base, or per reward."""
         if self.trajectory_return is not None:
             return super().assign_all(groups)
         flat = [reward.reshape(-1).double() for g in groups for t in g for reward in t.rewards]
@@ -172,11 +174,11 @@ class MCAdvantage(ComparingCredit):
 class LeaveOneOutAdvantage(ComparingCredit):
     r"""RLOO: a trajectory's return against the mean of the *others* of its group.
 
-    :math:`A_i = R_i - \frac{1}{G-1} \sum_{j \ne i} R_j`, arXiv:2402.14740 section 2.3: a baseline
-    that does not contain the return it is subtracted from, so the gradient has no bias.
+    :math:`A_i = R_i - \frac{1}{G-1} \sum_{j \ne i} R_j`, arXiv:2402.14740 section 2.3: the baseline
+    does not contain the return from which it is subtracted, so the gradient is unbiased.
 
     Args:
-        group_size: trajectories of a group.
+        group_size: trajectories per group.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
     Raises:
@@ -206,18 +208,18 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
     r"""ScaleRL: centred in the group, divided by the deviation of the batch.
 
     :math:`A_i = (R_i - \bar R_{group}) / \max(\sigma_{batch}, \epsilon)`, arXiv:2510.13786. A group
-    that nearly always succeeds does not get the large advantages that its own small deviation would
-    give. Use with ``keep_zero_variance=False``, as the paper does: groups without a signal would
-    only shrink the deviation.
+    that nearly always succeeds has a small deviation; dividing by the batch's deviation avoids the
+    large advantages that its own would give. Use it with ``keep_zero_variance=False``, as the paper
+    does: groups without a signal only shrink the deviation.
 
     Args:
-        group_size: trajectories of a group.
+        group_size: trajectories per group.
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"``.
-        deviation_of: of the centred returns (``"advantages"``: the paper, Ludic) or of the returns
-            themselves (``"returns"``: TRL's ``scale_rewards="batch"``).
+        deviation_of: deviation of the centred returns (``"advantages"``: the paper, Ludic) or of
+            the returns themselves (``"returns"``: TRL's ``scale_rewards="batch"``).
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it (Ludic with 1e-8).
-        batch_size: trajectories of a batch, see
+        batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
@@ -265,23 +267,22 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
 class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
     r"""REINFORCE++: returns against the mean and deviation of all tokens of the batch.
 
-    :math:`A^{norm} = (A - mean_{batch}(A)) / std_{batch}(A)`, arXiv:2501.03262. Without a baseline
-    :math:`A_t` is what comes after a turn (or a token, where rewards are per token: the paper puts
-    :math:`-\beta \sum_{i \ge t} KL_i` there, which
-    :class:`~torchrl_llm.envs.transforms.KLRewardTransform` does). With ``baseline="group"`` it is
-    the episode's return less its group's mean (REINFORCE++-baseline), ``"leave_one_out"`` less that
-    of the others.
+    :math:`A^{norm} = (A - mean_{batch}(A)) / std_{batch}(A)`, arXiv:2501.03262. Without a baseline,
+    :math:`A_t` is the discounted return from turn ``t`` on (or from token ``t`` on, if rewards are
+    per token: :class:`~torchrl_llm.envs.transforms.KLRewardTransform` adds the paper's
+    :math:`-\beta \sum_{i \ge t} KL_i`). With ``baseline="group"`` it is the episode's return minus
+    its group's mean (REINFORCE++-baseline); with ``"leave_one_out"``, minus the mean of the others.
 
     Args:
-        group_size: trajectories of a group; 1 without a baseline.
+        group_size: trajectories per group; 1 without a baseline.
         baseline: ``"none"``, ``"group"`` or ``"leave_one_out"``.
         gamma: discount from one turn to the next, without a baseline.
-        over: what the statistics are taken over: every sampled token of the batch once (the paper
-            and its code), or every row once (``"samples"``; Ludic's REINFORCE with baseline).
+        over: unit of the statistics: every sampled token of the batch counts once (the paper and
+            its code), or every row counts once (``"samples"``; Ludic's REINFORCE with baseline).
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
-        batch_size: trajectories of a batch, see
+        batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
 
@@ -344,7 +345,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         return [[[along_tokens(row, next(parts)) for row in t.rows] for t in g] for g in groups]
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Returns less their baseline, which is one of their group."""
+        """Returns minus the baseline of their group."""
         if self.baseline == "group":
             return F.group_advantages(returns_N, group_N, normalize="none")
         return F.leave_one_out(returns_N, group_N)
@@ -363,7 +364,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
 
 
 class _Queues:
-    """What runs in the actor."""
+    """The object that runs in the actor."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.estimator = MCAdvantage(**arguments)
@@ -376,29 +377,30 @@ class _Queues:
 class RayMCAdvantage(Transform):
     """:class:`~torchrl_llm.objectives.MCAdvantage` whose groups wait in a Ray actor.
 
-    For buffers in several processes that are fed with conversations of the same prompts: a buffer
-    that has a part of a group only would wait for the rest for ever. Rows go to the actor as they
-    are written, and the write that completes a group gets all of its rows, with advantages, into
-    its own buffer.
+    For buffers in several processes that receive conversations of the same prompts. A buffer with
+    only a part of a group would wait for the rest forever. So rows are sent to the actor, and the
+    write that completes a group gets all its rows, with advantages, into its own buffer.
 
-    Make it once and send copies, which are picklable; or make it in each process with one
-    ``actor_name``: the first one starts the actor, which ends with that process. One buffer that
-    all collectors write into needs none of this.
+    Create it once and send (picklable) copies, or create it in each process with the same
+    ``actor_name``: the first process starts the actor, and the actor ends with that process. If all
+    collectors write into one buffer, you do not need this class.
 
     Args:
-        grpo_size: trajectories of a group.
+        grpo_size: trajectories per group.
         prompt_key: see :class:`~torchrl_llm.objectives.MCAdvantage`.
-        ray_init_config: arguments of ``ray.init``, where Ray does not run yet.
-        remote_config: what the actor needs, fields of ``ActorOptions``; no CPU by default.
-        actor_name: name of the actor in the cluster; without one only copies share it.
-        timeout_s: most seconds that a call may take.
+        ray_init_config: arguments of ``ray.init``, if Ray is not running yet.
+        remote_config: resources of the actor, fields of ``ActorOptions``; no CPU by default.
+        actor_name: name of the actor in the cluster; without a name only copies share it.
+        timeout_s: timeout of a call in seconds.
         **options: the other arguments of :class:`~torchrl_llm.objectives.MCAdvantage`.
 
     Raises:
-        ConfigError: for arguments that MCAdvantage refuses, or a copy by name that asks for others.
+        ConfigError: for arguments that MCAdvantage rejects, or if the named actor has different
+        arguments.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running.
-        WorkerError: the actor did not start or answer in time, or died; what waited in it is lost.
+        WorkerError: the actor did not start or answer in time, or died; the rows that waited in it
+            are lost.
     """
 
     __signature__ = FullSignature(MCAdvantage)
@@ -419,7 +421,7 @@ class RayMCAdvantage(Transform):
         super().__init__()
         ray = require_ray("RayMCAdvantage", running=ray_init_config is None)
         arguments = {"grpo_size": grpo_size, "prompt_key": prompt_key, **options}
-        # Bad arguments are refused here; a tuple hides it from nn.Module.
+        # Rejects bad arguments here; a tuple hides it from nn.Module.
         self._arguments = (MCAdvantage(**arguments),)
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
@@ -437,7 +439,7 @@ class RayMCAdvantage(Transform):
             )
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Sampled rows pass through."""
+        """Return sampled rows unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:
@@ -447,15 +449,15 @@ class RayMCAdvantage(Transform):
         return None if ready is None else lazy_rows(own_rows(unpack_row_list(ready)))
 
     def get_stats(self) -> dict[str, int]:
-        """Counts of all writers together, as :meth:`MCAdvantage.get_stats` has them."""
+        """The counts of :meth:`MCAdvantage.get_stats`, over all writers."""
         return self._queues.call("estimator.get_stats")
 
     def reset_stats(self) -> None:
-        """Count from zero; queues are left alone."""
+        """Reset the counts; queues are not changed."""
         self._queues.call("estimator.reset_stats")
 
     def clear_queues(self) -> int:
-        """Give up groups that have not filled, of all writers; returns how many."""
+        """Drop the incomplete groups of all writers; returns their number."""
         return self._queues.call("estimator.clear_queues")
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -463,15 +465,15 @@ class RayMCAdvantage(Transform):
         return self._queues.call("estimator.get_extra_state")
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken, for all writers.
+        """Restore what :meth:`get_extra_state` returned, for all writers.
 
         Args:
-            state: replaces what waits in the actor.
+            state: replaces the queues of the actor.
         """
         self._queues.call("estimator.set_extra_state", dict(state))
 
     def shutdown(self) -> None:
-        """End the actor; what waits in it is gone."""
+        """End the actor; rows that wait in it are lost."""
         self._queues.shutdown()
 
 

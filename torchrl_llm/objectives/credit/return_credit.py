@@ -1,7 +1,7 @@
-"""Advantages without comparison: a constant, the returns of an episode, a critic's values.
+"""Advantages without a group: a constant, the returns of an episode, a critic's values.
 
-These estimators need no group and write a trajectory as soon as it is done, or, with statistics
-over a batch, as soon as that is complete.
+These estimators need no group. They write a trajectory as soon as it is done or, with statistics
+over a batch, as soon as the batch is complete.
 
 Shape legend: ``T`` tokens of a row, ``R`` of its response, ``N`` sampled tokens of all episodes.
 """
@@ -37,10 +37,10 @@ from torchrl_llm.objectives.credit.credit_assigner import (
 
 @register("advantages", "constant")
 class ConstantCredit(CreditAssigner):
-    """The same advantage for every row: supervised learning on what was sampled.
+    """The same advantage for every row: supervised learning on the samples.
 
     Args:
-        value: the advantage; a float64 reward keeps all of its digits.
+        value: the advantage; with float64 rewards it keeps all its digits.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Example:
@@ -56,7 +56,7 @@ class ConstantCredit(CreditAssigner):
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
         """Advantages of one trajectory; see the class."""
-        # In float64, as in all estimators; what is written has the dtype of the reward.
+        # float64, as in all estimators; the written column has the dtype of the reward.
         value = torch.full((1, 1), self.value, dtype=torch.float64)
         return [[value.clone() for _ in t.rows] for t in group]
 
@@ -66,7 +66,8 @@ class EpisodicReturn(CreditAssigner):
     """The return of the whole episode as the advantage of each of its rows, without a baseline.
 
     Args:
-        trajectory_return: the return from the rewards of the turns: sum, max, mean or last.
+        trajectory_return: how the return is computed from the rewards of the turns: sum, max, mean
+        or last.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
@@ -122,27 +123,28 @@ class PerStepReward(CreditAssigner):
 
 @register("advantages", "monte_carlo")
 class MonteCarloReturn(CreditAssigner):
-    r"""What came after: :math:`A_t = G_t = r_t + \gamma G_{t+1}` over the turns of an episode.
+    r"""Discounted return from each turn on: :math:`A_t = G_t = r_t + \gamma G_{t+1}`.
 
-    The discount is one *environment step*: rows with the same ``"env_step"`` (a turn that thought
-    with tools and the one behind it, several calls of the model within one) are not discounted
-    against each other, nor are the tokens of a response. (The reference of Ludic discounts once a
-    call.) Rows without that column are told apart by ``"turn"`` and ``("next", "tools",
-    "auxiliary")``. Rewards per token give each token what comes after it.
+    The discount applies once per *environment step*. Rows with the same ``"env_step"`` (a turn that
+    called tools and the turn after it, or several model calls in one step) are not discounted
+    against each other, and neither are the tokens of a response. (Ludic's reference discounts once
+    per model call.) Without that column, steps are identified by ``"turn"`` and ``("next", "tools",
+    "auxiliary")``. With rewards per token, each token gets the rewards from itself on.
 
-    An episode that was cut has lost the rewards behind the cut: treating it as ended there is right
-    only where running out of time is a failure.
+    A truncated episode lacks the rewards after the cut. To treat it as ended is correct only if
+    running out of time is a failure.
 
     Args:
         gamma: discount from one step to the next.
-        truncated: episodes that were cut: ``"keep"`` takes them as ended, ``"drop"`` does not write
-            them, ``"bootstrap"`` adds a critic's value of the state behind the cut.
-        value_key: that value, a number per row, read of the last row for ``"bootstrap"``.
+        truncated: truncated episodes: ``"keep"`` treats them as ended, ``"drop"`` does not write
+            them, ``"bootstrap"`` adds a critic's value of the state after the cut.
+        value_key: key of that value, one number per row; ``"bootstrap"`` reads it from the last
+        row.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
-        DataError: a value is missing, or rows were joined before.
+        DataError: a value is missing, or the rows have already been joined.
 
     Example:
         >>> from tensordict import TensorDict
@@ -181,14 +183,14 @@ class MonteCarloReturn(CreditAssigner):
 
 
 def _with_cuts(truncated: str, options: CreditOptions) -> CreditOptions:
-    """Options of an estimator by what it does with cut episodes: a selector drops them."""
+    """Options of an estimator for truncated episodes: a selector drops them."""
     if truncated != "drop":
         return options
     return {**options, "selectors": (*options.get("selectors", ()), drop_truncated)}
 
 
 def _value_behind(trajectory: Trajectory, truncated: str, key: NestedKey) -> Tensor:
-    """The value of the state behind a cut; 0 where the episode counts as ended."""
+    """The value of the state after a cut; 0 if the episode counts as ended."""
     if truncated != "bootstrap" or not trajectory.goes_on:
         return torch.zeros(())
     value = leaf(trajectory.rows[-1], as_path(key))
@@ -202,19 +204,19 @@ def _value_behind(trajectory: Trajectory, truncated: str, key: NestedKey) -> Ten
 
 
 def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) -> list[Tensor]:
-    """What comes after each turn, or after each token where rewards are per token.
+    """Discounted return from each turn on, or from each token on if rewards are per token.
 
     Args:
-        trajectory: with rows of one step by their ``"env_step"``, or else their ``"turn"``, where a
-            row that thought with tools is one turn with the next.
+        trajectory: its rows are grouped into steps by ``"env_step"``, otherwise by ``"turn"``,
+            where a row that called tools belongs to the turn of the next row.
         gamma: discount from one step to the next.
-        bootstrap: value of the state behind the last turn.
+        bootstrap: value of the state after the last turn.
 
     Returns:
         For each row float64 ``[1]``, or ``[R]``.
 
     Raises:
-        DataError: turns were joined into one row, so what came after each is lost.
+        DataError: turns were joined into one row, so the return after each is lost.
     """
     _check_turns(trajectory, "the return after each turn", discounted=gamma != 1)
     turns = list(_turns(trajectory))
@@ -250,7 +252,7 @@ def _turns(trajectory: Trajectory) -> Iterator[list[int]]:
 
 
 def _thought(row: TensorDictBase) -> bool:
-    """Whether a row only thought with tools, which is not a step of the environment."""
+    """Whether a row only called tools, which is not a step of the environment."""
     auxiliary = leaf(row, ("next", "tools", "auxiliary"))
     return auxiliary is not None and bool(auxiliary.all())
 
@@ -269,40 +271,42 @@ def _check_turns(trajectory: Trajectory, what: str, *, discounted: bool = False)
 class GAEAdvantage(BatchStatistics):
     r"""Advantages of tokens from a critic's values, PPO's advantage estimator.
 
-    arXiv:1506.02438 equation 16, where every sampled token of an episode is a step: tokens of tools
-    and templates between two turns are part of the next token's state, and cost no discount. The
-    reward of a turn falls on its last sampled token, rewards per token (a divergence in the reward,
-    :class:`~torchrl_llm.envs.transforms.KLRewardTransform`) on theirs. See
+    arXiv:1506.02438 equation 16, where every sampled token of an episode is a step. Tokens of tools
+    and templates between two turns belong to the state of the next token and are not discounted.
+    The reward of a turn goes to its last sampled token; rewards per token (a KL term in the reward,
+    :class:`~torchrl_llm.envs.transforms.KLRewardTransform`) go to their tokens. See
     :func:`~torchrl_llm.functional.gae`.
 
-    The values are those that :class:`~torchrl_llm.envs.transforms.RetrieveValues` wrote with the
-    rows; append it to the buffer after this estimator, because what is appended last runs first::
+    :class:`~torchrl_llm.envs.transforms.RetrieveValues` writes the values. Append it to the buffer
+    after this estimator, because the transform appended last runs first::
 
         buffer.append_transform(JoinTurns())
         buffer.append_transform(GAEAdvantage())
         buffer.append_transform(RetrieveValues(policy))
 
-    It also writes what the critic should have said, the TD(lambda) return, under
-    ``value_target_key``. :class:`~torchrl_llm.objectives.PPOLoss` reads it and the advantage.
+    It also writes the critic's target, the TD(lambda) return, under ``value_target_key``.
+    :class:`~torchrl_llm.objectives.PPOLoss` reads it and the advantage.
 
     Args:
-        gamma: discount per token; with 1, as usual, a reward at the end does not fade with length.
+        gamma: discount per token; with 1 (usual) a reward at the end does not shrink with the
+        length.
         lmbda: decay of the estimate; 1 is the return minus the value.
-        normalize: deviation that the advantages are divided by after their mean is taken off, over
-            all sampled tokens of a batch: ``"sample"``, ``"population"``, or ``"none"`` to leave
-            them as they are. Value targets are not touched.
-        batch_size: episodes of a batch, see
+        normalize: standardise the advantages over all sampled tokens of a batch with the
+            ``"sample"`` or ``"population"`` deviation; ``"none"`` leaves them unchanged. Value
+            targets are not changed.
+        batch_size: episodes per batch, see
             :class:`~torchrl_llm.objectives.credit.credit_assigner.BatchStatistics`.
-        truncated: episodes that were cut: ``"bootstrap"`` adds the value of the state behind the
-            cut, ``"keep"`` takes them as ended, ``"drop"`` does not write them.
-        values_key: value of the state before each token, ``[T]``.
-        final_value_key: that of the state behind a cut, a number, read of the last row.
-        value_target_key: where the targets go, ``[T]``, 0 at tokens that were not sampled.
+        truncated: truncated episodes: ``"bootstrap"`` adds the value of the state after the cut,
+            ``"keep"`` treats them as ended, ``"drop"`` does not write them.
+        values_key: key of the value of the state before each token, ``[T]``.
+        final_value_key: key of the value of the state after a cut, one number, read from the last
+        row.
+        value_target_key: key of the targets, ``[T]``, 0 at tokens that were not sampled.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
-        DataError: when values are missing or of another length than the tokens.
+        DataError: when values are missing or their number differs from the number of tokens.
 
     Example:
         >>> row = TensorDict(
@@ -406,13 +410,13 @@ class GAEAdvantage(BatchStatistics):
 
 
 class _Steps(NamedTuple):
-    """The sampled tokens of a batch of episodes, end to end.
+    """The sampled tokens of a batch of episodes, concatenated.
 
     Attributes:
         rewards: ``[N]``.
         values: ``[N]``.
         episode: int64 ``[N]``.
-        sampled: of each row, which tokens of its response they are, bool ``[R]``.
+        sampled: per row, which tokens of its response were sampled, bool ``[R]``.
     """
 
     rewards: Tensor
@@ -422,9 +426,9 @@ class _Steps(NamedTuple):
 
 
 def _places(start: int, size: int, count: int) -> Tensor:
-    """Where a row's rewards fall, in the responses of all rows laid end to end."""
+    """Positions of a row's rewards in the concatenated responses of all rows."""
     if count == 1 or not size:
-        # An empty response stands right behind what came before it.
+        # The reward of an empty response goes to the position just before it.
         return torch.full((count,), start + size - 1)
     if count != size:
         raise DataError(
@@ -439,8 +443,9 @@ def _on_steps(
 ) -> Tensor:
     """Rewards of the steps ``[N]``.
 
-    What no sampled token stands at (a tool's result, an empty response) goes to the last one before
-    it, at the beginning of an episode to its first, and nowhere in an episode without any.
+    A reward at a position without a sampled token (a tool result, an empty response) goes to the
+    last sampled token before it. At the beginning of an episode it goes to the first sampled token.
+    In an episode without sampled tokens it is dropped.
     """
     steps = torch.zeros_like(of_step, dtype=rewards.dtype)
     if not of_step.numel():
@@ -454,7 +459,7 @@ def _on_steps(
 
 
 def _columns(rows: list[TensorDict], sampled: list[Tensor], steps_N: Tensor) -> list[Tensor]:
-    """Numbers of steps along ``tokens.full`` of each row, 0 elsewhere."""
+    """Values of the steps at their places in ``tokens.full`` of each row, 0 elsewhere."""
     lengths = [row.get(("tokens", "full")).shape[0] for row in rows]
     sizes = [mask.shape[0] for mask in sampled]
     ends = torch.tensor(lengths).cumsum(0)

@@ -1,4 +1,4 @@
-"""Single-stream policy optimisation: a baseline per prompt that is kept, not sampled.
+"""Single-stream policy optimisation: a tracked baseline per prompt instead of a sampled group.
 
 :class:`PolicyShift` measures how far a policy has moved since it sampled some rows.
 """
@@ -33,17 +33,17 @@ _COLUMNS = {
 
 
 class PolicyShift(SavedState):
-    r"""Keeps a few rows of a batch, and scores them once the policy has been updated.
+    r"""Keeps a few rows of a batch, and scores them again after the policy has been updated.
 
     The mean of ``k3`` over their sampled tokens estimates :math:`KL(\pi_{then} \| \pi_{now})` in
-    nats per token. A sampler that differs from the scorer (kernels, precision) adds to it.
+    nats per token. A mismatch between sampler and scorer (kernels, precision) adds to it.
 
     Args:
         policy: scores tokens; the policy in training.
-        num_rows: how many rows are kept of a batch.
+        num_rows: number of rows kept per batch.
 
     Raises:
-        ConfigError: for a policy that cannot score, or no row.
+        ConfigError: for a policy that cannot score, or ``num_rows`` below 1.
 
     Example:
         >>> from torchrl_llm.data.scoring import TokenScores
@@ -69,10 +69,10 @@ class PolicyShift(SavedState):
         self._rows: list[TensorDict] = []
 
     def remember(self, trajectories: Sequence[Trajectory]) -> None:
-        """Keep the first rows of a batch in the place of what was kept.
+        """Keep the first rows of a batch; they replace the rows kept before.
 
         Args:
-            trajectories: as an advantage estimator sees them.
+            trajectories: as an advantage estimator gets them.
 
         Raises:
             DataError: rows without tokens or log-probs.
@@ -95,7 +95,7 @@ class PolicyShift(SavedState):
         return TensorDict({**kept, "mask": mask})
 
     def measure(self) -> float:
-        """How far the policy has moved since, in nats per token; 0 where nothing is kept.
+        """How far the policy has moved since then, in nats per token; 0 if no rows are kept.
 
         Raises:
             DataError: log-probs that are not finite: the policy has diverged.
@@ -137,36 +137,37 @@ class PolicyShift(SavedState):
 
 @register("advantages", "spo")
 class SPOAdvantage(credit_assigner.BatchStatistics):
-    r"""SPO: the reward against what is known of its prompt, normalised over the batch.
+    r"""SPO: the reward minus the tracked success rate of its prompt, standardised over the batch.
 
-    arXiv:2509.13232, section 3. Each prompt has :math:`(\alpha, \beta)`; its baseline
-    :math:`v = \alpha / (\alpha + \beta)` is read before it is updated with the new rewards, so it
-    does not contain them: :math:`A = r - v`, then standardised over the batch. An update forgets by
-    :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`, where KL is how far the policy
-    has moved since the prompt's last visit: the sum of its moves from batch to batch, or what a row
-    says at ``kl_key``. With :meth:`watch` a move is measured on a few rows of the batch before, as
-    each batch comes; :meth:`advance` takes what something else measured. (The sum estimates the KL
-    between the ends from above. Never told anything, every prompt keeps the largest share, as if
-    the policy stood still.) Several trajectories of a prompt in one batch are one visit: all have
-    the same baseline.
+    arXiv:2509.13232, section 3. Each prompt has :math:`(\alpha, \beta)`; its baseline :math:`v =
+    \alpha / (\alpha + \beta)` is read before it is updated with the new rewards, so it does not
+    contain them. The advantage is :math:`A = r - v`, standardised over the batch. An update
+    discounts the past by :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`. KL is how
+    far the policy has moved since the prompt's last visit: the sum of its moves from batch to
+    batch, or the value of the row at ``kl_key``. :meth:`watch` measures each move on a few rows of
+    the previous batch; :meth:`advance` takes a measurement from elsewhere. (The sum overestimates
+    the KL between the two ends. Without any measurement, ``rho`` is ``rho_max``, as if the policy
+    did not move.) Several trajectories of a prompt in one batch are one visit with one baseline.
 
-    A prompt must be known again in later epochs, so prompts are told apart by what they say and not
-    by ``group_id``. No group is needed: each trajectory stands for itself.
+    A prompt must be recognised in later epochs, so prompts are identified by their text, not by
+    ``group_id``. The estimator needs no groups.
 
     Args:
-        prompt_key: what a prompt is known by.
-        half_life: nats after which what is known counts half.
+        prompt_key: key that identifies a prompt.
+        half_life: divergence in nats that halves the weight of the past.
         rho_bounds: ``(rho_min, rho_max)``.
-        initial_value: ``v`` of a prompt that was never seen.
-        initial_count: samples that it counts for; :math:`N_0 = 1 / (1 - \rho_{min})` by default.
-        kl_key: where a row has the KL since its prompt's last visit, in nats per token; ``None``
-            for the sum of the moves.
-        trajectory_return: the reward from those of the turns: sum, max, mean or last; in [0, 1].
+        initial_value: ``v`` of a new prompt.
+        initial_count: number of samples that the initial value counts for; :math:`N_0 = 1 / (1 -
+        \rho_{min})` by default.
+        kl_key: key of the KL since the prompt's last visit, in nats per token; ``None`` uses the
+            sum of the moves.
+        trajectory_return: how the reward, in [0, 1], is computed from the rewards of the turns:
+        sum, max, mean or last.
         normalize: ``"population"`` or ``"sample"`` deviation of the batch, or ``"none"`` for
-            :math:`r - v` itself, not centred either.
+            :math:`r - v` unchanged (also not centred).
         eps: guards the division.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
-        batch_size: trajectories of a batch, see
+        batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
@@ -210,7 +211,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         self.half_life, self.rho_bounds, self.initial_value = half_life, rho_bounds, initial_value
         self.kl_key, self.trajectory_return = kl_key, trajectory_return
         self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
-        # Of each prompt alpha, beta, and where the policy was at its last visit.
+        # Per prompt: alpha, beta, and the value of ``moved`` at its last visit.
         self._known: dict[Hashable, tuple[float, float, float]] = {}
         self._moved = 0.0
         self._shift: PolicyShift | None = None
@@ -225,7 +226,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
 
     @checked
     def advance(self, kl: Annotated[float, In("[0, inf)")]) -> None:
-        """Say that the policy has moved.
+        """Report that the policy has moved.
 
         Args:
             kl: nats per token, between the policy before and after an update; at least 0.
@@ -236,14 +237,14 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         self._moved += float(kl)
 
     def watch(self, policy: TokenScorer, *, num_rows: int = 8) -> None:
-        """Measure how far a policy moves: one forward of a few rows per batch.
+        """Measure how far a policy moves, with one forward of a few rows per batch.
 
         Args:
             policy: the policy in training, as the loss scores with it.
             num_rows: rows of each batch that are scored again when the next one comes.
 
         Raises:
-            ConfigError: where rows say it themselves (``kl_key``).
+            ConfigError: if ``kl_key`` is set, because the rows already hold the KL.
         """
         if self.kl_key is not None:
             raise ConfigError("watch has no effect with kl_key, where rows say how far it moved")
@@ -253,15 +254,15 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
             self._shift_state = None
 
     def initialize(self, prompt: Any, rewards: Sequence[float], agent: Any = None) -> None:
-        r"""Set what is known of a prompt from samples of the first policy (the paper takes 8).
+        r"""Initialise a prompt from samples of the first policy (the paper takes 8).
 
         Args:
-            prompt: as rows have it at ``prompt_key``.
+            prompt: value of the rows at ``prompt_key``.
             rewards: in [0, 1]; their mean becomes ``v``, for :math:`N_0` samples.
-            agent: as rows have it at ``"agent"``, where they do.
+            agent: value at ``"agent"``, if the rows have it.
 
         Raises:
-            DataError: no reward, or one outside [0, 1].
+            DataError: no reward, or a reward outside [0, 1].
         """
         values = torch.tensor(rewards, dtype=torch.float64)
         self._check(values)
@@ -272,16 +273,16 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         self._known[self._name(prompt, agent)] = known
 
     def value(self, prompt: Any, agent: Any = None) -> float:
-        """The baseline of a prompt now.
+        """The current baseline of a prompt.
 
         Args:
-            prompt: as rows have it at ``prompt_key``.
-            agent: as rows have it at ``"agent"``, where they do.
+            prompt: value of the rows at ``prompt_key``.
+            agent: value at ``"agent"``, if the rows have it.
         """
         return self._value(self._name(prompt, agent))
 
     def value_of(self, row: TensorDict) -> float:
-        """The baseline of a row's prompt now.
+        """The current baseline of a row's prompt.
 
         Args:
             row: a turn, without batch dimension.
@@ -367,7 +368,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
     # -- state ------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues, counts, what is known of each prompt, and the rows that are watched."""
+        """Queues, counts, the state of each prompt, and the rows kept by :meth:`watch`."""
         tracker = {"known": dict(self._known), "moved": self._moved}
         if self._shift is not None:
             tracker["shift"] = self._shift.state_dict()
@@ -376,7 +377,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         return {**super().get_extra_state(), "tracker": tracker}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Restore what :meth:`get_extra_state` returned."""
         super().set_extra_state(state)
         self._known = dict(state["tracker"]["known"])
         self._moved = state["tracker"]["moved"]

@@ -1,4 +1,4 @@
-"""Transform that takes the divergence from a teacher off advantages, whatever wrote them.
+"""Transform that subtracts the divergence from a teacher from the advantages of any estimator.
 
 Shape legend: ``T`` tokens of a row.
 """
@@ -23,20 +23,18 @@ from torchrl_llm.objectives.credit.credit_assigner import sampled_in_row
 
 
 class TeacherKL(Transform):
-    r"""Takes the divergence from a teacher off the advantage of each sampled token.
+    r"""Subtracts the divergence from a teacher from the advantage of each sampled token.
 
-    :math:`A_t' = A_t - c (\log \pi_{old} - \log \pi_T)`. The term is that of the token itself, at
-    the time of the rollout, and constant: it passes through the ratio of whatever loss reads the
-    advantage. On top of :class:`~torchrl_llm.objectives.credit.ConstantCredit` with value 0 it is
-    on-policy distillation (Thinking Machines, *On-Policy Distillation*, 2025), on top of an
-    outcome's credit the mixture of multi-teacher distillation (MOPD, arXiv:2601.02780). With a
-    sequence ratio it is GSPO with distillation, see
-    :class:`~torchrl_llm.objectives.GSPOTokenLoss`. An estimator that normalises has done so before;
-    the term itself is not normalised.
+    :math:`A_t' = A_t - c (\log \pi_{old} - \log \pi_T)`. The term belongs to the token, is computed
+    at rollout time, and is constant: the loss that reads the advantage multiplies it with its
+    ratio. With :class:`~torchrl_llm.objectives.credit.ConstantCredit` of value 0 this is on-policy
+    distillation (Thinking Machines, *On-Policy Distillation*, 2025). With the advantage of an
+    outcome it is the mixture of multi-teacher distillation (MOPD, arXiv:2601.02780). With a
+    sequence ratio it is GSPO with distillation, see :class:`~torchrl_llm.objectives.GSPOTokenLoss`.
+    The term is not normalised, because estimators normalise before it is added.
 
-    It stands between the estimator, whose advantage it changes, and what writes the teacher's
-    log-probs.
-    What is appended last runs first::
+    Append it before the estimator whose advantage it changes, and append the transform that writes
+    the teacher's log-probs after both. The transform appended last runs first::
 
         buffer.append_transform(JoinTurns())
         buffer.append_transform(TeacherKL(0.1))
@@ -45,10 +43,10 @@ class TeacherKL(Transform):
 
     Args:
         coeff: ``c``.
-        advantage_key: the advantage, ``[1, 1]`` or ``[T, 1]``; ``[T, 1]`` afterwards, 0 at tokens
-            that were not sampled.
-        sample_log_prob_key: the sampler's log-probs, ``[T]``.
-        teacher_log_prob_key: the teacher's, ``[T]``.
+        advantage_key: key of the advantage, ``[1, 1]`` or ``[T, 1]``; afterwards ``[T, 1]``, with 0
+            at tokens that were not sampled.
+        sample_log_prob_key: key of the sampler's log-probs, ``[T]``.
+        teacher_log_prob_key: key of the teacher's log-probs, ``[T]``.
 
     Raises:
         ConfigError: for a coefficient that is not positive.
@@ -85,7 +83,7 @@ class TeacherKL(Transform):
         self.teacher_log_prob_key = teacher_log_prob_key
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Sampled rows pass through."""
+        """Return sampled rows unchanged."""
         return tensordict
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> LazyStackedTensorDict | None:

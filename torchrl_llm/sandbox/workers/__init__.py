@@ -1,6 +1,6 @@
-"""Where slow work runs: threads that can be given up, and processes that can be killed.
+"""Workers for slow functions: threads that can be abandoned, and processes that can be killed.
 
-Tools and rewards use them; neither knows of conversations or tensordicts.
+Tools and rewards use them; the workers do not depend on conversations or tensordicts.
 
 Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` has both.
 """

@@ -1,12 +1,11 @@
-"""Workers: processes that can be stopped in the middle of a function, threads that can be given up.
+"""Worker processes that can be stopped in the middle of a function, and abandonable threads.
 
-:class:`DaemonThreads` are for work that waits. :class:`WorkerPool` is for work that keeps a CPU
-busy (several processes run at once, which Python's threads do not), and for work that may not end:
-a thread cannot be stopped, a process can, in the middle of a computation that never looks at a
-signal. It keeps the trainer's memory out of reach of what runs there, but it is no sandbox: the
-function is the user's own, and has the trainer's rights.
+:class:`DaemonThreads` are for work that waits. :class:`WorkerPool` is for CPU-bound work (processes
+run in parallel, Python's threads do not) and for work that may not end: a process can be killed at
+any point, a thread cannot be stopped. The function cannot access the trainer's memory, but this is
+not a sandbox: the function is the user's own and has the trainer's rights.
 
-Next: ``torchrl_llm.sandbox.workers.worker_server`` is the other end.
+Next: ``torchrl_llm.sandbox.workers.worker_server`` is the server side.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 _SCRIPT = Path(__file__).with_name("worker_server.py")
 _MAIN = ("__main__", "__mp_main__")
-# An interpreter that imports torch on a machine that is busy with much else.
+# Enough for an interpreter that imports torch on a busy machine.
 _START_TIMEOUT_S = 600.0
 _CONTROL_TIMEOUT_S = 60.0
 
@@ -42,12 +41,11 @@ _CONTROL_TIMEOUT_S = 60.0
 class DaemonThreads:
     """A pool of daemonic threads.
 
-    A thread cannot be stopped from outside. One whose work takes too long is left alone (it is
-    daemonic, so the interpreter does not wait for it) and another takes its place; how many are in
-    that state is counted.
+    A thread cannot be stopped from outside. A thread whose work takes too long is abandoned (it is
+    daemonic, so the interpreter does not wait for it) and replaced; abandoned threads are counted.
 
     Args:
-        max_threads: how many work at a time, those that were given up not counted.
+        max_threads: most working threads, without the abandoned ones.
 
     Example:
         >>> threads, done = DaemonThreads(2), threading.Event()
@@ -77,21 +75,21 @@ class DaemonThreads:
                 self._spawn()
 
     def replace(self) -> None:
-        """Give one thread up: it ends when its job does, and another may start at once."""
+        """Abandon one thread: it ends with its job, and a new one may start at once."""
         with self._lock:
             self._alive -= 1
             if self._idle < 0 and not self._closed:
                 self._spawn()
 
     def close(self) -> None:
-        """Let the threads end when they have nothing to do; may be called twice."""
+        """End the threads when they are idle; may be called twice."""
         with self._lock:
             self._closed = True
             for _ in range(self._alive):
                 self._jobs.put(None)
 
     def _spawn(self) -> None:
-        # The idle count is of threads that wait, less the jobs that wait for one.
+        # The idle count is the number of waiting threads minus the number of waiting jobs.
         self._alive += 1
         self._idle += 1
         threading.Thread(target=_work, args=(self,), name="tool", daemon=True).start()
@@ -102,13 +100,13 @@ def _work(pool: DaemonThreads) -> None:
     while (job := jobs.get()) is not None:
         if job():
             return
-        del job  # it holds the caller's data
+        del job  # it references the caller's data
         with pool._lock:
             pool._idle += 1
 
 
 class RemoteCallError(TorchRLLLMError, RuntimeError):
-    """A call in another process gave no value, or no process could be started for it."""
+    """A call in a different process returned no value, or no process could be started."""
 
 
 class RemoteRaisedError(RemoteCallError):
@@ -116,8 +114,8 @@ class RemoteRaisedError(RemoteCallError):
 
     Args:
         kind: name of the exception's type.
-        message: what it said.
-        frames: file, line and function of each frame from the function on, the innermost last.
+        message: message of the exception.
+        frames: file, line and function of each frame from the function on, innermost last.
     """
 
     def __init__(self, kind: str, message: str, frames: Sequence[tuple[str, int, str]]) -> None:
@@ -133,8 +131,7 @@ class RemoteDiedError(RemoteCallError):
     """The process died.
 
     Args:
-        exit_code: its exit status, negative for the signal that killed it; ``None`` where nobody
-            knows.
+        exit_code: its exit status, negative for a signal; ``None`` if unknown.
     """
 
     def __init__(self, exit_code: int | None) -> None:
@@ -143,29 +140,29 @@ class RemoteDiedError(RemoteCallError):
 
 
 class WorkerPool:
-    """Calls one function in processes of its own.
+    """Calls one function in worker processes.
 
-    What the function needs is imported once, in a process that does nothing else; the others are
-    forked from it when they are needed (or, where what was imported has started threads, are
-    interpreters of their own) and are kept. One that takes too long is killed, with what it has
-    started, and one that died is replaced; the others never notice. All of them end with the pool
-    and with the program that made it, however that ends.
+    The function's modules are imported once, in a server process. Workers are forked from it on
+    demand and kept; if an imported module has started threads, workers are separate interpreters
+    instead. A worker that takes too long is killed with all its children, and a dead worker is
+    replaced; the others are not affected. All workers end with the pool and with the program,
+    however it ends.
 
     Args:
-        target: a function or callable object that can be pickled, which means that its module can
-            be imported by name; or a file of Python and the name of a function in it, which then
-            runs without anything that the file does not import. Where it is defined in the
-            program's own file, that file is run again under another name, and needs
-            ``if __name__ == "__main__":``, as always with processes.
-        num_workers: processes at a time; more callers than that wait for one.
+        target: a picklable function or callable object, so its module must be importable by name;
+            or a Python file and the name of a function in it, which then only loads the imports of
+            that file. If the function is defined in the program's own file, that file is run again
+            under a different name and needs ``if __name__ == "__main__":``, as always with
+            processes.
+        num_workers: number of processes; further callers wait.
         memory_bytes: address space of each process; ``None`` for no limit.
-        start: what each process calls once, before the function; not counted in the time of a call.
-            It is sent together with ``target``, and may be a method of the same object.
-        prepare: where ``target`` is a file, the name of a function in it that imports what the
-            other one needs. It is called once, before the processes are forked.
+        start: function that each process calls once at its start, outside the time of a call. It is
+            pickled together with ``target``, and may be a method of the same object.
+        prepare: if ``target`` is a file, the name of a function in it that imports modules. It is
+            called once, before the processes are forked.
 
     Raises:
-        ConfigError: a target that another process cannot import, or impossible numbers.
+        ConfigError: a target that a different process cannot import, or invalid numbers.
 
     Example:
         >>> import operator
@@ -197,7 +194,7 @@ class WorkerPool:
         self._end = weakref.finalize(self, _stop_all, self._servers, self._pid)
 
     def __getstate__(self) -> dict[str, Any]:
-        # Processes belong to the process that started them.
+        # Workers belong to the process that started them.
         return {"num_workers": self.num_workers, "_setup": self._setup}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -205,30 +202,31 @@ class WorkerPool:
         self._forget()
 
     def start(self) -> None:
-        """Begin to import what the function needs, without waiting; a call does so by itself.
+        """Start to import the function's modules without waiting; a call does this itself.
 
         Raises:
-            RemoteCallError: no process can be started.
-            ConfigError: this is a program that runs a second time, for one of its own functions.
+            RemoteCallError: no process could be started.
+            ConfigError: this program is running a second time, to load one of its own functions.
         """
         self._server()
 
     def call(self, *arguments: Any, timeout: float | None = None) -> Any:
-        """Call the function in one of the processes; several threads may.
+        """Call the function in one of the processes; thread-safe.
 
         Args:
             arguments: its arguments; they are pickled.
-            timeout: seconds that the call may take, once a process is up. Then it is stopped.
+            timeout: time limit of the call in seconds, once a process is up. Then the call is
+                stopped.
 
         Returns:
-            Its value: a number, a string, a list of these, or a dict of the fields of a named
+            Its result: a number, a string, a list of these, or a dict of the fields of a named
             tuple.
 
         Raises:
             RemoteTimeoutError: no answer in time.
-            RemoteRaisedError: what the function raised.
+            RemoteRaisedError: the function raised.
             RemoteDiedError: the process died.
-            RemoteCallError: it could not be started.
+            RemoteCallError: no process could be started.
         """
         self._own()
         content = pickle.dumps(arguments)
@@ -237,7 +235,7 @@ class WorkerPool:
             try:
                 reply = worker.ask(content, timeout)
             except BaseException:
-                worker.end()  # it is in the middle of something, or dead
+                worker.end()  # it is busy or dead
                 raise
             with self._lock:
                 if worker.server in self._servers:
@@ -260,7 +258,7 @@ class WorkerPool:
 
     def _own(self) -> None:
         if self._pid != os.getpid():
-            self._end.detach()  # after a fork: they are the parent's
+            self._end.detach()  # after a fork, they belong to the parent
             self._forget()
 
     def _server(self) -> _Server:
@@ -288,11 +286,11 @@ class WorkerPool:
                 return worker
             if worker.is_waiting():
                 return worker
-            worker.end()  # it was killed while nobody looked
+            worker.end()  # it was killed while idle
 
 
 class _Server:
-    """The process that has loaded the function and forks those that call it."""
+    """The server process, which has loaded the function and forks the workers."""
 
     def __init__(self, setup: dict[str, Any]) -> None:
         if getattr(sys.modules.get("__main__"), "torchrl_llm_is_loading", False):
@@ -308,7 +306,7 @@ class _Server:
         self._control, theirs = Pipe()
         try:
             self._process = subprocess.Popen(
-                # Isolated: neither the script's folder nor the environment adds to its path.
+                # Isolated: neither the script's folder nor the environment changes its path.
                 [sys.executable, "-I", str(_SCRIPT), str(theirs.fileno())],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
@@ -326,7 +324,7 @@ class _Server:
         """A new process.
 
         Raises:
-            RemoteCallError: the function cannot be loaded, or there is no process to be had.
+            RemoteCallError: the function cannot be loaded, or no process could be started.
         """
         ours, theirs = Pipe()
         try:
@@ -341,10 +339,10 @@ class _Server:
         return _Worker(self, ours, started["pid"])
 
     def end(self, pid: int) -> int | None:
-        """Kill a process; its exit code."""
+        """Kill a process; returns its exit code."""
         try:
             return self._ask("end", pid)
-        except RemoteCallError:  # the server is gone, and its processes with it
+        except RemoteCallError:  # the server has ended, and its processes with it
             return None
 
     def _ask(self, what: str, pid: int = 0, passed: Connection | None = None) -> Any:
@@ -363,7 +361,7 @@ class _Server:
                     f"the process that starts the others died ({_status(self._process.returncode)})"
                 ) from error
             except BaseException:
-                self._abandon()  # an answer may be on its way that nobody waits for
+                self._abandon()  # an answer may arrive that nobody waits for
                 raise
 
     def _wait_until_ready(self) -> None:
@@ -386,12 +384,12 @@ class _Server:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        with self._closing:  # two threads may end it at once, and a descriptor is closed once
+        with self._closing:  # two threads may end it at once
             self._control.close()
 
     def stop(self) -> None:
         """End it and all of its processes."""
-        # Not with the lock: whoever holds it may wait for an import that never ends.
+        # Without the lock, because its holder may wait for an import that never ends.
         self.gone = True
         if self._ready:
             with suppress(OSError, subprocess.TimeoutExpired), self._lock:
@@ -401,7 +399,7 @@ class _Server:
 
 
 class _Worker:
-    """One process that calls the function."""
+    """One worker process."""
 
     def __init__(self, server: _Server, pipe: Connection, pid: int) -> None:
         self.server, self.pid = server, pid
@@ -409,7 +407,7 @@ class _Worker:
         self._ended = False
 
     def wait_until_ready(self) -> None:
-        """Wait for what it does before its first call."""
+        """Wait until it is ready for its first call."""
         reply = self.ask(None, _START_TIMEOUT_S)
         if "error" in reply:
             raise RemoteCallError(
@@ -417,11 +415,11 @@ class _Worker:
             )
 
     def is_waiting(self) -> bool:
-        """Whether it lives and owes nothing."""
+        """Whether it is alive and idle."""
         return not self._pipe.poll()
 
     def ask(self, request: bytes | None, timeout: float | None) -> dict[str, Any]:
-        """Send a request, if there is one, and wait for the answer."""
+        """Send an optional request and wait for the answer."""
         try:
             if request is not None:
                 self._pipe.send_bytes(request)
@@ -432,7 +430,7 @@ class _Worker:
             raise RemoteDiedError(self.end()) from error
 
     def end(self) -> int | None:
-        """Kill it and what it has started; its exit code, the first time."""
+        """Kill it and its children; returns its exit code, the first time."""
         if self._ended:
             return None
         self._ended = True
@@ -440,7 +438,7 @@ class _Worker:
         return self.server.end(self.pid)
 
     def close(self) -> None:
-        """Let go of one that has been ended."""
+        """Release a worker that has ended."""
         self._pipe.close()
 
 
@@ -451,7 +449,7 @@ def _answer(source: Connection, timeout: float | None) -> Any:
 
 
 def _stop_all(servers: list[_Server], pid: int) -> None:
-    if pid == os.getpid():  # a fork that ends must not end what is its parent's
+    if pid == os.getpid():  # a fork that ends must not end its parent's workers
         for server in list(servers):
             server.stop()
 
@@ -467,7 +465,7 @@ def _status(code: int | None) -> str:
 
 
 class _Pickler(pickle.Pickler):
-    """Notices what belongs to the program's own file."""
+    """Notices objects defined in the program's own file."""
 
     uses_main = False
 
@@ -478,7 +476,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _importable(target: Any, start: Any, prepare: str | None) -> dict[str, Any]:
-    """What another process needs to get at the function."""
+    """Data with which a different process can load the function."""
     if isinstance(target, tuple):
         path, name = target
         if start is not None:
@@ -500,7 +498,7 @@ def _importable(target: Any, start: Any, prepare: str | None) -> dict[str, Any]:
 
 
 def _program() -> tuple[str, str]:
-    """How the program that runs can be imported again."""
+    """How the running program can be imported again."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:

@@ -1,15 +1,15 @@
-"""The other end of a pool of processes: loads a function once and forks processes that call it.
+"""Server side of a worker pool: loads a function once and forks processes that call it.
 
-It is run as a script, in a bare interpreter, and needs the standard library alone: what the
-function does not import, its processes do not load. ``multiprocessing`` itself would not start it
-so: what it spawns runs the program's own file again, its fork server is one for the whole program
-and lives while any fork of that holds a pipe of it, and a ``Process`` that died is reaped whenever
-another starts, so that a kill could hit whoever has its number by then. Its connections are used.
+It runs as a script in a bare interpreter and needs only the standard library, so workers load only
+the imports of the function. ``multiprocessing`` could not do this: its spawned processes run the
+program's file again; its fork server is shared by the whole program and lives as long as any fork
+holds its pipe; and it reaps a dead ``Process`` whenever a new one starts, so that a kill could hit
+a reused process id. Only its connections are used.
 
-This process runs nothing of the user's after loading, so it can always fork, kill and tell how a
-process ended. When the program that started it is gone, it ends all of them; where it is killed
-itself, the kernel does. Requests are pickled by that program; answers are JSON, so that whatever a
-function is given can at worst answer wrongly.
+After loading, this process runs no user code, so it can always fork, kill and report exit codes.
+When the program that started it ends, it ends all workers; if it is killed itself, the kernel ends
+them. The program pickles requests; answers are JSON, so a malicious worker can at worst return a
+wrong answer.
 
 Its only user is :mod:`torchrl_llm.sandbox.workers.worker_pool`.
 """
@@ -42,8 +42,8 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 _KILL_S = 5.0
 
-# The pool refuses to start processes while this is set: a program without `if __name__ ==
-# "__main__":` would start itself over and over.
+# While this is set, the pool does not start processes: a program without `if __name__ ==
+# "__main__":` would start itself repeatedly.
 torchrl_llm_is_loading = False
 
 
@@ -51,7 +51,7 @@ class Server:
     """Forks and ends the processes of one pool.
 
     Args:
-        control: where the pool asks.
+        control: connection of the pool's requests.
     """
 
     def __init__(self, control: connection.Connection) -> None:
@@ -59,7 +59,7 @@ class Server:
         self._children: set[int] = set()
 
     def run(self) -> None:
-        """Serve until the pool, or the program that has it, is gone."""
+        """Serve until the pool or its program ends."""
         try:
             self._setup = self._control.recv()
             reply = self._load()
@@ -67,7 +67,7 @@ class Server:
             if "error" not in reply:
                 self._serve()
         except (EOFError, OSError):
-            pass  # nobody asks any more
+            pass  # the pool has ended
         finally:
             for pid in list(self._children):
                 self._end(pid)
@@ -78,7 +78,7 @@ class Server:
         except BaseException as error:
             return _failure(error)
         self._can_fork = _is_alone()
-        gc.freeze()  # the pages of what was loaded stay shared with the processes
+        gc.freeze()  # keep the pages of loaded modules shared with the workers
         return {"ready": True}
 
     def _serve(self) -> None:
@@ -97,7 +97,7 @@ class Server:
             self._control.send_bytes(_packed(answer))
 
     def _start_one(self) -> dict[str, Any]:
-        """Start a process that serves the connection which comes with the request."""
+        """Start a process that serves the connection sent with the request."""
         handle = reduction.recv_handle(self._control)
         try:
             pid = self._fork(handle) if self._can_fork else self._spawn(handle)
@@ -105,7 +105,7 @@ class Server:
             return {"error": os.strerror(error.errno or 1)}
         finally:
             os.close(handle)
-        with suppress(OSError):  # it does so, too: whoever is first
+        with suppress(OSError):  # it does so as well; the first wins
             os.setpgid(pid, pid)
         self._children.add(pid)
         return {"pid": pid}
@@ -123,7 +123,7 @@ class Server:
         return pid
 
     def _spawn(self, handle: int) -> int:
-        """Start a process that loads everything again, where threads make a fork unsafe."""
+        """Start a process that loads everything again, because threads make a fork unsafe."""
         theirs, ours = multiprocessing.Pipe(duplex=False)
         with theirs, ours:
             process = subprocess.Popen(
@@ -131,14 +131,14 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno(), handle],
             )
-            process.returncode = 0  # this server waits for it, that object does not
+            process.returncode = 0  # this server waits for it, not the Popen object
             theirs.close()
             with suppress(BrokenPipeError):
                 ours.send({**self._setup, "pid": os.getpid()})
         return process.pid
 
     def _end(self, pid: int) -> int | None:
-        """End a process and what it has started; its exit code, where the kernel lets it go."""
+        """End a process and its children; returns its exit code if it can be reaped."""
         if pid not in self._children:
             return None
         self._children.discard(pid)
@@ -158,20 +158,20 @@ class Server:
 
 
 def serve(handle: int, setup: dict[str, Any], function: Any, start: Any, parent: int) -> NoReturn:
-    """Call the function until nobody asks: the life of a process.
+    """Main loop of a worker: call the function until the pool ends.
 
     Args:
-        handle: the connection on which the pool asks.
-        setup: of the pool.
-        function: what is called.
-        start: what is called once, before; ``None`` for nothing.
+        handle: connection of the pool's requests.
+        setup: settings of the pool.
+        function: the function.
+        start: called once before; ``None`` for nothing.
         parent: the process that started this one.
     """
     with suppress(OSError):
-        os.setpgid(0, 0)  # what it starts is killed with it
+        os.setpgid(0, 0)  # its children are killed with it
     _end_with_parent(parent)
     pool = connection.Connection(handle)
-    # A fork of the function's must not keep the connection open, nor come back and answer.
+    # A fork made by the function must not keep the connection open or return and answer.
     os.register_at_fork(after_in_child=pool.close)
     try:
         if setup["memory_bytes"] is not None:
@@ -187,10 +187,10 @@ def serve(handle: int, setup: dict[str, Any], function: Any, start: Any, parent:
             pool.send_bytes(content)
             request = pool.recv_bytes()
         except (EOFError, OSError):
-            os._exit(0)  # nobody asks any more
+            os._exit(0)  # the pool has ended
         try:
             content = _packed({"value": _plain(function(*pickle.loads(request)))})
-        except BaseException as error:  # also SystemExit: one that gives up is no reason to
+        except BaseException as error:  # also SystemExit, which must not end the worker
             content = _packed(_failure(error))
 
 
@@ -201,7 +201,7 @@ def _packed(reply: Any) -> bytes:
 def _failure(error: BaseException) -> dict[str, Any]:
     try:
         message = str(error)
-    except BaseException:  # an exception may not even have a text
+    except BaseException:  # even str() of an exception may raise
         message = ""
     frames = [
         (frame.f_code.co_filename, line, frame.f_code.co_name)
@@ -216,7 +216,7 @@ def _failure(error: BaseException) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON takes it: numbers, strings, lists of them, and named tuples by field."""
+    """Convert a value for JSON: numbers, strings, lists of them, and named tuples by field."""
     if hasattr(value, "_asdict"):
         return {name: _plain(item) for name, item in value._asdict().items()}
     if hasattr(value, "tolist"):
@@ -229,7 +229,7 @@ def _plain(value: Any) -> Any:
 
 
 def _load(setup: dict[str, Any]) -> tuple[Any, Any]:
-    """The function, and what each process calls before it."""
+    """The function, and the start function of each process."""
     global torchrl_llm_is_loading
     sys.path[:] = setup["path"]
     kind, what, name = setup["target"]
@@ -259,7 +259,7 @@ def _import_main(kind: str, what: str) -> None:
 
 
 def _is_alone() -> bool:
-    """Whether no other thread is there, whose locks a fork would leave locked for ever."""
+    """Whether there is no other thread, whose locks a fork would leave locked forever."""
     try:
         number = len(os.listdir("/proc/self/task"))
     except OSError:
@@ -269,14 +269,14 @@ def _is_alone() -> bool:
 
 
 def _seed_again() -> None:
-    """The generator of numpy; that of ``random`` does so by itself after a fork."""
+    """Reseed numpy's generator; ``random`` reseeds itself after a fork."""
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "random"):
         numpy.random.seed()
 
 
 def _end_with_parent(parent: int) -> None:
-    """Let the kernel end this process with its parent, where it can."""
+    """Let the kernel end this process with its parent, if supported."""
     with suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
@@ -284,7 +284,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _when_ended(pid: int) -> int | None:
-    """A descriptor that can be read when a process has ended; ``None`` where there is no such."""
+    """A descriptor that becomes readable when a process ends; ``None`` if unsupported."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -292,7 +292,7 @@ def _when_ended(pid: int) -> int | None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """What a process has started, and these, groups of their own included."""
+    """All descendants of a process, including those in other process groups."""
     children: dict[int, list[int]] = {}
     try:
         names = [name for name in os.listdir("/proc") if name.isdigit()]
@@ -309,13 +309,13 @@ def _descendants(pid: int) -> list[int]:
 
 
 def main(*arguments: str) -> NoReturn:
-    """Be a server, or, with a second argument, a process of one that cannot fork.
+    """Run a server or, with a second argument, a worker of a server that cannot fork.
 
     Args:
-        arguments: descriptors: where the orders come from, and where that process is asked.
+        arguments: descriptors of the orders and of the worker's requests.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.dup2(2, 1)  # what a function prints is no answer
+    os.dup2(2, 1)  # output of a function must not reach the answers
     asked = connection.Connection(int(arguments[0]))
     if len(arguments) == 2:
         with asked:
