@@ -1,4 +1,4 @@
-"""Sphinx extension: long keys and names in tables may break after a dot, underscore, slash or comma."""
+"""Sphinx extension: a long key in a table may break after a dot, an underscore and the like."""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Sphinx extension: each name is described once, and a reference to it finds that place.
 
-Rooms export names of their sub-rooms and of other rooms. A name that a table lists has a page of its
-own; the page of a module describes the other names of the module. A reference may take any path by
-which the name can be imported, and a docstring may use the bare names of its module. A reference in a sentence that finds nothing is a warning, in a
-docstring as on a page; a type in a signature that no page describes is only shown.
+Rooms export names of their sub-rooms and of other rooms. A name in a table has a page of its own;
+the page of a module describes the other names of the module. A reference may take any path by which
+the name can be imported, and a docstring may use the bare names of its module. A reference in a
+sentence that finds nothing is a warning, in a docstring as on a page; a type in a signature that no
+page describes is only shown.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ _DOCSTRING_OF = re.compile(r"docstring of ([\w.]+)")
 
 
 def list_names(app):
-    """Find the names in tables, and where each was written: objectives.GRPOLoss, objectives.grpo."""
+    """Find the names in tables, and the module in which each was written."""
     pages = [str(file) for file in Path(app.srcdir).rglob("*.rst")]
     names = {entry.name: _home(entry.name) for entry in find_autosummary_in_files(pages)}
     app.listed_names = {name: ".".join([home, *path]) for name, (home, path) in names.items()}
 
 
 def list_places(app, env):
-    """Remember under which module each name is described: GRPOLoss of objectives.grpo, objectives."""
+    """Remember the module under which each name is described."""
     env.torchrl_llm_described = {}
     for path, entry in env.get_domain("py").objects.items():
         home, names = _home(path)

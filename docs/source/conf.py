@@ -31,6 +31,7 @@ extensions = [
     "cross_references",
     "formulas",
     "metrics_glossary",
+    "offline",
     "other_names",
     "reference_pages",
 ]
@@ -40,7 +41,8 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(torch|torchrl|tensordict|queue)\..*")]
 autosummary_generate = True
 autosummary_imported_members = False
-autosummary_context = {"inherited": ["torchrl_llm.recipes.front"]}  # GRPO has the methods of Command
+# Where classes have their methods from one base: GRPO, SFT and DPO from Command.
+autosummary_context = {"inherited": ["torchrl_llm.recipes.front"]}
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
