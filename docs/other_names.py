@@ -11,6 +11,13 @@ from sphinx.util.docutils import SphinxDirective
 
 from torchrl_llm.recipes import other_names
 
+# The groups of verl in which a name stands whose first part this is.
+VERL = {
+    "rollout": "actor_rollout_ref.",
+    "optim": "actor_rollout_ref.actor.",
+    "policy_loss": "actor_rollout_ref.actor.",
+}
+
 
 class OtherNames(SphinxDirective):
     """A term per key here, with the names that lead to it."""
@@ -36,7 +43,10 @@ class OtherNames(SphinxDirective):
         text = nodes.paragraph()
         for name in names:
             place = f"other-name-{name.replace('.', '-')}"
-            text += addnodes.index(entries=[("single", name, place, "", None)])
+            spelled = {name, VERL.get(name.partition(".")[0], "") + name}
+            # A search shows main entries first.
+            entries = [("single", each, place, "main", None) for each in sorted(spelled)]
+            text += addnodes.index(entries=entries)
             text += nodes.literal("", name, ids=[place])
             text += nodes.Text(" ")
         return text

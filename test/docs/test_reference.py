@@ -156,10 +156,11 @@ def test_a_search_for_a_name_of_another_library_finds_its_key(built):
     page = re.sub(r"<[^>]+>", "", (built / "index.html").read_text())
     for name, key in [
         ("num_generations", "env.repeats"),
-        ("rollout.n", "env.repeats"),
+        ("actor_rollout_ref.rollout.n", "env.repeats"),
         ("beta", "train.kl_to_ref_coeff"),
     ]:
-        [[_, place, _]] = entries[name]
-        assert place == f"other-name-{name.replace('.', '-')}"
+        [[_, place, is_main]] = entries[name]
+        assert is_main  # else it stands below all pages that have the word
+        assert place == f"other-name-{name.removeprefix('actor_rollout_ref.').replace('.', '-')}"
         assert f'id="{place}"' in (built / "index.html").read_text()
         assert key in page
