@@ -1,4 +1,4 @@
-"""Sphinx extension: a long key in a table may break after a dot, an underscore and the like."""
+"""Sphinx extension: a long key in a table may break after a dot or an underscore, and before a capital."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from docutils import nodes
 
-PARTS = re.compile(r"(?<=[._/,(=])(?=\w)")
+PARTS = re.compile(r"(?<=[._/,(=])(?=\w)|(?<=[a-z])(?=[A-Z])")
 
 
 def allow_breaks(app, doctree, docname):
