@@ -1,4 +1,4 @@
-"""Sphinx extension: a long key in a table may break after a dot or an underscore, and before a capital."""
+"""Sphinx extension: a long name in a table may break after a dot, and before a capital."""
 
 from __future__ import annotations
 
