@@ -1,9 +1,10 @@
 """Sphinx extension: each name is described once, and a reference to it finds that place.
 
-Rooms export names of their sub-rooms and of other rooms. A name is described in its own room, where
-it comes first; a reference may take any path by which the name can be imported, and a docstring may
-use the bare names of its module. A reference in a sentence that finds nothing is a warning, in a
-docstring as on a page; a type in a signature that no page describes is only shown.
+Rooms export names of their sub-rooms and of other rooms. A name in a table has a page of its own;
+the page of a module describes the other names of the module. A reference may take any path by which
+the name can be imported, and a docstring may use the bare names of its module. A reference in a
+sentence that finds nothing is a warning, in a docstring as on a page; a type in a signature that no
+page describes is only shown.
 """
 
 from __future__ import annotations
@@ -11,20 +12,30 @@ from __future__ import annotations
 import inspect
 import pkgutil
 import re
-from importlib import import_module
+from pathlib import Path
 
 from docutils import nodes
+from sphinx.ext.autosummary.generate import find_autosummary_in_files
 from sphinx.util.nodes import get_node_source, make_refnode
 
 PACKAGE = "torchrl_llm"
 _DOCSTRING_OF = re.compile(r"docstring of ([\w.]+)")
 
 
-def _described(env) -> dict[str, str]:
-    """Where a name is at home to the module under which it is described, kept between builds."""
-    if not hasattr(env, "torchrl_llm_described"):
-        env.torchrl_llm_described = {}
-    return env.torchrl_llm_described
+def list_names(app):
+    """Find the names in tables, and the module in which each was written."""
+    pages = [str(file) for file in Path(app.srcdir).rglob("*.rst")]
+    names = {entry.name: _home(entry.name) for entry in find_autosummary_in_files(pages)}
+    app.listed_names = {name: ".".join([home, *path]) for name, (home, path) in names.items()}
+
+
+def list_places(app, env):
+    """Remember the module under which each name is described."""
+    env.torchrl_llm_described = {}
+    for path, entry in env.get_domain("py").objects.items():
+        home, names = _home(path)
+        if len(names) == 1 and not entry.aliased:
+            env.torchrl_llm_described[f"{home}.{names[0]}"] = path.rpartition(".")[0]
 
 
 def skip_what_is_not_ours(app, what, name, obj, skip, options):
@@ -36,17 +47,9 @@ def skip_what_is_not_ours(app, what, name, obj, skip, options):
         return True
     if what == "module" and module.startswith(PACKAGE):
         place = app.env.temp_data.get("autodoc:module")
-        if _room(module) != _room(place):
-            return True
-        if module != place and name not in getattr(import_module(place), "__all__", ()):
-            return skip  # only imported there, so not described there
-        if _described(app.env).setdefault(f"{module}.{name}", place) != place:
+        if module != place or f"{module}.{name}" in app.listed_names.values():
             return True
     return skip
-
-
-def _room(module: str | None) -> str:
-    return (module or "").partition(".")[2].partition(".")[0]
 
 
 def link_through_exports(app, env, node, contnode):
@@ -101,7 +104,7 @@ def _home(path: str) -> tuple[str, list[str]]:
 
 def _entry(env, home: str, names: list[str]):
     """The place of a name, or of the class that has it, or of the first that a module has."""
-    objects, described = env.get_domain("py").objects, _described(env)
+    objects, described = env.get_domain("py").objects, env.torchrl_llm_described
     if home and not names:
         first = next((key for key in described if key.rpartition(".")[0] == home), None)
         exported = getattr(_object(home), "__all__", None)
@@ -124,7 +127,9 @@ def quiet_about_types(app, domain, node):
 
 
 def setup(app):
+    app.connect("builder-inited", list_names)
+    app.connect("env-updated", list_places)
     app.connect("autodoc-skip-member", skip_what_is_not_ours)
     app.connect("missing-reference", link_through_exports)
     app.connect("warn-missing-reference", quiet_about_types)
-    return {"parallel_read_safe": False, "env_version": 1}
+    return {"parallel_read_safe": False, "env_version": 2}

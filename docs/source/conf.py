@@ -23,13 +23,17 @@ extensions = [
     "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx.ext.doctest",
-    "sphinx.ext.mathjax",
     "sphinx.ext.viewcode",
     "sphinx_copybutton",
     "sphinx_design",
     "myst_nb",
+    "code_in_tables",
     "cross_references",
+    "formulas",
     "metrics_glossary",
+    "offline",
+    "other_names",
+    "reference_pages",
 ]
 # A reference that finds nothing is a warning, so an error of the build. Of others only the names of
 # these packages are written, which no inventory is fetched for.
@@ -37,6 +41,8 @@ nitpicky = True
 nitpick_ignore_regex = [("py:.*", r"(torch|torchrl|tensordict|queue)\..*")]
 autosummary_generate = True
 autosummary_imported_members = False
+# Where classes have their methods from one base: GRPO, SFT and DPO from Command.
+autosummary_context = {"inherited": ["torchrl_llm.recipes.front"]}
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True, "show-inheritance": True}
@@ -44,6 +50,7 @@ napoleon_use_ivar = True
 templates_path = ["_templates"]
 html_theme = "furo"
 html_static_path = ["_static"]
+html_math_renderer = "mathml"
 html_title = f"torchrl_llm {release}"
 html_css_files = ["pages.css"]
 html_theme_options = {"light_css_variables": {"code-font-size": "1em"}}

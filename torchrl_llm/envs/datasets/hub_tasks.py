@@ -204,7 +204,7 @@ class HumanEvalEnv(TaskEnv):
 
 @register("tasks", "ifeval")
 class IFEvalEnv(TaskEnv):
-    """Prompts such as *Write a poem. Do not use any commas*, scored by what a program can check.
+    """Prompts such as *Write a poem without any commas*, scored by what a program can check.
 
     Rows have ``query`` (the prompt), ``key`` (its number, int64), ``instruction_id_list`` (names)
     and ``kwargs`` (arguments of each instruction).
