@@ -58,8 +58,8 @@ def pair_answers(a: EvaluationRecord, b: EvaluationRecord) -> tuple[list[Pair], 
         for task in dict.fromkeys(task for task, *_ in own):
             count = sum(key[0] == task for key in own.keys() - found.keys())
             if count:
-                told = f"{count:,} prompts of {task} are only in {name}; they cannot be compared."
-                notices.append(told)
+                told = f"Only {name} answered {count:,} of the prompts of {task}"
+                notices.append(f"{told}; they are not compared.")
     return sorted(pairs, key=lambda pair: (*_ONE, *_SEVERAL).index(pair.change)), notices
 
 

@@ -107,6 +107,8 @@ const choices = (node, names) => node.replaceChildren(el("option", {value: ""}, 
 function prepareFilters() {
   const named = new Set([...rows.finish, ...rows.truncation].map(string));
   choices($("finish"), [...named].filter(Boolean).sort().map((name) => [name, name.replace(/_/g, " ")]));
+  $("finish").parentNode.hidden = ![...named].some(Boolean);
+  $("error").parentNode.hidden = !last.some((i) => string(rows.error[i]));
   const seen = rows.masked.reduce((a, b) => a | b, 0);
   choices($("mask"), [["none", "nothing"], ...data.masks.map((name, code) => [String(code), name])
     .filter(([code]) => seen >> code & 1)]);
