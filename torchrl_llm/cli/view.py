@@ -133,9 +133,8 @@ def _two_runs(paths: Sequence[Path]) -> dict[str, Any]:
     for name, own, other in (("A", a, b), ("B", b, a)):
         if alone := [metric for metric in own.metrics if metric not in other.metrics]:
             notices.append(f"Only {name} has {', '.join(alone)}.")
-    for key, told in _INCOMPARABLE.items():
-        if a.config.get(key) != b.config.get(key):
-            notices.append(f"{key} differs: {told}.")
+    differ = [key for key in _INCOMPARABLE if a.config.get(key) != b.config.get(key)]
+    notices += [f"{key} differs: {_INCOMPARABLE[key]}." for key in differ]
     return {
         "title": " and ".join(_names(runs)),
         "facts": {"A": a.folder, "B": b.folder},
@@ -154,8 +153,8 @@ def _differences(runs: Sequence[Any]) -> Any:
     from torchrl_llm.evaluation.report.page import Table
     from torchrl_llm.trainers.run_comparison import config_differences
 
-    rows = config_differences(runs)
-    return Table("Configuration", ["", "A", "B"], rows or [["no key differs", "", ""]])
+    rows = config_differences(runs) or [["no key differs", "", ""]]
+    return Table("Configuration", ["", "A", "B"], rows)
 
 
 def _read(path: Path) -> Any:

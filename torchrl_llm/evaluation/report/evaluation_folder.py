@@ -23,7 +23,7 @@ LOW, HIGH = "_low", "_high"
 _PREFIX = "answers_"
 Figures = Mapping[str, float]
 Prompt = tuple[str, Any]
-Labelled = tuple[Mapping[str, Any], Mapping[str, str]]
+Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class EvaluationRecord:
     folder: Path
     config: Mapping[str, Any]
     figures: Mapping[str, Figures]
-    prompts: Mapping[Prompt, Sequence[Mapping[str, Any]]]
+    prompts: Mapping[Prompt, Records]
     date: str
 
     @property
@@ -65,11 +65,11 @@ class EvaluationRecord:
         """pass@k and majority@k of each task, and the other figures of all tasks."""
         found = []
         for task, figures in self.figures.items():
-            sizes = [1, *(int(name[5:]) for name in figures if _is_size(name, "pass@"))]
-            rows = [
-                [str(k), *(figure_text(_at(name, k), figures) for name in ("pass@", "majority@"))]
-                for k in sizes
-            ]
+            names = [name for name in figure_names({task: figures}) if name.startswith("pass@")]
+            # With one answer, both are the accuracy.
+            pairs = [("1", "accuracy", "accuracy")]
+            pairs += [(n[5:], n, n.replace("pass", "majority")) for n in names]
+            rows = [[k, figure_text(a, figures), figure_text(b, figures)] for k, a, b in pairs]
             found.append(Table(f"{task}, with k answers", ["k", "pass@k", "majority@k"], rows))
         names = [n for n in figure_names(self.figures) if "@" not in n]
         rows = [[n, *(figure_text(n, each) for each in self.figures.values())] for n in names]
@@ -77,11 +77,7 @@ class EvaluationRecord:
 
     def rows(self, most: int) -> list[RowFacts]:
         """The answers of the first prompts, at most so many."""
-        tasks = len(self.tasks) > 1
-        groups = (
-            [(record, {"task": task} if tasks else {}) for record in records]
-            for (task, _), records in self.prompts.items()
-        )
+        groups = ([({"task": task}, found)] for (task, _), found in self.prompts.items())
         return answer_rows(groups, most)
 
 
@@ -105,7 +101,7 @@ def read_evaluation(folder: Path, config: Mapping[str, Any]) -> EvaluationRecord
         DataError: it has no answers, or a file is damaged.
     """
     prompts: dict[Prompt, list[Mapping[str, Any]]] = {}
-    files = sorted(folder.glob(f"{_PREFIX}*.jsonl"))
+    files = [f for f in sorted(folder.glob(f"{_PREFIX}*.jsonl")) if f.stat().st_size]
     for file in files:
         for record in read_jsonl(file):
             if not {"valid", "success", "reward"} <= set(record):
@@ -130,18 +126,23 @@ def read_evaluation(folder: Path, config: Mapping[str, Any]) -> EvaluationRecord
     )
 
 
-def answer_rows(groups: Iterable[Sequence[Labelled]], most: int) -> list[RowFacts]:
+def answer_rows(
+    groups: Iterable[Sequence[tuple[Mapping[str, str], Records]]], most: int
+) -> list[RowFacts]:
     """Answers as rows of the page, whole prompts as far as they fit.
 
     Args:
-        groups: for each prompt its records, each with the labels of its row.
+        groups: for each prompt lists of its records, each list with the labels of its rows.
         most: rows at most.
     """
     rows: list[RowFacts] = []
     for number, group in enumerate(groups):
-        if len(rows) + len(group) > most:
+        found = [
+            RowFacts.of_record(each, number, told) for told, several in group for each in several
+        ]
+        if len(rows) + len(found) > most:
             break
-        rows += [RowFacts.of_record(record, number, labels) for record, labels in group]
+        rows += found
     return rows
 
 
@@ -173,12 +174,3 @@ def figure_text(name: str, figures: Figures) -> str:
     low = figures.get(name + LOW, nan)
     known = "" if isnan(low) else f" ({low:.4f} to {figures[name + HIGH]:.4f})"
     return f"{figures[name]:.4f}{known}"
-
-
-def _is_size(name: str, prefix: str) -> bool:
-    return name.startswith(prefix) and name.removeprefix(prefix).isdecimal()
-
-
-def _at(name: str, k: int) -> str:
-    """With one answer, both are the accuracy."""
-    return "accuracy" if k == 1 else f"{name}{k}"

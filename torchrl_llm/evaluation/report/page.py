@@ -26,7 +26,7 @@ import numpy as np
 from tensordict import TensorDictBase
 
 from torchrl_llm.data.enums import MaskReason, Source
-from torchrl_llm.evaluation.report.row_facts import MASKS, TOKEN_COLUMNS, RowFacts, name_of
+from torchrl_llm.evaluation.report.row_facts import MASKS, RowFacts, name_of
 from torchrl_llm.evaluation.report.token_texts import CONTINUED, TokenTexts, visible
 
 Series = tuple[Sequence[int], Sequence[float]]
@@ -49,6 +49,8 @@ _MOST_LABELS = 30
 _PLACE = re.compile(r"\{\{([a-z-]+)\}\}")
 _TYPES = {"reward": "<f4", "advantage": "<f4", "log_probs": "<f4", "ratio": "<f4"}
 _TYPES |= {"source": "<i1", "mask_reason": "<i1", "turns": "<i2", "masked": "<u2"}
+_TOKEN_FACTS = ("token_ids", "source", "turns", "policy_version", "mask_reason")
+_TOKEN_FACTS += ("log_probs", "advantage", "ratio")
 
 
 class Table(NamedTuple):
@@ -189,7 +191,7 @@ def _run_panels(runs: Mapping[str, Mapping[str, Series]], data: _Columns) -> lis
             data.add(f"{run} {metric} steps", steps)
             data.add(f"{run} {metric} values", values, "<f8")
         names = [f"{run} {metric}" for run in curves]
-        panel = {"title": metric, "names": names, "labels": [visible(run) for run in curves]}
+        panel = {"title": metric, "names": names, "labels": [*map(visible, curves)]}
         panels.append(panel | {"more": metric not in shown})
     return panels
 
@@ -216,7 +218,7 @@ def _read_rows(
             data.add(f"row {name}", values, _TYPES.get(name, "<i4"))
         shown = (text for facts in read for text in texts.of(facts.token_ids.tolist()))
         data.add("token text", np.fromiter(map(strings.number, shown), dtype="<i4"))
-        for name in TOKEN_COLUMNS:
+        for name in _TOKEN_FACTS:
             values = np.concatenate([getattr(facts, name) for facts in read])
             data.add(f"token {name}", values, _TYPES.get(name, "<i4"))
     parts = list(dict.fromkeys(name for facts in read for name in facts.parts))

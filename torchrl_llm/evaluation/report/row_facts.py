@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -41,9 +42,7 @@ MASKS = {
 # Texts that are shown by themselves and are no labels, and those too long for one.
 _SHOWN = {"query", "answer", "text", "error"}
 _LONGEST_LABEL = 40
-TOKEN_COLUMNS = ("token_ids", "source", "turns", "policy_version", "mask_reason", "log_probs")
-TOKEN_COLUMNS += ("advantage", "ratio")
-"""Fields with a value for each token."""
+_no_tokens = partial(np.zeros, 0, np.int8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,28 +74,28 @@ class RowFacts:
         ratio: float32 ``[T]``, p(trainer before its updates) / p(sampler); NaN where not known.
     """
 
-    step: int | None
-    group_id: int | None
-    traj_id: int | None
-    turn: int | None
-    reward: float
-    parts: dict[str, float]
-    finish: str
-    truncation: str
-    errors: list[str]
-    labels: dict[str, str]
-    messages: list[tuple[str, str]]
-    prompt: str
-    response: str
-    expected: str
-    token_ids: np.ndarray
-    source: np.ndarray
-    turns: np.ndarray
-    policy_version: np.ndarray
-    mask_reason: np.ndarray
-    log_probs: np.ndarray
-    advantage: np.ndarray
-    ratio: np.ndarray
+    step: int | None = None
+    group_id: int | None = None
+    traj_id: int | None = None
+    turn: int | None = None
+    reward: float = math.nan
+    parts: dict[str, float] = field(default_factory=dict)
+    finish: str = ""
+    truncation: str = ""
+    errors: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    messages: list[tuple[str, str]] = field(default_factory=list)
+    prompt: str = ""
+    response: str = ""
+    expected: str = ""
+    token_ids: np.ndarray = field(default_factory=_no_tokens)
+    source: np.ndarray = field(default_factory=_no_tokens)
+    turns: np.ndarray = field(default_factory=_no_tokens)
+    policy_version: np.ndarray = field(default_factory=_no_tokens)
+    mask_reason: np.ndarray = field(default_factory=_no_tokens)
+    log_probs: np.ndarray = field(default_factory=_no_tokens)
+    advantage: np.ndarray = field(default_factory=_no_tokens)
+    ratio: np.ndarray = field(default_factory=_no_tokens)
 
     @classmethod
     def of(cls, row: TensorDictBase) -> RowFacts:
@@ -152,24 +151,18 @@ class RowFacts:
         """
         chat = record.get("messages") or ()
         messages = [(str(each.get("role", "")), message_text(each)) for each in chat]
-        outcome = "right" if record["success"] else "wrong"
-        own = {"answer is": outcome if record["valid"] else "invalid"}
+        outcome = "invalid" if not record["valid"] else "right" if record["success"] else "wrong"
         texts = {name: text for name, text in record.items() if _is_label(name, text)}
-        nothing = {name: np.zeros(0, np.int8) for name in TOKEN_COLUMNS}
         return cls(
-            **dict.fromkeys(("step", "traj_id", "turn")),
             group_id=group_id,
             reward=float(record["reward"]) if record["valid"] else math.nan,
-            parts={},
             finish=name_of(FinishReason, FinishReason.LENGTH) if record.get("cut") else "",
-            truncation="",
             errors=[] if record["valid"] else [str(record.get("error", ""))],
-            labels={**own, **labels, **texts},
+            labels={"answer is": outcome, **labels, **texts},
             messages=messages,
             prompt=prompt_of(record),
             response=messages[-1][1] if messages else str(record.get("text", "")),
             expected=str(record.get("answer", "")),
-            **nothing,
         )
 
     @property

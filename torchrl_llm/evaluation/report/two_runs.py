@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torchrl_llm.evaluation.report.evaluation_folder import (
     EvaluationRecord,
+    Records,
     answer_rows,
     figure_names,
     figure_text,
@@ -21,7 +23,6 @@ from torchrl_llm.evaluation.report.row_facts import RowFacts, prompt_of
 
 _ONE = ("A right, B wrong", "A wrong, B right", "both wrong", "both right")
 _SEVERAL = ("A more often right", "B more often right", "equally often right")
-_Records = Sequence[Mapping[str, Any]]
 
 
 class Pair(NamedTuple):
@@ -35,8 +36,8 @@ class Pair(NamedTuple):
     """
 
     task: str
-    a: _Records
-    b: _Records
+    a: Records
+    b: Records
     change: str
 
 
@@ -55,26 +56,24 @@ def pair_answers(a: EvaluationRecord, b: EvaluationRecord) -> tuple[list[Pair], 
     pairs = [Pair(*each, _change(*each[1:], several)) for each in shared]
     notices = []
     for name, own, found in (("A", known, other), ("B", other, known)):
-        for task in dict.fromkeys(task for task, *_ in own):
-            count = sum(key[0] == task for key in own.keys() - found.keys())
-            if count:
-                told = f"Only {name} answered {count:,} of the prompts of {task}"
-                notices.append(f"{told}; they are not compared.")
+        for task, count in sorted(Counter(key[0] for key in own.keys() - found.keys()).items()):
+            told = f"Only {name} answered {count:,} of the prompts of {task}"
+            notices.append(f"{told}; they are not compared.")
     return sorted(pairs, key=lambda pair: (*_ONE, *_SEVERAL).index(pair.change)), notices
 
 
-def _by_text(record: EvaluationRecord) -> dict[tuple[str, str, int], _Records]:
+def _by_text(record: EvaluationRecord) -> dict[tuple[str, str, int], Records]:
     """Answers by task, text of the prompt, and how often the text came before."""
-    found: dict[tuple[str, str, int], _Records] = {}
-    seen: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str, int], Records] = {}
+    seen: Counter[tuple[str, str]] = Counter()
     for (task, number), answers in record.prompts.items():
         text = (task, prompt_of(answers[0]) or str(number))
-        seen[text] = seen.get(text, -1) + 1
         found[(*text, seen[text])] = answers
+        seen[text] += 1
     return found
 
 
-def _change(a: _Records, b: _Records, several: bool) -> str:
+def _change(a: Records, b: Records, several: bool) -> str:
     first, second = (fmean(bool(r["success"] and r["valid"]) for r in each) for each in (a, b))
     if several:
         return _SEVERAL[0 if first > second else 1 if first < second else 2]
@@ -126,9 +125,8 @@ def paired_rows(pairs: Sequence[Pair], runs: Sequence[str], most: int) -> list[R
     """
     groups = (
         [
-            (record, {"run": run, "change": pair.change})
+            ({"run": run, "change": pair.change}, records)
             for run, records in zip(runs, (pair.a, pair.b), strict=True)
-            for record in records
         ]
         for pair in pairs
     )
@@ -148,8 +146,7 @@ def figure_table(a: EvaluationRecord, b: EvaluationRecord) -> Table:
         both = (a.figures[task], b.figures[task])
         for name in figure_names({"A": both[0], "B": both[1]}):
             texts = [figure_text(name, each) or "-" for each in both]
-            known = all(name in each for each in both)
-            more = both[1][name] - both[0][name] if known else math.nan
+            more = both[1].get(name, math.nan) - both[0].get(name, math.nan)
             told = f"{task} {name}" if len(tasks) > 1 else name
             rows.append([told, *texts, _number(more, "+")])
     return Table("Figures", ["", "A", "B", "B \u2212 A"], rows)
@@ -165,8 +162,7 @@ def metric_table(a: Mapping[str, Series], b: Mapping[str, Series]) -> Table:
     rows = []
     for name in ordered_metrics((a, b)):
         first, second = (_last(each.get(name, ((), ()))) for each in (a, b))
-        cells = [_number(first), _number(second), _number(second - first, "+")]
-        rows.append([name, *cells])
+        rows.append([name, _number(first), _number(second), _number(second - first, "+")])
     ends = [max(series[0][-1] for series in each.values()) for each in (a, b)]
     heads = [f"{name}, step {end}" for name, end in zip("AB", ends, strict=True)]
     return Table("Metrics at the end", ["", *heads, "B \u2212 A"], rows)
