@@ -3,7 +3,6 @@
 import hashlib
 import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -417,65 +416,81 @@ def test_a_picture_in_the_documentation_is_of_this_page(name):
         )
 
 
-@pytest.mark.full
-def test_the_commands_of_the_pages_give_pages_in_two_seconds(browser, tmp_path):
-    """Also draws the pictures of the documentation, where TORCHRL_LLM_DRAW is set."""
+ASKED = ("tasks=[arithmetic]", "inference_model.max_tokens=6")
+SAMPLED = ("inference_model.temperature=1", "eval.repeats=8", "eval.num_prompts=256")
+# Folder to the command of the pages that writes it, and the folders that it reads.
+COMMANDS = {
+    "first-run": (("train", "grpo", "logging.rollouts=all"), ()),
+    "low-lr": (("train", "grpo", "optimizer.lr=1e-4"), ()),
+    "sampled": (("evaluate", *ASKED, *SAMPLED), ()),
+    "before": (("evaluate", *ASKED), ()),
+    "after": (("evaluate", *ASKED, "model.name=outputs/first-run"), ("first-run",)),
+}
+# Picture to the folders that it shows, and how many rollouts or answers.
+SHOWN = {
+    "view": (("first-run",), "1,792 rollouts"),
+    "view_evaluation": (("sampled",), "2,000 answers"),
+    "view_two_runs": (("first-run", "low-lr"), "0 rollouts"),
+    "view_two_evaluations": (("before", "after"), "1,024 answers"),
+}
 
-    def command(*words):
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs commands of the pages in one folder, each that writes a folder once."""
+    place = tmp_path_factory.mktemp("commands")
+
+    def run(*words):
         program = [sys.executable, "-m", "torchrl_llm", *words]
-        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(program, cwd=place, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    asked = ("tasks=[arithmetic]", "inference_model.max_tokens=6", "eval.num_prompts=256")
-    sampled = ("inference_model.temperature=1", "eval.repeats=8")
-    command("train", "grpo", "logging.rollouts=all", "hydra.run.dir=outputs/first-run")
-    command("train", "grpo", "optimizer.lr=1e-4", "hydra.run.dir=outputs/low-lr")
-    command("evaluate", *asked, *sampled, "hydra.run.dir=outputs/sampled")
-    command("evaluate", *asked, "hydra.run.dir=outputs/before")
-    trained = "model.name=outputs/first-run"
-    command("evaluate", trained, *asked, "hydra.run.dir=outputs/after")
-    said = command("view", "outputs/first-run")
-    assert int(re.search(r"([\d,]+) rollouts", said)[1].replace(",", "")) >= COUNT
-    assert "2,048 answers" in command("view", "outputs/sampled", "--rows", "2048")
-    command("view", "outputs/first-run", "outputs/low-lr", "-o", "runs.html")
-    assert "512 answers" in command("view", "outputs/before", "outputs/after")
+    def make(name):
+        words, needed = COMMANDS[name]
+        if not (place / "outputs" / name).is_dir():
+            for other in needed:
+                make(other)
+            run(*words, f"hydra.run.dir=outputs/{name}")
 
-    def first_run(page):
-        page.select_option("#order", "spread")
-        page.keyboard.press("Escape")
-        page.keyboard.press("g")
-        page.keyboard.press("3")
-        assert page.locator(".member").count() == 8
-
-    draw(browser, tmp_path / "outputs/first-run/view.html", "view", first_run)
-    draw(browser, tmp_path / "outputs/sampled/view.html", "view_evaluation")
-    draw(browser, tmp_path / "runs.html", "view_two_runs")
-    draw(browser, tmp_path / "view.html", "view_two_evaluations")
+    run.place, run.make = place, make
+    return run
 
 
-def draw(browser, file, name, prepare=lambda page: None):
-    """Open a page in wide and narrow windows; the wide one is the picture."""
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_page_of_the_documentation_opens_in_two_seconds(name, browser, command):
+    """Also draws its picture, where TORCHRL_LLM_DRAW is set."""
     from PIL import Image, PngImagePlugin
 
+    folders, told = SHOWN[name]
+    for folder in folders:
+        command.make(folder)
+    said = command("view", *(f"outputs/{folder}" for folder in folders), "-o", f"{name}.html")
+    assert told in said
+    ready = []
     for width, height in ((400, 800), (1280, 900)):
         window = {"width": width, "height": height}
         context = browser.new_context(offline=True, viewport=window, device_scale_factor=1.5)
         page = context.new_page()
-        said = []
-        page.on("console", lambda message, said=said: said.append(message.text))
-        page.goto(file.as_uri())
+        page.on("console", lambda message: pytest.fail(message.text))
+        page.goto((command.place / f"{name}.html").as_uri())
         page.wait_for_selector("html[data-ready-ms]", state="attached")
-        assert page.evaluate("Number(document.documentElement.dataset.readyMs)") <= 2000
+        ready.append(page.evaluate("Number(document.documentElement.dataset.readyMs)"))
         assert page.evaluate("document.documentElement.scrollWidth") <= width
-        prepare(page)
-        shot = file.with_suffix(".png")
+        if name == "view":
+            page.select_option("#order", "spread")
+            page.keyboard.press("Escape")
+            page.keyboard.press("g")
+            page.keyboard.press("3")
+            assert page.locator(".member").count() == 8
+        shot = command.place / f"{name}.png"
         page.screenshot(path=shot)
-        assert said == []
         context.close()
     if os.environ.get("TORCHRL_LLM_DRAW"):
-        told = PngImagePlugin.PngInfo()
-        told.add_text("drawn-by", drawn_by())
+        about = PngImagePlugin.PngInfo()
+        about.add_text("drawn-by", drawn_by())
         # A page of few colours: a palette is a third of the size.
         picture = Image.open(shot).convert("RGB").quantize(256)
-        picture.save(STATIC / f"{name}.png", pnginfo=told, optimize=True)
+        picture.save(STATIC / f"{name}.png", pnginfo=about, optimize=True)
+    assert max(ready) <= 2000, ready

@@ -125,7 +125,7 @@ def paired_rows(pairs: Sequence[Pair], runs: Sequence[str], most: int) -> list[R
     """
     groups = (
         [
-            ({"run": run, "change": pair.change}, records)
+            ({"run": run, "change": pair.change, "task": pair.task}, records)
             for run, records in zip(runs, (pair.a, pair.b), strict=True)
         ]
         for pair in pairs
