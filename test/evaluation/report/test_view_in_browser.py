@@ -416,12 +416,13 @@ def test_a_picture_in_the_documentation_is_of_this_page(name):
         )
 
 
+TRAIN = ("train", "grpo", "train.max_steps=40")
 ASKED = ("tasks=[arithmetic]", "inference_model.max_tokens=6")
 SAMPLED = ("inference_model.temperature=1", "eval.repeats=8", "eval.num_prompts=256")
 # Folder to the command of the pages that writes it, and the folders that it reads.
 COMMANDS = {
-    "first-run": (("train", "grpo", "logging.rollouts=all"), ()),
-    "low-lr": (("train", "grpo", "optimizer.lr=1e-4"), ()),
+    "first-run": ((*TRAIN, "logging.rollouts=all"), ()),
+    "low-lr": ((*TRAIN, "optimizer.lr=1e-4"), ()),
     "sampled": (("evaluate", *ASKED, *SAMPLED), ()),
     "before": (("evaluate", *ASKED), ()),
     "after": (("evaluate", *ASKED, "model.name=outputs/first-run"), ("first-run",)),
