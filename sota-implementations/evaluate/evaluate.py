@@ -43,6 +43,7 @@ def main(cfg: DictConfig) -> None:
     with lock_folder(folder):  # two that begin in one second are given one folder
         results, errors = answer_all(config, folder)
     show(f"{table(results)}\n\nanswers and metrics in {folder}")
+    show(f"to read them: torchrl-llm view {folder}")
     if errors:
         raise RewardError("; ".join(errors))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import isnan, nan
+from math import nan
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -24,6 +24,7 @@ from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit
 from torchrl_llm.errors import WorkerError
 from torchrl_llm.evaluation import answer_record, evaluate, figures_at_k
+from torchrl_llm.evaluation.report.evaluation_folder import HIGH, LOW, figure_names, figure_text
 from torchrl_llm.functional import Interval, bootstrap_interval, wilson_interval
 from torchrl_llm.gateway.policy_engine import limits_of
 from torchrl_llm.modules import (
@@ -40,7 +41,6 @@ from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers.results import text_table
 
-_LOW, _HIGH = "_low", "_high"
 # The hub's IFEval is all for evaluation, and has one split of this name.
 _SPLITS = {"ifeval": "train"}
 # Where nothing else ends a conversation.
@@ -232,8 +232,8 @@ def _bounded(name: str, values: _Values, find: Callable[[_Values], Interval]) ->
     low, high = find(values)
     return {
         name: _mean(value for group in values for value in group),
-        name + _LOW: low.item(),
-        name + _HIGH: high.item(),
+        name + LOW: low.item(),
+        name + HIGH: high.item(),
     }
 
 
@@ -262,17 +262,6 @@ def _wilson(values: _Values) -> Interval:
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
     """The figures of all tasks, for people; a confidence interval next to its figure."""
-    names = list(dict.fromkeys(name for result in results.values() for name in result))
-    names = [name for name in names if name.removesuffix(_LOW).removesuffix(_HIGH) == name]
-    rows = [[name, *(_figure(name, result) for result in results.values())] for name in names]
+    names = figure_names(results)
+    rows = [[name, *(figure_text(name, each) for each in results.values())] for name in names]
     return text_table(rows, header=["", *results])
-
-
-def _figure(name: str, result: Mapping[str, float]) -> str:
-    if name not in result:
-        return ""
-    if name == "num_prompts":
-        return f"{result[name]:.0f}"
-    low = result.get(name + _LOW, nan)
-    known = "" if isnan(low) else f" ({low:.4f} to {result[name + _HIGH]:.4f})"
-    return f"{result[name]:.4f}{known}"

@@ -75,7 +75,9 @@ def test_each_picture_is_there_and_shown_and_made_by_a_program(monkeypatch):
     made = {static / f"curves/{name}.svg" for name in make_curves.RUNS}
     made |= {static / f"cards/{card.__name__}.svg" for card in draw_pictures.CARDS}
     made |= {static / f"{name}.svg" for name in ("benchmarks", "floors", "life_of_a_row")}
-    screenshots = {static / "view.png"}  # test/evaluation/report/test_view_in_browser.py
+    # test/evaluation/report/test_view_in_browser.py
+    names = ("view", "view_evaluation", "view_two_runs", "view_two_evaluations")
+    screenshots = {static / f"{name}.png" for name in names}
     assert set(pictures()) == made | screenshots
     assert made == set(static.rglob("*.svg"))
     for name in make_curves.RUNS:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import io
 import logging
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +20,40 @@ Series = tuple[Sequence[int], Sequence[float]]
 
 # Bits of a braille cell, two dots wide and four high, by column and row from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
+# The least that an axis spans: in units of the metric, and of its largest absolute value.
+_LEAST_SPAN, _LEAST_SHARE = 1e-3, 0.01
+_LEARNING_RATE = re.compile(r"\s*(\w+/)?lr\b")
+
+
+def axis_limits(name: str, values: Iterable[float]) -> tuple[float, float]:
+    """Lower and upper end of the axis of a metric, so that rounding noise is drawn flat.
+
+    The axis spans at least 0.001 and a hundredth of the largest absolute value. Learning rates
+    (``lr``) are small by nature and span at least the hundredth. An axis that is widened stays at
+    or above 0 if all values are.
+
+    Args:
+        name: of the metric, or a text that begins with it.
+        values: at least one; those that are not finite are left out.
+
+    Example:
+        >>> axis_limits("train/reward", [0.25, 0.75])
+        (0.25, 0.75)
+        >>> axis_limits("train/kl_approx", [0.0, 1e-7])
+        (0.0, 0.001)
+        >>> axis_limits("train/lr", [0.0, 1e-6])
+        (0.0, 1e-06)
+    """
+    known = [value for value in values if math.isfinite(value)]
+    low, high = min(known), max(known)
+    least = max(abs(low), abs(high)) * _LEAST_SHARE
+    if not (_LEARNING_RATE.match(name) and least):
+        least = max(least, _LEAST_SPAN)
+    if high - low >= least:
+        return low, high
+    bottom = (low + high - least) / 2
+    bottom = max(bottom, 0.0) if low >= 0 else bottom
+    return bottom, bottom + least
 
 
 def terminal_curve(
@@ -29,7 +64,7 @@ def terminal_curve(
     Args:
         steps: ascending steps.
         values: one value per step; steps whose value is not finite are left out.
-        title: first line of the plot.
+        title: first line of the plot; begins with the name of the metric.
         width: characters of the drawing area.
         height: lines of the drawing area.
 
@@ -48,8 +83,8 @@ def terminal_curve(
     if not known:
         return title
     steps, values = zip(*known, strict=True)
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
+    low, high = axis_limits(title, values)
+    span = high - low
     columns, rows = 2 * width, 4 * height
     first, last = steps[0], steps[-1]
     buckets: list[list[float]] = [[] for _ in range(columns)]
@@ -68,12 +103,14 @@ def terminal_curve(
             cells[y // 4][x // 2] |= _DOTS[x % 2][y % 4]
         previous = (column, level)
     labels = [""] * height
-    labels[0], labels[-1] = f"{high:.2f}", f"{low:.2f}"
+    digits = ".2f" if span >= 0.1 else ".4g"
+    labels[0], labels[-1] = f"{high:{digits}}", f"{low:{digits}}"
+    wide = max(6, *map(len, labels))
     lines = [
-        f"{label:>6} |" + "".join(chr(0x2800 + cell) for cell in row)
+        f"{label:>{wide}} |" + "".join(chr(0x2800 + cell) for cell in row)
         for label, row in zip(labels, cells, strict=True)
     ]
-    return "\n".join([title, *lines, f"{'':8}{first} .. {last}"])
+    return "\n".join([title, *lines, f"{'':{wide + 2}}{first} .. {last}"])
 
 
 def _segment(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:
@@ -147,6 +184,11 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
     for axes, (title, curves) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
     ):
+        values = [value for curve in curves.values() for value in curve.values]
+        if any(map(math.isfinite, values)):
+            limits = axis_limits(title or next(iter(curves)), values)
+            at = next(curve.steps[0] for curve in curves.values() if curve.steps)
+            axes.update_datalim([(at, end) for end in limits])
         for label, curve in curves.items():
             # A measure taken a few times is shown with its points, a dense one as a thin line.
             style = "o-" if len(curve.steps) <= 20 else "-"

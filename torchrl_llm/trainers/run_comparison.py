@@ -133,6 +133,20 @@ def varying_keys(runs: Sequence[RunRecord]) -> list[str]:
     return [key for key in varying if tells(key)]
 
 
+def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
+    """For each key of :func:`varying_keys`, its name and its value in each run.
+
+    Args:
+        runs: the runs.
+
+    Example:
+        >>> runs = [RunRecord(folder=Path(), config={"seed": s}, metrics={}) for s in (0, None)]
+        >>> config_differences(runs)
+        [['seed', '0', 'null']]
+    """
+    return [[k, *(_shown(run.config.get(k)) for run in runs)] for k in varying_keys(runs)]
+
+
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
     """What each run is called: what differs in its configuration, or the name of its folder.
 

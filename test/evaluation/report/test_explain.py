@@ -38,10 +38,7 @@ def test_a_row_is_told_with_each_sampled_token_and_why_some_are_masked(told, tok
     lines = told([row], 0, tokenizer=tokenizer)
     count = len(row["tokens", "full"]) - start
     total = len(row["tokens", "full"])
-    assert lines[0] == (
-        f"row 0, step 4, group 7, trajectory 31: {total} tokens, {count} sampled, "
-        f"{count - 1} trained"
-    )
+    assert lines[0] == (f"row 0, step 4: {total} tokens, {count} sampled, {count - 1} trained")
     assert lines[1:6] == [
         "reward:   0.750",
         "finish:   stop",

@@ -11,7 +11,7 @@ from evaluation.report.pages import HOSTILE, make_row, make_rows, unpacked
 from torchrl_llm.collectors import LLMCollector
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.evaluation.report import rollout_page
-from torchrl_llm.evaluation.report.page import LEDGER
+from torchrl_llm.evaluation.report.page import LEDGER, Table
 
 
 def strings_of(header, columns, name):
@@ -89,10 +89,11 @@ def test_its_policy_allows_its_own_script_and_style_and_nothing_else(tokenizer):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacent|document\.write|\beval\b", page)
 
 
-def test_the_script_has_at_most_600_lines():
+@pytest.mark.parametrize("name", ["view.js", "curves.js"])
+def test_a_script_has_at_most_600_lines(name):
     from importlib.resources import files
 
-    text = (files("torchrl_llm.evaluation.report") / "view.js").read_text(encoding="utf-8")
+    text = (files("torchrl_llm.evaluation.report") / name).read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 600
 
 
@@ -114,6 +115,12 @@ def test_metrics_are_drawn_together_where_they_belong_together():
     }
     assert columns["train/reward steps"].tolist() == [1, 2]
     assert np.array_equal(columns["train/reward values"], [0.5, np.nan], equal_nan=True)
+
+
+def test_tables_are_texts_without_control_characters():
+    tables = [Table("a\u202e", ["", "x"], [["\x1b[2J", "<b>"]])]
+    header, _ = unpacked(rollout_page([], tables=tables))
+    assert header["tables"] == [{"title": r"a\u202e", "rows": [["", "x"], [r"\x1b[2J", "<b>"]]}]
 
 
 def test_labels_that_tell_rows_apart_can_be_chosen_by(tokenizer):

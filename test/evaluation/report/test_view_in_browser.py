@@ -1,8 +1,8 @@
 """The page of a run in a real Chromium without a network: fast, whole, deaf to what it shows."""
 
 import hashlib
+import math
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -10,11 +10,16 @@ from importlib.resources import files
 from pathlib import Path
 
 import pytest
+from evaluation.report.evaluations import write_evaluation
 from evaluation.report.pages import HOSTILE, make_row, make_rows
+from trainers.test_curves import AXES
 
 from torchrl_llm.data.enums import MaskReason
 from torchrl_llm.evaluation.report import rollout_page
+from torchrl_llm.evaluation.report.evaluation_folder import read_evaluation
+from torchrl_llm.evaluation.report.page import Table
 from torchrl_llm.evaluation.report.token_texts import visible
+from torchrl_llm.evaluation.report.two_runs import pair_answers, paired_rows
 from torchrl_llm.modules import load_tokenizer
 
 CHROMIUM = next(
@@ -25,7 +30,8 @@ pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="no Chromium: apt install chromium"),
 ]
 COUNT = 1000
-PICTURE = Path(__file__).parents[3] / "docs/source/_static/view.png"
+STATIC = Path(__file__).parents[3] / "docs/source/_static"
+PICTURES = ("view", "view_evaluation", "view_two_runs", "view_two_evaluations")
 
 
 @pytest.fixture(scope="module")
@@ -175,6 +181,20 @@ def test_groups_stand_side_by_side_best_first(page):
     assert page.text_content("[aria-selected=true][role=tab]") == "rollout"
 
 
+def test_a_group_is_named_by_its_prompt_and_its_number_of_answers(page):
+    page.fill("#text", "answer 17:")
+    page.click("role=tab[name='rollout']")
+    assert (
+        page.text_content(".head h2")
+        == "step 1 \u00b7 \u201cWhat is 2 + 2?\u201d \u00b7 answer 2 of 8"
+    )
+    page.click("role=tab[name='group of 8']")
+    assert (
+        page.text_content(".head h2") == "step 1 \u00b7 \u201cWhat is 2 + 2?\u201d \u00b7 8 answers"
+    )
+    page.click("role=tab[name='rollout']")
+
+
 def test_it_is_used_by_keys_alone(page):
     page.keyboard.press("Escape")
     page.keyboard.press("j")
@@ -185,7 +205,8 @@ def test_it_is_used_by_keys_alone(page):
     assert page.text_content(".head h2") == first != second
     page.focus("#list")
     page.keyboard.press("End")
-    assert "trajectory 10013" in page.text_content(".head h2")
+    last = visible(HOSTILE[-1])[:60]
+    assert page.text_content(".head h2") == f"step 99 \u00b7 \u201c{last} \u2026\u201d"
     page.keyboard.press("4")  # no row has ratios
     page.keyboard.press("5")
     assert page.get_attribute("[data-colour=source]", "aria-pressed") == "true"
@@ -282,6 +303,81 @@ def test_a_page_without_rollouts_or_tokenizer_is_read_too(opened):
     assert page.said == ids.said == []
 
 
+@pytest.mark.parametrize("case", AXES)
+def test_an_axis_follows_the_rule_of_the_terminal(opened, case):
+    name, values, (low, high) = AXES[case]
+    metrics = {name: (list(range(len(values))), values)}
+    page = opened(rollout_page([], metrics=metrics))
+    if not page.locator("#more").is_hidden():
+        page.click("#more summary")
+    page.wait_for_selector(".line", state="attached")
+    drawn, height = page.evaluate(
+        """() => [document.querySelector(".line").getAttribute("d"),
+                  document.querySelector(".plot").clientHeight]"""
+    )
+    known = [value for value in values if math.isfinite(value)]
+    if min(known) >= 0 and min(known) < max(known) / 2:
+        low = 0.0  # the page begins at zero where that is near
+    top, bottom = 8, 20
+    expected = [top + (high - v) / (high - low) * (height - top - bottom) for v in known]
+    found = [float(point.split(" ")[1]) for point in drawn[1:].split("L")]
+    assert found == pytest.approx(expected, abs=0.06)
+
+
+def test_an_evaluation_is_listed_by_prompt_and_filtered_by_outcome(opened, tmp_path):
+    answers = {f"prompt {n}": "rwwi" if n % 2 else "rrrr" for n in range(6)}
+    record = read_evaluation(write_evaluation(tmp_path, answers), {})
+    page = opened(
+        rollout_page(
+            record.rows(100), title="t", tables=[Table("T", ["k"], [["1"]])], by_prompt=True
+        )
+    )
+    assert count(page) == "6 prompts"
+    assert page.text_content(".head h2") == "\u201cprompt 0\u201d \u00b7 4 answers"
+    lines = page.locator(".item").all_text_contents()
+    assert lines[0] == "1prompt 04 | 4 | 4 | 44 answers"
+    assert lines[1].startswith("0.333prompt 14 | 5 | 5 | 6")  # the invalid one has no reward
+    page.select_option("select[data-label='answer is']", "invalid")
+    assert count(page) == "3 of 6 prompts"
+    page.uncheck("#prompts")
+    assert count(page) == "3 of 24 answers"
+    assert page.locator(".item .flag.bad").count() == 3
+    page.click("role=tab[name='answer']")
+    assert page.text_content(".callout.bad") == "TimeoutError: too slow"
+    assert page.locator(".messages .text").all_text_contents() == ["prompt 1", "6"]
+    assert page.locator("[data-colour]").count() == 0
+    assert page.text_content("#tables .card") == "Tk1"
+    page.click("#filters [type=reset]")
+    page.wait_for_selector("#count:text-is('6 prompts')")
+    assert page.said == []
+
+
+def test_two_evaluations_stand_side_by_side(opened, tmp_path):
+    both = [
+        read_evaluation(write_evaluation(tmp_path / name, answers), {})
+        for name, answers in {"a": {"p": "r", "q": "w"}, "b": {"p": "r", "q": "r"}}.items()
+    ]
+    pairs, _ = pair_answers(*both)
+    runs = {"A a": {"train/reward": ([1, 2], [0.0, 1.0])}, "B b": {"train/reward": ([1], [0.5])}}
+    rows = paired_rows(pairs, list(runs), 100)
+    page = opened(rollout_page(rows, runs=runs, by_prompt=True))
+    lines = page.locator(".item").all_text_contents()
+    assert lines == ["+1q5 \u2192 4A wrong, B right", "0p4 \u2192 4both right"]
+    assert page.locator(".sides h3").all_text_contents() == ["A a", "B b"]
+    assert page.locator(".sides .text").all_text_contents() == ["5", "4"]
+    boxes = [box.bounding_box() for box in page.locator(".member").all()]
+    assert boxes[0]["y"] == boxes[1]["y"]
+    assert boxes[0]["x"] < boxes[1]["x"]
+    assert page.locator(".card .series").all_text_contents() == ["A a 1", "B b 0.500"]
+    colours = page.eval_on_selector_all(
+        ".line", "lines => lines.map(l => getComputedStyle(l).stroke)"
+    )
+    assert len(set(colours)) == 2
+    page.select_option("select[data-label=change]", "both right")
+    assert count(page) == "1 of 2 prompts"
+    assert page.said == []
+
+
 @pytest.mark.full
 def test_the_longest_rollout_is_shown_in_parts(opened):
     tokenizer = load_tokenizer()
@@ -304,54 +400,98 @@ def test_the_longest_rollout_is_shown_in_parts(opened):
 def drawn_by():
     """Digest of what draws the page."""
     folder = files("torchrl_llm.evaluation.report")
-    parts = [(folder / f"view.{kind}").read_bytes() for kind in ("html", "css", "js")]
+    names = ("view.html", "view.css", "view.js", "curves.js")
+    parts = [(folder / name).read_bytes() for name in names]
     return hashlib.sha256(b"".join(parts)).hexdigest()
 
 
-def test_the_picture_in_the_documentation_is_of_this_page():
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_in_the_documentation_is_of_this_page(name):
     from PIL import Image
 
-    with Image.open(PICTURE) as picture:
+    with Image.open(STATIC / f"{name}.png") as picture:
         assert picture.text["drawn-by"] == drawn_by(), (
-            f"{PICTURE.name} is older than the page; TORCHRL_LLM_DRAW=1 pytest -m full "
+            f"{name}.png is older than the page; TORCHRL_LLM_DRAW=1 pytest -m full "
             "test/evaluation/report/test_view_in_browser.py draws it"
         )
 
 
-@pytest.mark.full
-def test_the_first_run_of_the_readme_is_viewed_in_two_seconds(browser, tmp_path):
-    """Also draws the picture of the documentation, where TORCHRL_LLM_DRAW is set."""
-    from PIL import Image, PngImagePlugin
+TRAIN = ("train", "grpo", "train.max_steps=40")
+ASKED = ("tasks=[arithmetic]", "inference_model.max_tokens=6")
+SAMPLED = ("inference_model.temperature=1", "eval.repeats=8", "eval.num_prompts=256")
+# Folder to the command of the pages that writes it, and the folders that it reads.
+COMMANDS = {
+    "first-run": ((*TRAIN, "logging.rollouts=all"), ()),
+    "low-lr": ((*TRAIN, "optimizer.lr=1e-4"), ()),
+    "sampled": (("evaluate", *ASKED, *SAMPLED), ()),
+    "before": (("evaluate", *ASKED), ()),
+    "after": (("evaluate", *ASKED, "model.name=outputs/first-run"), ("first-run",)),
+}
+# Picture to the folders that it shows, and how many rollouts or answers.
+SHOWN = {
+    "view": (("first-run",), "1,792 rollouts"),
+    "view_evaluation": (("sampled",), "2,000 answers"),
+    "view_two_runs": (("first-run", "low-lr"), "0 rollouts"),
+    "view_two_evaluations": (("before", "after"), "1,024 answers"),
+}
 
-    def command(*words):
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory):
+    """Runs commands of the pages in one folder, each that writes a folder once."""
+    place = tmp_path_factory.mktemp("commands")
+
+    def run(*words):
         program = [sys.executable, "-m", "torchrl_llm", *words]
-        done = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(program, cwd=place, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr[-2000:]
         return done.stdout
 
-    command("train", "grpo", "logging.rollouts=all", "hydra.run.dir=outputs/first-run")
-    said = command("view", "outputs/first-run")
-    assert int(re.search(r"([\d,]+) rollouts", said)[1].replace(",", "")) >= COUNT
-    context = browser.new_context(
-        offline=True, viewport={"width": 1280, "height": 900}, device_scale_factor=1.5
-    )
-    page = context.new_page()
-    said = []
-    page.on("console", lambda message: said.append(message.text))
-    page.goto((tmp_path / "outputs/first-run/view.html").as_uri())
-    page.wait_for_selector("html[data-ready-ms]", state="attached")
-    assert page.evaluate("Number(document.documentElement.dataset.readyMs)") <= 2000
-    page.select_option("#order", "spread")
-    page.keyboard.press("Escape")
-    page.keyboard.press("g")
-    page.keyboard.press("3")
-    assert page.locator(".member").count() == 8
-    shot = tmp_path / "view.png"
-    page.screenshot(path=shot)
-    assert said == []
-    context.close()
+    def make(name):
+        words, needed = COMMANDS[name]
+        if not (place / "outputs" / name).is_dir():
+            for other in needed:
+                make(other)
+            run(*words, f"hydra.run.dir=outputs/{name}")
+
+    run.place, run.make = place, make
+    return run
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_page_of_the_documentation_opens_in_two_seconds(name, browser, command):
+    """Also draws its picture, where TORCHRL_LLM_DRAW is set."""
+    from PIL import Image, PngImagePlugin
+
+    folders, told = SHOWN[name]
+    for folder in folders:
+        command.make(folder)
+    said = command("view", *(f"outputs/{folder}" for folder in folders), "-o", f"{name}.html")
+    assert told in said
+    ready = []
+    for width, height in ((400, 800), (1280, 900)):
+        window = {"width": width, "height": height}
+        context = browser.new_context(offline=True, viewport=window, device_scale_factor=1.5)
+        page = context.new_page()
+        page.on("console", lambda message: pytest.fail(message.text))
+        page.goto((command.place / f"{name}.html").as_uri())
+        page.wait_for_selector("html[data-ready-ms]", state="attached")
+        ready.append(page.evaluate("Number(document.documentElement.dataset.readyMs)"))
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        if name == "view":
+            page.select_option("#order", "spread")
+            page.keyboard.press("Escape")
+            page.keyboard.press("g")
+            page.keyboard.press("3")
+            assert page.locator(".member").count() == 8
+        shot = command.place / f"{name}.png"
+        page.screenshot(path=shot)
+        context.close()
     if os.environ.get("TORCHRL_LLM_DRAW"):
-        told = PngImagePlugin.PngInfo()
-        told.add_text("drawn-by", drawn_by())
+        about = PngImagePlugin.PngInfo()
+        about.add_text("drawn-by", drawn_by())
         # A page of few colours: a palette is a third of the size.
-        Image.open(shot).convert("RGB").quantize(256).save(PICTURE, pnginfo=told, optimize=True)
+        picture = Image.open(shot).convert("RGB").quantize(256)
+        picture.save(STATIC / f"{name}.png", pnginfo=about, optimize=True)
+    assert max(ready) <= 2000, ready

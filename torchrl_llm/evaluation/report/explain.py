@@ -66,8 +66,7 @@ def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = Fal
 
 
 def _head(facts: RowFacts, i: int) -> Iterator[str]:
-    where = {"step": facts.step, "group": facts.group_id, "trajectory": facts.traj_id}
-    named = "".join(f", {name} {at}" for name, at in where.items() if at is not None)
+    named = "" if facts.step is None else f", step {facts.step}"
     trained = int((facts.sampled & (facts.mask_reason == MaskReason.TRAINED)).sum())
     yield (
         f"row {i}{named}: {len(facts.token_ids)} tokens, {int(facts.sampled.sum())} sampled, "

@@ -4,7 +4,8 @@ The page is whole: no server, no network, no build. What models wrote is compres
 of base64, so none of it is markup, and the page's own script puts it in place as text only. A
 content security policy forbids every other script, style, picture and connection.
 
-Next: ``view.js`` is that script; :mod:`torchrl_llm.evaluation.report.row_facts` reads the rows.
+Next: ``view.js`` is that script, with ``curves.js`` as its part that draws curves;
+:mod:`torchrl_llm.evaluation.report.row_facts` reads the rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tensordict import TensorDictBase
@@ -52,14 +53,31 @@ _TOKEN_FACTS = ("token_ids", "source", "turns", "policy_version", "mask_reason")
 _TOKEN_FACTS += ("log_probs", "advantage", "ratio")
 
 
+class Table(NamedTuple):
+    """A table of the page.
+
+    Attributes:
+        title: above it.
+        header: a title for each column.
+        rows: texts; the first of a row names it.
+    """
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+
 def rollout_page(
-    rows: Iterable[TensorDictBase],
+    rows: Iterable[TensorDictBase | RowFacts],
     *,
     tokenizer: Any = None,
     metrics: Mapping[str, Series] | None = None,
     title: str = "rollouts",
     facts: Mapping[str, Any] | None = None,
     notices: Sequence[str] = (),
+    tables: Sequence[Table] = (),
+    by_prompt: bool = False,
+    runs: Mapping[str, Mapping[str, Series]] | None = None,
 ) -> str:
     """Draw rows and metrics as a page that any browser opens, offline.
 
@@ -70,6 +88,10 @@ def rollout_page(
         title: of the page.
         facts: what to say of the run below its title.
         notices: sentences that the reader should see first.
+        tables: above the curves.
+        by_prompt: whether the list has one line for each prompt when the page opens.
+        runs: for a comparison, label of each run to its metrics; each metric has one drawing with
+            a curve of each run. Rows belong to the run that their label ``run`` names.
 
     Returns:
         The HTML.
@@ -87,7 +109,13 @@ def rollout_page(
         "title": visible(title),
         "facts": {name: visible(str(value)) for name, value in (facts or {}).items()},
         "notices": [visible(notice) for notice in notices],
-        "panels": _panels(metrics or {}, data),
+        "panels": _panels(metrics or {}, data) + _run_panels(runs or {}, data),
+        "tables": [
+            {"title": visible(title), "rows": [[*map(visible, row)] for row in (header, *cells)]}
+            for title, header, cells in tables
+        ],
+        "runs": [*(runs or {})],
+        "by_prompt": by_prompt,
         "ledger": LEDGER,
         "sources": [name_of(Source, code) for code in Source],
         "masks": [name_of(MaskReason, code) for code in MaskReason],
@@ -153,10 +181,36 @@ def _panels(metrics: Mapping[str, Series], data: _Columns) -> list[dict[str, Any
     ]
 
 
+def _run_panels(runs: Mapping[str, Mapping[str, Series]], data: _Columns) -> list[dict[str, Any]]:
+    """A drawing for each metric, with a curve of each run that has it."""
+    shown = {name for title, names in PANELS.items() if title != LEDGER for name in names}
+    panels = []
+    for metric in ordered_metrics(runs.values()):
+        curves = {run: found[metric] for run, found in runs.items() if metric in found}
+        for run, (steps, values, *_) in curves.items():
+            data.add(f"{run} {metric} steps", steps)
+            data.add(f"{run} {metric} values", values, "<f8")
+        names = [f"{run} {metric}" for run in curves]
+        panel = {"title": metric, "names": names, "labels": [*map(visible, curves)]}
+        panels.append(panel | {"more": metric not in shown})
+    return panels
+
+
+def ordered_metrics(runs: Iterable[Mapping[str, Series]]) -> list[str]:
+    """Names of the metrics of some runs, in the order in which the page draws them.
+
+    Args:
+        runs: metrics of each, by name.
+    """
+    known = dict.fromkeys(name for metrics in runs for name, pair in metrics.items() if pair[0])
+    first = [name for names in PANELS.values() for name in names if name in known]
+    return [*first, *(name for name in known if name not in first)]
+
+
 def _read_rows(
-    rows: Iterable[TensorDictBase], texts: TokenTexts, data: _Columns, strings: _Strings
+    rows: Iterable[TensorDictBase | RowFacts], texts: TokenTexts, data: _Columns, strings: _Strings
 ) -> dict[str, Any]:
-    read = [RowFacts.of(row) for row in rows]
+    read = [row if isinstance(row, RowFacts) else RowFacts.of(row) for row in rows]
     if read:
         of_rows = [_row_columns(facts, strings) for facts in read]
         for name in of_rows[0]:
@@ -210,9 +264,11 @@ def _row_columns(facts: RowFacts, strings: _Strings) -> dict[str, Any]:
 
 def _fill(title: str, packed: str) -> str:
     folder = files(__package__)
-    page, style, script = (
-        (folder / f"view.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
+    page, style, script, curves = (
+        (folder / name).read_text(encoding="utf-8")
+        for name in ("view.html", "view.css", "view.js", "curves.js")
     )
+    script = script.replace("{{curves}}", curves)
     values = {
         "title": html.escape(visible(title)),
         "style-hash": _hash(style),

@@ -9,8 +9,10 @@ Shape legend: ``T`` tokens of ``("tokens", "full")`` without padding.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,8 +40,9 @@ MASKS = {
 """Why a token is or is not trained, in words."""
 
 # Texts that are shown by themselves and are no labels, and those too long for one.
-_SHOWN = {"query", "answer"}
+_SHOWN = {"query", "answer", "text", "error"}
 _LONGEST_LABEL = 40
+_no_tokens = partial(np.zeros, 0, np.int8)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,28 +74,28 @@ class RowFacts:
         ratio: float32 ``[T]``, p(trainer before its updates) / p(sampler); NaN where not known.
     """
 
-    step: int | None
-    group_id: int | None
-    traj_id: int | None
-    turn: int | None
-    reward: float
-    parts: dict[str, float]
-    finish: str
-    truncation: str
-    errors: list[str]
-    labels: dict[str, str]
-    messages: list[tuple[str, str]]
-    prompt: str
-    response: str
-    expected: str
-    token_ids: np.ndarray
-    source: np.ndarray
-    turns: np.ndarray
-    policy_version: np.ndarray
-    mask_reason: np.ndarray
-    log_probs: np.ndarray
-    advantage: np.ndarray
-    ratio: np.ndarray
+    step: int | None = None
+    group_id: int | None = None
+    traj_id: int | None = None
+    turn: int | None = None
+    reward: float = math.nan
+    parts: dict[str, float] = field(default_factory=dict)
+    finish: str = ""
+    truncation: str = ""
+    errors: list[str] = field(default_factory=list)
+    labels: dict[str, str] = field(default_factory=dict)
+    messages: list[tuple[str, str]] = field(default_factory=list)
+    prompt: str = ""
+    response: str = ""
+    expected: str = ""
+    token_ids: np.ndarray = field(default_factory=_no_tokens)
+    source: np.ndarray = field(default_factory=_no_tokens)
+    turns: np.ndarray = field(default_factory=_no_tokens)
+    policy_version: np.ndarray = field(default_factory=_no_tokens)
+    mask_reason: np.ndarray = field(default_factory=_no_tokens)
+    log_probs: np.ndarray = field(default_factory=_no_tokens)
+    advantage: np.ndarray = field(default_factory=_no_tokens)
+    ratio: np.ndarray = field(default_factory=_no_tokens)
 
     @classmethod
     def of(cls, row: TensorDictBase) -> RowFacts:
@@ -127,18 +130,39 @@ class RowFacts:
             finish="" if finish is None else name_of(FinishReason, finish),
             truncation="" if cut in (None, -1) else name_of(TruncationReason, cut),
             errors=[str(failure) for failure in failures_of(row)],
-            labels={
-                name: text
-                for name in row.keys()
-                if isinstance(text := _get(row, name), str)
-                and name not in _SHOWN
-                and 0 < len(text) <= _LONGEST_LABEL
-            },
+            labels={name: text for name in row.keys() if _is_label(name, text := _get(row, name))},
             messages=messages,
             prompt=_text(row, "query") or (asked[0] if asked else _text(row, ("text", "prompt"))),
             response=answers[0] if answers else _text(row, ("text", "response")),
             expected=_text(row, "answer"),
             **_token_columns(row),
+        )
+
+    @classmethod
+    def of_record(
+        cls, record: Mapping[str, Any], group_id: int, labels: Mapping[str, str]
+    ) -> RowFacts:
+        """Read an answer of an evaluation, which has no tokens.
+
+        Args:
+            record: as of :func:`~torchrl_llm.evaluation.answer_record`.
+            group_id: of the answers to one prompt.
+            labels: further ones, before those of the record.
+        """
+        chat = record.get("messages") or ()
+        messages = [(str(each.get("role", "")), message_text(each)) for each in chat]
+        outcome = "invalid" if not record["valid"] else "right" if record["success"] else "wrong"
+        texts = {name: text for name, text in record.items() if _is_label(name, text)}
+        return cls(
+            group_id=group_id,
+            reward=float(record["reward"]) if record["valid"] else math.nan,
+            finish=name_of(FinishReason, FinishReason.LENGTH) if record.get("cut") else "",
+            errors=[] if record["valid"] else [str(record.get("error", ""))],
+            labels={"answer is": outcome, **labels, **texts},
+            messages=messages,
+            prompt=prompt_of(record),
+            response=messages[-1][1] if messages else str(record.get("text", "")),
+            expected=str(record.get("answer", "")),
         )
 
     @property
@@ -151,6 +175,16 @@ class RowFacts:
         """Code of each reason to how many sampled tokens are not trained for it."""
         codes, counts = np.unique(self.mask_reason[self.sampled], return_counts=True)
         return {int(c): int(n) for c, n in zip(codes, counts, strict=True) if c}
+
+
+def prompt_of(record: Mapping[str, Any]) -> str:
+    """What an answer of an evaluation was asked; empty where its record does not have it.
+
+    Args:
+        record: of the answer.
+    """
+    asked = (m for m in record.get("messages") or () if m.get("role") == "user")
+    return str(record["query"]) if "query" in record else message_text(next(asked, {}))
 
 
 def name_of(codes: type[IntEnum], code: int) -> str:
@@ -166,6 +200,10 @@ def name_of(codes: type[IntEnum], code: int) -> str:
     """
     known = {int(each): each.name.lower().replace("_", " ") for each in codes}
     return known.get(int(code), f"code {code}")
+
+
+def _is_label(name: str, value: Any) -> bool:
+    return isinstance(value, str) and name not in _SHOWN and 0 < len(value) <= _LONGEST_LABEL
 
 
 def _get(row: TensorDictBase, key: NestedKey) -> Any:

@@ -68,6 +68,7 @@ const reward = all.map((i) => isLast(i) ? episodes[i].reduce((sum, j) => sum + r
 
 const finite = (values) => values.filter(Number.isFinite);
 const least = (values) => values.reduce((a, b) => Math.min(a, b), Infinity);
+const mean = (values) => values.length ? values.reduce((a, b) => a + b) / values.length : NaN;
 const most = (values) => values.reduce((a, b) => Math.max(a, b), -Infinity);
 const lowest = least(finite(reward)), highest = most(finite(reward));
 
@@ -95,149 +96,10 @@ function tip(lines, x, y) {
   node.style.top = (y + 18 + height > innerHeight ? Math.max(8, y - height - 12) : y + 18) + "px";
 }
 
-// -- curves ----------------------------------------------------------------------------------------
-
-const cards = [];
-const ends = data.panels.flatMap((panel) => panel.names.map((name) => columns[name + " steps"]));
-const range = {low: least(ends.map((steps) => steps[0])), high: most(ends.map((steps) => steps[steps.length - 1]))};
-
-function ticks(low, high, count) {
-  const rough = (high - low) / count, power = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((n) => n * power).find((n) => n >= rough * 0.999);
-  const first = Math.ceil(low / step - 1e-9), last = Math.floor(high / step + 1e-9);
-  return Array.from({length: last - first + 1}, (_, n) => (first + n) * step);
-}
-
-function seriesOf(panel) {
-  const [heads, tails] = [0, 1].map((n) => new Set(panel.names.map((name) => name.split("/", 2)[n])));
-  const named = (head, tail) => tails.size === 1 && heads.size > 1 ? head : heads.size === 1 ? tail : head + " " + tail;
-  const found = panel.names.map((name, i) => {
-    const points = new Map(), values = columns[name + " values"];
-    columns[name + " steps"].forEach((step, k) => Number.isFinite(values[k]) && points.set(step, values[k]));
-    return {name: named(...name.split("/", 2)).replace(/^tokens_/, "").replace(/_/g, " "), points: [...points],
-      at: points, colour: `var(--c${i % 8})`, end: values[values.length - 1]};
-  });
-  // Fates that no token met would only fill the legend.
-  return panel.title === data.ledger ? found.filter((one) => one.points.some((point) => point[1])) : found;
-}
-
-function stack(series) {  // each on top of those before it: step, upper edge, lower edge
-  const below = new Map();
-  return series.map((one) => ({...one, points: one.points.map(([step, value]) => {
-    const from = below.get(step) || 0;
-    below.set(step, from + value);
-    return [step, from + value, from];
-  })}));
-}
-
-function outline(points, width) {  // at most two points a pixel: the lowest and the highest
-  if (points.length <= 3 * width) return points;
-  return Array.from({length: Math.ceil(width)}, (_, at) => {
-    const bin = points.slice(Math.floor(at * points.length / width), Math.floor((at + 1) * points.length / width));
-    return [bin.reduce((a, b) => b[1] < a[1] ? b : a, bin[0]), bin.reduce((a, b) => b[1] > a[1] ? b : a, bin[0])]
-      .filter(Boolean).sort((a, b) => a[0] - b[0]);
-  }).flat();
-}
-
-class Card {
-  constructor(panel) {
-    this.stacked = panel.title === data.ledger;
-    this.series = seriesOf(panel);
-    this.drawn = this.stacked ? stack(this.series) : this.series;
-    this.title = panel.title;
-    this.plot = el("div", {class: "plot"});
-    const names = (one) => this.stacked || this.series.length > 1 ? [dot(one.colour), one.name + " "] : [];
-    const legend = this.series.map((one) => el("span", {class: "series"}, ...names(one), el("b", {}, show(one.end))));
-    const name = el("span", {class: "name", title: panel.names.join(", ")}, panel.title);
-    this.node = el("figure", {class: "card"},
-      el("figcaption", {}, name, el("span", {class: "legend"}, ...legend)), this.plot);
-    this.at = null;
-    cards.push(this);
-    new ResizeObserver(() => this.draw()).observe(this.plot);
-  }
-
-  draw() {
-    const width = this.plot.clientWidth, height = this.plot.clientHeight;
-    if (!width || !this.series.length) return;
-    const drawn = this.drawn, values = drawn.flatMap((one) => one.points.map((point) => point[1]));
-    let low = least(values), high = most(values);
-    if (this.stacked || (low >= 0 && low < high / 2)) low = Math.min(low, 0);
-    if (!(high > low)) [low, high] = [low - (Math.abs(low) || 1) / 2, high + (Math.abs(high) || 1) / 2];
-    const inner = {width: width - MARGIN.left - MARGIN.right, height: height - MARGIN.top - MARGIN.bottom};
-    this.x = (step) => MARGIN.left + (step - range.low) / (range.high - range.low || 1) * inner.width;
-    this.step = (x) => range.low + (x - MARGIN.left) / inner.width * (range.high - range.low);
-    const y = (value) => MARGIN.top + (high - value) / (high - low) * inner.height;
-    const at = (points, k) => outline(points, inner.width)
-      .map((p) => `${this.x(p[0]).toFixed(1)} ${y(p[k]).toFixed(1)}`);
-    const lines = [];
-    for (const tick of ticks(low, high, 3)) {
-      const told = String(Number(tick.toPrecision(6)));
-      lines.push(svg("line", {class: "grid", x1: MARGIN.left, x2: width - MARGIN.right, y1: y(tick), y2: y(tick)}),
-        svg("text", {class: "tick", x: MARGIN.left - 6, y: y(tick) + 3.5, "text-anchor": "end"},
-          told.length > 5 ? show(tick) : told));
-    }
-    for (const tick of ticks(range.low, range.high || 1, Math.max(2, Math.round(inner.width / 70)))) {
-      if (Number.isInteger(tick)) lines.push(svg("text",
-        {class: "tick", x: this.x(tick), y: height - 4, "text-anchor": "middle"}, show(tick)));
-    }
-    for (const one of drawn) {
-      if (!one.points.length) continue;
-      const path = "M" + at(one.points, 1).join("L");
-      lines.push(coloured(this.stacked
-        ? svg("path", {class: "area", d: path + "L" + at(one.points, 2).reverse().join("L") + "Z"})
-        : svg("path", {class: "line", d: path}), one.colour));
-      if (one.points.length <= 24 && !this.stacked) lines.push(...one.points.map(([step, value]) =>
-        coloured(svg("circle", {class: "point", cx: this.x(step), cy: y(value), r: 2}), one.colour)));
-    }
-    this.cursor = svg("line", {class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden"});
-    const leave = () => this.point(null);
-    this.plot.replaceChildren(svg("svg", {width, height, role: "img", tabindex: 0, "aria-label": this.title,
-      onpointerleave: leave, onblur: leave, onclick: () => this.at !== null && chooseStep(this.at),
-      onpointermove: (event) => this.point(Math.round(this.step(event.clientX - this.plot.getBoundingClientRect().left)),
-        event.clientX, event.clientY),
-      onkeydown: (event) => this.key(event)}, ...lines, this.cursor));
-  }
-
-  key(event) {
-    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key], box = this.plot.getBoundingClientRect();
-    if (event.key === "Enter" && this.at !== null) chooseStep(this.at);
-    if (!by) return;
-    event.preventDefault();
-    const step = Math.max(range.low, Math.min(range.high, this.at === null ? range.high : this.at + by));
-    this.point(step, box.left + this.x(step), box.top + box.height / 2);
-  }
-
-  point(step, x, y) {
-    this.at = step === null ? null : Math.max(range.low, Math.min(range.high, step));
-    for (const {cursor, x: place} of cards.filter((card) => card.cursor)) {
-      cursor.setAttribute("visibility", this.at === null ? "hidden" : "visible");
-      for (const end of ["x1", "x2"]) if (this.at !== null) cursor.setAttribute(end, place(this.at));
-    }
-    tip(this.at === null ? null : [["step", String(this.at)], ...this.series.map((one) =>
-      [one.name, one.at.has(this.at) ? show(one.at.get(this.at)) : "\u2013", one.colour])], x, y);
-  }
-}
-
-function drawCurves() {
-  const draw = (node, panels) => node.append(...panels.map((panel) => new Card(panel).node));
-  const [shown, more] = [false, true].map((later) => data.panels.filter((panel) => panel.more === later));
-  $("curves").hidden = !data.panels.length;
-  draw($("panels"), shown);
-  $("more").hidden = !more.length;
-  $("more").firstElementChild.textContent = counted(more.length, "more metric");
-  $("more").addEventListener("toggle", () => draw($("panels-more"), more), {once: true});
-}
-
-function chooseStep(step) {
-  if (!all.length) return;
-  $("step-low").value = $("step-high").value = step;
-  filter();
-  $("rollouts").scrollIntoView({behavior: "smooth"});
-}
-
+{{curves}}
 // -- filters and list ------------------------------------------------------------------------------
 
-let chosen = last, current = -1, mode = "rollout";
+let chosen = last, current = -1, mode = data.by_prompt ? "group" : "rollout";
 
 const choices = (node, names) => node.replaceChildren(el("option", {value: ""}, "any"),
   ...names.map(([value, name]) => el("option", {value}, name)));
@@ -245,6 +107,8 @@ const choices = (node, names) => node.replaceChildren(el("option", {value: ""}, 
 function prepareFilters() {
   const named = new Set([...rows.finish, ...rows.truncation].map(string));
   choices($("finish"), [...named].filter(Boolean).sort().map((name) => [name, name.replace(/_/g, " ")]));
+  $("finish").parentNode.hidden = ![...named].some(Boolean);
+  $("error").parentNode.hidden = !last.some((i) => string(rows.error[i]));
   const seen = rows.masked.reduce((a, b) => a | b, 0);
   choices($("mask"), [["none", "nothing"], ...data.masks.map((name, code) => [String(code), name])
     .filter(([code]) => seen >> code & 1)]);
@@ -257,6 +121,9 @@ function prepareFilters() {
   [$("step-low").placeholder, $("step-high").placeholder] = [least(rows.step), most(rows.step)];
   $("by-step").hidden = most(rows.step) < 0;
   $("each-turn").hidden = last.length === all.length;
+  $("mask").parentNode.hidden = !seen;
+  $("each-prompt").hidden = !last.some((i) => membersOf(i).length > 1);
+  $("prompts").checked = $("prompts").defaultChecked = data.by_prompt;
   if (lowest <= highest) [$("reward-low").placeholder, $("reward-high").placeholder] = [show(lowest), show(highest)];
   for (const field of $("filters").elements) field.addEventListener("input", filter);
   $("filters").onsubmit = (event) => event.preventDefault();
@@ -298,8 +165,12 @@ function filter(event) {
     const keys = new Map(chosen.map((i) => [i, order(i)]));
     chosen.sort((a, b) => keys.get(a) - keys.get(b) || a - b);
   }
-  $("count").textContent = (chosen.length === listed.length ? "" : `${chosen.length.toLocaleString("en")} of `) +
-    counted(listed.length, $("turns").checked ? "turn" : "rollout");
+  const first = (list) => $("prompts").checked ? [...new Map(list.map((i) => [groups[i], i]).reverse()).values()].reverse() : list;
+  chosen = first(chosen);
+  const number = first(listed).length, unit = $("prompts").checked ? "prompt" : $("turns").checked ? "turn"
+    : tokens.text.length ? "rollout" : "answer";
+  $("count").textContent = (chosen.length === number ? "" : `${chosen.length.toLocaleString("en")} of `) +
+    counted(number, unit);
   $("list").scrollTop = 0;
   drawList();
   select(chosen.includes(current) ? current : chosen.length ? chosen[0] : -1);
@@ -312,20 +183,37 @@ function flags(i) {
     rows.num_masked[i] ? flag(rows.num_masked[i] + " masked", "warn") : null];
 }
 
-function rewardBar(i) {
-  const value = reward[i], part = (value - lowest) / (highest - lowest || 1);
-  const bar = el("span", {class: "bar"}, el("i", {}));
-  bar.firstChild.style.width = Number.isNaN(value) ? "0" : Math.max(4, 100 * part) + "%";
-  return el("span", {class: "reward"}, el("b", {}, show(value)), bar);
+function bar(value) {
+  const part = (value - lowest) / (highest - lowest || 1), node = el("span", {class: "bar"}, el("i", {}));
+  node.firstChild.style.width = Number.isNaN(value) ? "0" : Math.max(4, 100 * part) + "%";
+  return node;
+}
+
+const meanReward = (list) => mean(finite(list.map((j) => reward[j])));
+const ofRun = (list, run) => list.filter((j) => string(labels.run[j]) === run);
+const answerOf = (j) => string(rows.response[j]).slice(0, 200) || "(empty)";
+
+function summary(i) {  // mean reward and answers of a line; of two runs the difference, and an answer of each
+  const shown = $("prompts").checked ? membersOf(i) : [i], sides = data.runs.map((run) => ofRun(shown, run));
+  if (shown.length < 2 || !sides.length) return [show(meanReward(shown)), [meanReward(shown)], shown.map(answerOf).join(" | ")];
+  const [a, b] = sides.map(meanReward);
+  return [signed(b - a), [a, b], sides.map((side) => answerOf(side[0])).join(" \u2192 ")];
+}
+
+function placeOf(i, count) {
+  const told = labels.change ? string(labels.change[i]) : labels["answer is"] && string(labels["answer is"][i]);
+  if (count > 1 && !labels.change) return counted(count, "answer");
+  return rows.step[i] >= 0 ? "step " + rows.step[i] : told || "#" + i;
 }
 
 function listLine(at) {
-  const i = chosen[at];
+  const i = chosen[at], [told, values, said] = summary(i), count = $("prompts").checked ? membersOf(i).length : 1;
   const node = el("div", {class: "item", role: "option", id: "row-" + i, "aria-selected": String(i === current),
-    "aria-setsize": chosen.length, "aria-posinset": at + 1, onclick: () => select(i)}, rewardBar(i),
+    "aria-setsize": chosen.length, "aria-posinset": at + 1, onclick: () => select(i)}, el("span", {class: "reward"},
+      el("b", {}, told), ...values.map(bar)),
     el("span", {class: "two"}, el("span", {class: "asked", dir: "auto"}, string(rows.prompt[i]).slice(0, 200) || "\u2013"),
-      el("span", {class: "said", dir: "auto"}, string(rows.response[i]).slice(0, 200) || "(empty)")),
-    el("span", {class: "where"}, rows.step[i] < 0 ? "#" + i : "step " + rows.step[i], ...flags(i)));
+      el("span", {class: "said", dir: "auto"}, said.slice(0, 200))),
+    el("span", {class: "where"}, placeOf(i, count), ...flags(i)));
   node.style.top = at * LINE + "px";
   return node;
 }
@@ -490,7 +378,7 @@ function factsOf(i) {
     Number.isNaN(rows.advantage[i]) ? null : fact("advantage", signed(rows.advantage[i]), "large"),
     ...chips.map(([name, v]) => fact(name, show(v))), fact("finish", string(rows.finish[i]).replace(/_/g, " ")),
     fact("episode cut", string(rows.truncation[i]).replace(/_/g, " ")),
-    fact("sampled, of all tokens", `${rows.sampled[i]} / ${starts[i + 1] - starts[i]}`),
+    starts[i + 1] > starts[i] ? fact("sampled, of all tokens", `${rows.sampled[i]} / ${starts[i + 1] - starts[i]}`) : null,
     ...own.map(([name, v]) => fact(name, v)), fact("expected", string(rows.expected[i]).slice(0, 200)));
 }
 
@@ -519,25 +407,32 @@ function member(j) {
   return el("div", {class: "member" + (j === current ? " current" : "")},
     el("button", {type: "button", title: "Show this rollout", onclick: () => { mode = "rollout"; select(j); }},
       el("b", {}, show(reward[j])),
-      Number.isNaN(rows.advantage[j]) ? null : el("span", {}, "adv. " + signed(rows.advantage[j])), ...flags(j)),
+      Number.isNaN(rows.advantage[j]) ? null : el("span", {}, "adv. " + signed(rows.advantage[j])),
+      labels["answer is"] ? el("span", {}, string(labels["answer is"][j])) : null, ...flags(j)),
     el("div", {class: "tokens"}, ...blocks(from, to).map(blockNode),
+      starts[j + 1] > starts[j] ? null : el("div", {class: "text", dir: "auto"}, string(rows.response[j])),
       left ? el("p", {class: "empty"}, counted(left, "more token")) : null));
 }
 
 function groupView(i) {
   const members = [...membersOf(i)].sort((a, b) => ORDERS.high(a) - ORDERS.high(b) || a - b);
-  return [el("p", {class: "asked-of-all", dir: "auto"}, string(rows.prompt[i]),
-    string(rows.expected[i]) ? el("span", {}, "expected " + string(rows.expected[i]).slice(0, 200)) : null),
-    el("div", {class: "members"}, ...members.map(member))];
+  const asked = el("p", {class: "asked-of-all", dir: "auto"}, string(rows.prompt[i]),
+    string(rows.expected[i]) ? el("span", {}, "expected " + string(rows.expected[i]).slice(0, 200)) : null);
+  if (!data.runs.length) return [asked, el("div", {class: "members"}, ...members.map(member))];
+  return [asked, el("div", {class: "sides"}, ...data.runs.map((run) => el("div", {}, el("h3", {}, run),
+    el("div", {class: "members"}, ...ofRun(members, run).map(member)))))];
 }
 
 function drawDetail() {
   const i = current, node = $("detail");
   tip(null);
   if (i < 0) return node.replaceChildren();
-  const where = [["step", rows.step[i] < 0 ? "" : rows.step[i]], ["group", string(rows.group[i])],
-    ["trajectory", string(rows.trajectory[i])], ["turn", episodes[i].length > 1 && !isLast(i) ? rows.turn[i] : ""]];
-  const told = where.filter(([, value]) => value !== "").map((pair) => pair.join(" ")), size = membersOf(i).length;
+  const size = membersOf(i).length, grouped = mode === "group" && size > 1, at = membersOf(i).indexOf(i) + 1, asked = string(rows.prompt[i]);
+  const told = [rows.step[i] < 0 ? "" : "step " + rows.step[i],
+    asked && `\u201c${asked.slice(0, 60)}${asked.length > 60 ? " \u2026" : ""}\u201d`,
+    size < 2 ? "" : grouped ? counted(size, "answer") : at ? `answer ${at} of ${size}` : "",
+    episodes[i].length > 1 && !isLast(i) ? "turn " + rows.turn[i] : "",
+    grouped && labels.change ? string(labels.change[i]) : ""].filter(Boolean);
   const tab = (name, text) => el("button", {type: "button", role: "tab", "aria-selected": String(mode === name),
     disabled: name === "group" && size < 2, onclick: () => { mode = name; drawDetail(); }}, text);
   const shades = COLOURS.map((one, n) => el("button", {type: "button", "data-colour": one.name,
@@ -546,12 +441,13 @@ function drawDetail() {
     el("div", {class: "head"}, el("h2", {}, told.join(" \u00b7 ") || "row " + i),
       el("div", {class: "buttons"}, ...[["previous", -1, "\u2039"], ["next", 1, "\u203a"]].map(([name, by, sign]) =>
         el("button", {type: "button", onclick: () => move(by), "aria-label": name}, sign)))),
-    factsOf(i), ...callouts(i),
-    el("div", {class: "bar-line"}, el("div", {class: "segments", role: "tablist"}, tab("rollout", "rollout"),
-      tab("group", size > 1 ? "group of " + size : "no group")),
-      el("div", {class: "segments", role: "group", "aria-label": "Colour of the tokens"}, ...shades)),
-    el("div", {class: "colours"}, el("div", {class: "legend"})),
-    ...(mode === "group" && size > 1 ? groupView(i) : [...(data.tokenizer ? [] : [messages(i)]), conversation(i)]));
+    ...(grouped ? [] : [factsOf(i), ...callouts(i)]),
+    el("div", {class: "bar-line"}, el("div", {class: "segments", role: "tablist"}, tab("rollout", tokens.text.length ? "rollout" : "answer"),
+      tab("group", size > 1 ? "group of " + size : "no group")), tokens.text.length ? el("div", {class: "segments",
+      role: "group", "aria-label": "Colour of the tokens"}, ...shades) : null),
+    el("div", {class: "colours"}, tokens.text.length ? el("div", {class: "legend"}) : null),
+    ...(grouped ? groupView(i) : [...(data.tokenizer ? [] : [messages(i)]),
+      ...(starts[i + 1] > starts[i] ? [conversation(i)] : [])]));
   paint();
 }
 
@@ -576,6 +472,11 @@ function keys(event) {
 $("title").textContent = document.title = data.title;
 $("facts").append(...Object.entries(data.facts).map(([name, value]) => el("span", {}, name + " ", el("b", {}, value))));
 $("notices").append(...data.notices.map((text) => el("p", {class: "notice"}, text)));
+$("tables").append(...data.tables.map(({title, rows: [head, ...lines]}) => el("figure", {class: "card table"},
+  el("figcaption", {}, el("span", {class: "name"}, title)), el("div", {class: "scroll"}, el("table", {},
+    el("thead", {}, el("tr", {}, ...head.map((text) => el("th", {scope: "col"}, text)))),
+    el("tbody", {}, ...lines.map(([name, ...cells]) => el("tr", {}, el("th", {scope: "row"}, name),
+      ...cells.map((text) => el("td", {class: text.length > 40 && "long"}, text))))))))));
 $("theme").addEventListener("click", () => {
   const system = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light", root = document.documentElement;
   root.dataset.theme = (root.dataset.theme || system) === "dark" ? "light" : "dark";
