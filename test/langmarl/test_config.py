@@ -19,10 +19,10 @@ from torchrl_llm.langmarl.config import (
     OvercookedConfig,
     PistonballConfig,
     load_config,
-    parse_overrides,
 )
 from torchrl_llm.langmarl.environment import BaseEnvironment, list_envs, register_env
 from torchrl_llm.langmarl.llm_config import LLMConfig
+from torchrl_llm.recipes.flat_settings import parse_overrides
 
 SECRET = "sk-very-secret-0123"
 BASE = {
