@@ -23,7 +23,8 @@ _FACTS = ("model.name", "env.dataset", "loss.type", "advantage.type", "optimizer
 class Options(Group):
     """Write one HTML page of a run, which any browser opens without a network.
 
-    It has the run's curves, and its rollouts token by token.
+    It has the run's curves, and its rollouts token by token; of language-space training the
+    policies, the credit that each agent got, and the episodes.
 
     Attributes:
         run: folder of a run.
@@ -64,9 +65,13 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{given.run} stands for {len(runs)} runs, name one of them: {names} ...")
     run = runs[0]
 
-    from torchrl_llm.evaluation.report import rollout_page
+    from torchrl_llm.evaluation.report import language_run, rollout_page
 
-    rows, notices = _rollouts(run.folder, wanted, given.rows)
+    if is_language := language_run.is_language_run(run.folder):
+        language = language_run.read_language_run(run.folder, given.rows)
+        rows, notices = [], []
+    else:
+        rows, notices = _rollouts(run.folder, wanted, given.rows)
     tokenizer = _tokenizer(run, notices) if rows else None
     page = rollout_page(
         rows,
@@ -75,6 +80,7 @@ def main(arguments: Sequence[str]) -> int:
         title=run.folder.resolve().name,
         facts={key: run.config[key] for key in _FACTS if run.config.get(key) is not None},
         notices=notices,
+        language=language if is_language else None,
     )
     path = given.output or run.folder / "view.html"
     try:
@@ -85,7 +91,10 @@ def main(arguments: Sequence[str]) -> int:
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
         ) from error
     sys.stderr.writelines(f"{printable(notice)}\n" for notice in notices)
-    show(f"page {path}, {len(rows):,} rollouts, {len(page) / 1e6:.1f} MB")
+    count = f"{len(rows):,} rollouts"
+    if is_language:
+        count = f"{sum(len(one['episodes']) for one in language['iterations']):,} episodes"
+    show(f"page {path}, {count}, {len(page) / 1e6:.1f} MB")
     if given.open:
         webbrowser.open(path.resolve().as_uri())
     return 0

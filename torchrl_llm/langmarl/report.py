@@ -113,8 +113,11 @@ def summary(trainer: Any) -> str:
     folder = f"{trainer.config.experiment_dir}/runs/{trainer.run_id}"
     rewards = [f"{row['avg_reward']:.3f}" for row in trainer.rows if row.get("rewards")]
     ended = {"ended early": trainer.ended_by} if trainer.ended_by else {}
+    held_out = [row["metadata"].get("validation_reward") for row in trainer.rows]
+    first = next((row["metadata"].get("previous_validation_reward") for row in trainer.rows), None)
     told = {
         **ended,
+        **({} if first is None else {"held-out reward": f"{first:.3f} -> {held_out[-1]:.3f}"}),
         "reward": " -> ".join([*rewards[:-1][:1], *rewards[-1:]]) or "none",
         "iterations": str(len(trainer.rows)),
         "policies": str(trainer.config.checkpoint_dir),

@@ -117,6 +117,7 @@ class MonteCarloTrainer:
                 raise ConfigError(f"there is no run {resume!r} in {self.config.experiment_dir}")
             self.store.write_text(path, to_json_text(ours))
             meta = {"schema_version": 1, "run_id": self.run_id, "agents": self.env.agent_names}
+            meta["policies"] = self.env.default_policies()
             self.store.write_text(f"runs/{self.run_id}/run_meta.json", to_json_text(meta))
             return
         if resume == "never":

@@ -60,6 +60,7 @@ def rollout_page(
     title: str = "rollouts",
     facts: Mapping[str, Any] | None = None,
     notices: Sequence[str] = (),
+    language: Mapping[str, Any] | None = None,
 ) -> str:
     """Draw rows and metrics as a page that any browser opens, offline.
 
@@ -70,6 +71,7 @@ def rollout_page(
         title: of the page.
         facts: what to say of the run below its title.
         notices: sentences that the reader should see first.
+        language: as of :func:`~torchrl_llm.evaluation.report.language_run.read_language_run`.
 
     Returns:
         The HTML.
@@ -94,6 +96,7 @@ def rollout_page(
         "reasons": [MASKS[code] for code in MaskReason],
         "continued": CONTINUED,
         "tokenizer": tokenizer is not None,
+        "language": language,
     } | _read_rows(rows, TokenTexts(tokenizer), data, strings)
     header |= {"strings": strings.texts, "columns": data.places}
     return _fill(title, data.packed(header))
@@ -213,6 +216,8 @@ def _fill(title: str, packed: str) -> str:
     page, style, script = (
         (folder / f"view.{kind}").read_text(encoding="utf-8") for kind in ("html", "css", "js")
     )
+    language = (folder / "language.js").read_text(encoding="utf-8")
+    script = script.replace("{{language}}", language)
     values = {
         "title": html.escape(visible(title)),
         "style-hash": _hash(style),

@@ -555,6 +555,9 @@ function drawDetail() {
   paint();
 }
 
+// -- a language run --------------------------------------------------------------------------------
+
+{{language}}
 // -- the page --------------------------------------------------------------------------------------
 
 function keys(event) {
@@ -587,6 +590,7 @@ document.addEventListener("pointerover", (event) => {
   else if (!event.target.closest(".plot")) tip(null);
 });
 drawCurves();
+if (data.language) drawLanguage(data.language);
 if (all.length) {
   $("rollouts").hidden = false;
   prepareFilters();
