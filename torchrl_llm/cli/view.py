@@ -65,22 +65,22 @@ def main(arguments: Sequence[str]) -> int:
         raise ConfigError(f"{given.run} stands for {len(runs)} runs, name one of them: {names} ...")
     run = runs[0]
 
-    from torchrl_llm.evaluation.report import language_run, rollout_page
+    from torchrl_llm.evaluation.report import rollout_page
+    from torchrl_llm.evaluation.report.language_run import read_language_run
 
-    if is_language := language_run.is_language_run(run.folder):
-        language = language_run.read_language_run(run.folder, given.rows)
-        rows, notices = [], []
-    else:
-        rows, notices = _rollouts(run.folder, wanted, given.rows)
+    language = read_language_run(run.folder, given.rows)
+    rows, notices = ([], []) if language else _rollouts(run.folder, wanted, given.rows)
     tokenizer = _tokenizer(run, notices) if rows else None
     page = rollout_page(
         rows,
         tokenizer=tokenizer,
         metrics=run.metrics,
         title=run.folder.resolve().name,
-        facts={key: run.config[key] for key in _FACTS if run.config.get(key) is not None},
+        facts=language["facts"]
+        if language
+        else {key: run.config[key] for key in _FACTS if run.config.get(key) is not None},
         notices=notices,
-        language=language if is_language else None,
+        language=language,
     )
     path = given.output or run.folder / "view.html"
     try:
@@ -91,10 +91,9 @@ def main(arguments: Sequence[str]) -> int:
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
         ) from error
     sys.stderr.writelines(f"{printable(notice)}\n" for notice in notices)
-    count = f"{len(rows):,} rollouts"
-    if is_language:
-        count = f"{sum(len(one['episodes']) for one in language['iterations']):,} episodes"
-    show(f"page {path}, {count}, {len(page) / 1e6:.1f} MB")
+    count = sum(len(each["episodes"]) for each in language["iterations"]) if language else len(rows)
+    shown = f"{count:,} {'episodes' if language else 'rollouts'}"
+    show(f"page {path}, {shown}, {len(page) / 1e6:.1f} MB")
     if given.open:
         webbrowser.open(path.resolve().as_uri())
     return 0

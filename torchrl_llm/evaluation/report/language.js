@@ -4,10 +4,10 @@ const words = (diff) => el("p", {class: "policy"}, ...diff.map(([mark, text]) =>
 const said = (name, text, kind) => el("div", {class: "block " + (kind || "")},
   el("div", {class: "label"}, name), el("div", {class: "text"}, text));
 
-function episodeView(episode, number) {
+function episodeView(episode, number, open) {
   const question = (episode.task.find(([key]) => key !== "context") || ["", ""])[1];
   const reward = el("b", {}, episode.reward === null ? "–" : show(episode.reward));
-  return el("details", {class: "episode"}, el("summary", {}, reward, " ", el("span", {}, question || "episode " + number)),
+  return el("details", {class: "episode", open}, el("summary", {}, reward, " ", el("span", {}, question || "episode " + number)),
     episode.error ? el("p", {class: "callout bad"}, episode.error) : null,
     el("p", {class: "task"}, ...episode.task.map(([key, value]) => el("span", {}, el("b", {}, key + " "), value))),
     ...episode.turns.flatMap(([agent, seen, did]) => [said(agent + " sees", seen), said(agent + " answers", did, "own")]),
@@ -15,14 +15,14 @@ function episodeView(episode, number) {
 }
 
 function iterationView(one, open) {
-  const changed = one.agents.filter((agent) => agent.diff.length), advised = one.agents.filter((agent) => agent.advice);
+  const changed = one.agents.filter((agent) => agent.diff.length);
   const told = !one.accepted ? "change refused" : changed.length ? counted(changed.length, "policy change") : "no change";
   return el("details", {class: "iteration card", open},
     el("summary", {}, el("b", {}, "Iteration " + one.number), ` reward ${one.reward === null ? "–" : show(one.reward)}, ${told}`),
-    ...advised.map((agent) => said("advice to " + agent.name, agent.advice)),
-    ...changed.map((agent) => el("div", {}, el("div", {class: "label"}, "policy of " + agent.name), words(agent.diff))),
+    ...one.agents.flatMap(({name, advice, diff}) => [advice ? said("advice to " + name, advice) : null,
+      diff.length ? el("div", {class: "block own"}, el("div", {class: "label"}, "policy of " + name), words(diff)) : null]),
     el("div", {class: "label"}, counted(one.episodes.length, "episode")),
-    ...one.episodes.map(episodeView));
+    ...one.episodes.map((episode, at) => episodeView(episode, at, open && at === 0)));
 }
 
 function drawLanguage({agents, iterations}) {

@@ -18,32 +18,26 @@ from torchrl_llm.errors import DataError
 from torchrl_llm.evaluation.report.token_texts import visible
 
 _META = "run_meta.json"
+_MODELS = ("actor_llm", "critic_llm", "optimizer_llm")
 _WORD = re.compile(r"\s+|[^\s]+")
 
 
-def is_language_run(run: Path) -> bool:
-    """Whether a folder is one of language-space training.
-
-    Args:
-        run: its folder.
-    """
-    return (run / _META).is_file()
-
-
-def read_language_run(run: Path, most: int) -> dict[str, Any]:
-    """What the page shows of a run, as JSON.
+def read_language_run(run: Path, most: int) -> dict[str, Any] | None:
+    """What the page shows of a run, as JSON; ``None`` for a run of another kind.
 
     Args:
         run: its folder.
         most: most episodes; each iteration shows its first ones.
 
     Returns:
-        ``agents``, each with the difference between its first and its newest policy, and
+        ``facts`` of its configuration; ``agents``, each with the difference between its first and its newest policy, and
         ``iterations``, each with its episodes and, for each agent, advice and difference.
 
     Raises:
         DataError: a file is damaged.
     """
+    if not (run / _META).is_file():
+        return None
     meta = _read(run / _META)
     agents = [str(name) for name in meta.get("agents", ())]
     folders = sorted((run / "trajectories").glob("iter_*"), key=_number)
@@ -71,8 +65,12 @@ def read_language_run(run: Path, most: int) -> dict[str, Any]:
             ],
             "episodes": [_episode(run, file) for file in sorted(folder.glob("*.json"))[:each]],
         })  # fmt: skip
+    config = _read(run / "config.json")
+    models = {key: config.get(key) or config.get("llm") or {} for key in _MODELS}
+    names = {key: model["name"] for key, model in models.items() if "name" in model}
     ends = [(policies[0].get(name, ""), policies[-1].get(name, "")) for name in agents]
     return {
+        "facts": {key: config[key] for key in ("env", "paradigm", "seed") if key in config} | names,
         "agents": [
             {"name": visible(name), "diff": _difference(*pair) or [["=", visible(pair[1])]]}
             for name, pair in zip(agents, ends, strict=True)
