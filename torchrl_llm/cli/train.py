@@ -32,6 +32,9 @@ RECIPES = {
 }
 """Name of a recipe to its page."""
 
+FLAT = ("langmarl", "langmarl-weights", "pico")
+"""Recipes whose settings are one flat dataclass, without YAML files."""
+
 
 def main(arguments: Sequence[str]) -> int:
     """Run a recipe.

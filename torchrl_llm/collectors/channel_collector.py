@@ -12,7 +12,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -85,6 +85,7 @@ class ChannelCollector(VersionedCollector):
         check: called with each delivery; a
             :class:`~torchrl_llm.errors.WeightUpdateError` refuses it.
         version: of the weights that the workers begin with.
+        checks: called about once a second while a batch is waited for; they may raise.
 
     Attributes:
         accounts: tokens that were received and lost.
@@ -132,6 +133,7 @@ class ChannelCollector(VersionedCollector):
         worker_timeout_s: float = 120.0,
         check: Callable[[Delivery], None] | None = None,
         version: int = 0,
+        checks: Sequence[Callable[[], None]] = (),
     ) -> None:
         super().__init__()
         if publish is not None and weight_updater is not None:
@@ -139,7 +141,7 @@ class ChannelCollector(VersionedCollector):
         self.channel, self.batch_rows, self.pacer = channel, batch_rows, pacer
         self.timeout_s, self.worker_timeout_s = timeout_s, worker_timeout_s
         self.requested_frames_per_batch, self.total_frames = batch_rows, -1
-        self._publish, self._check = publish, check
+        self._publish, self._check, self._checks = publish, check, checks
         self._version = version
         self.ledger = WeightLedger()
         self.canary: CanaryCheck | None = None
@@ -320,6 +322,8 @@ class ChannelCollector(VersionedCollector):
         if now - self._watched_s < _POLL_S:
             return
         self._watched_s = now
+        for check in self._checks:
+            check()
         for name, counts in self.channel.workers().items():
             owes = counts.claimed > 0 or counts.in_flight > 0
             if owes and time.time() - counts.seen_s > self.worker_timeout_s:
