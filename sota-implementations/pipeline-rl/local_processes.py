@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
@@ -49,7 +50,8 @@ def local_redis(folder: Path, url: str | None) -> Iterator[tuple[str, Callable[[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     log = folder / "redis.log"
-    told = f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly no\nrequirepass "{password}"\n'
+    quoted = json.dumps(password, ensure_ascii=False)
+    told = f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly no\nrequirepass {quoted}\n'
     with _process([program, "-"], log, told) as process:
         check = _check(process, "the Redis", log)
         deadline = time.monotonic() + _START_S

@@ -39,7 +39,7 @@ def read_language_run(run: Path, most: int) -> dict[str, Any] | None:
     if not (run / _META).is_file():
         return None
     meta = _read(run / _META)
-    agents = [str(name) for name in meta.get("agents", ())]
+    agents = [name for name in map(str, meta.get("agents", ())) if Path(name).name == name]
     folders = sorted((run / "trajectories").glob("iter_*"), key=_number)
     stats = {row["iteration"]: row for row in _lines(run / "metrics" / "training_curve.jsonl")}
     policies = [{name: str(text) for name, text in meta.get("policies", {}).items()}]
