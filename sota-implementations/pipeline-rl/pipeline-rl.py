@@ -29,6 +29,7 @@ from local_processes import local_actor, local_redis
 from omegaconf import DictConfig
 from pipeline_utils import RedisConfig, load_config, redis_collection
 
+from torchrl_llm._imports import require
 from torchrl_llm.trainers import say
 
 # The loop is that of asynchronous GRPO.
@@ -40,6 +41,7 @@ from async_loop import train_async
 @launch.tells_errors
 def main(cfg: DictConfig) -> None:
     config = load_config(cfg)
+    require("redis", extra="redis", feature="pipeline-rl")
     told, folder = HydraConfig.get(), Path(HydraConfig.get().runtime.output_dir)
     typed = [argument.lstrip("+") for argument in told.overrides.task]
     keys = [argument for argument in typed if not argument.startswith("redis.url=")]

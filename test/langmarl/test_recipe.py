@@ -1,4 +1,4 @@
-"""``torchrl-llm train langmarl``: its folder, how it resumes, what it prints and what it refuses."""
+"""``torchrl-llm train langmarl``: its folder, its resume, what it prints and what it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +42,8 @@ def test_a_run_has_a_folder_of_its_own_and_says_what_comes_next(train, tmp_path)
     assert re.fullmatch(r"outputs/langmarl/[\d-]{10}/[\d-]{8}/runs/qa_central_credit", str(folder))
     assert f"langmarl: model actor, env language, folder {folder}" in err
     assert "iteration 2/2, reward 1.000" in err
-    assert f"torchrl-llm view {folder}" in out and f"torchrl-llm plot {folder}" in out
+    assert f"torchrl-llm view {folder}" in out
+    assert f"torchrl-llm plot {folder}" in out
     assert f"experiment_dir={folder.parents[1]}" in out
     assert "\x1b" not in out + err
     rows = read_metrics(run)
@@ -61,8 +62,9 @@ def test_the_same_name_or_folder_resumes_and_no_name_begins_anew(train, tmp_path
     assert (first / "calls.jsonl").read_text().startswith(calls)
     assert [row["train/step"] for row in read_metrics(first)] == ["1", "2"]
     again = [*small, "run_name=mine", f"experiment_dir={first.parents[1]}", "num_iterations=3"]
-    status, out, _ = train(*again)
-    assert status == 0 and runs(tmp_path) == [first]
+    status, _out, _ = train(*again)
+    assert status == 0
+    assert runs(tmp_path) == [first]
     assert len(read_metrics(first)) == 3
     assert train(*small, "folder=elsewhere")[0] == 0
     assert (tmp_path / "elsewhere" / "runs" / "qa_central_credit" / "metrics.csv").is_file()
@@ -82,8 +84,8 @@ def test_the_same_name_or_folder_resumes_and_no_name_begins_anew(train, tmp_path
 )
 def test_bad_input_is_refused_in_a_sentence(train, words, problem, monkeypatch):
     monkeypatch.delenv("OPENAI_API_KEY", raising=False)
-    status, out, err = train(*words)
-    assert status == 1 and problem in err and "Traceback" not in err, err
+    status, _out, err = train(*words)
+    assert (status, problem in err, "Traceback" in err) == (1, True, False), err
 
 
 def test_the_help_shows_the_keys_and_their_defaults(train):
@@ -92,9 +94,12 @@ def test_the_help_shows_the_keys_and_their_defaults(train):
     assert re.search(r"num_iterations=5 +# all in all; 0 trains nothing\.", out)
     assert "torchrl-llm train langmarl config=calculator" in out
     status, out, _ = train("--help", command=("train", "langmarl-weights"))
-    assert status == 0 and "language_interval=2" in out and "run=null" in out
+    assert status == 0
+    assert "language_interval=2" in out
+    assert "run=null" in out
     status, _, err = train("mod=text", command=("train", "langmarl-weights"))
-    assert status == 1 and "did you mean 'mode'?" in err
+    assert status == 1
+    assert "did you mean 'mode'?" in err
 
 
 def test_the_embedded_model_learns_to_use_the_calculator(train, tmp_path):
@@ -123,7 +128,8 @@ def test_the_calculator_computes_the_call_and_nothing_else(tmp_path):
     assert env.step("agent_1", call % "12**11")[:2] == ("", 0.0)
     assert env.step("agent_1", "132")[:2] == ("", 0.0)
     said = calculator.critic([{"role": "user", "content": call % "12+11"}])
-    assert "It called the calculator." in said and "It guessed" not in said
+    assert "It called the calculator." in said
+    assert "It guessed" not in said
 
 
 def test_view_shows_policies_credit_and_episodes(train, tmp_path):
@@ -139,17 +145,21 @@ def test_view_shows_policies_credit_and_episodes(train, tmp_path):
     shown = header["language"]
     assert [agent["name"] for agent in shown["agents"]] == ["agent_1", "agent_2", "agent_3"]
     kept, added = shown["agents"][1]["diff"]
-    assert kept[0] == "=" and kept[1].startswith("You are agent 2 of 3")
+    assert kept[0] == "="
+    assert kept[1].startswith("You are agent 2 of 3")
     assert (added[0], added[1].split("\n")[-1]) == ("+", "Check each number against its source.")
     first, second = shown["iterations"]
     assert first["agents"][1]["advice"] == "Check each number against its source."
     assert [agent["diff"] for agent in second["agents"]] == [[], [], []]
     episode = first["episodes"][0]
-    assert episode["turns"][0][0] == "agent_1" and "guessed" in episode["turns"][0][2]
-    assert episode["credit"][0][0] == "agent_1" and "It was a guess." in episode["credit"][0][1]
+    assert episode["turns"][0][0] == "agent_1"
+    assert "guessed" in episode["turns"][0][2]
+    assert episode["credit"][0][0] == "agent_1"
+    assert "It was a guess." in episode["credit"][0][1]
     assert train("run", "--rows", "2", command=("view",))[1].count("2 episodes") == 1
     status, out, _ = train("run", command=("plot",))
-    assert status == 0 and "train/reward" in out
+    assert status == 0
+    assert "train/reward" in out
 
 
 def test_what_models_wrote_cannot_become_markup(train, tmp_path):
@@ -163,7 +173,9 @@ def test_what_models_wrote_cannot_become_markup(train, tmp_path):
     page = (run / "view.html").read_text(encoding="utf-8")
     assert "pwned" not in page
     shown = unpacked(page)[0]["language"]["iterations"][0]["episodes"][0]["turns"][0][2]
-    assert "<script>window.pwned=1</script>" in shown and "\u202e" not in shown
+    assert "<script>window.pwned=1</script>" in shown
+    assert "\u202e" not in shown
     file.write_text("{")
     status, _, err = train("run", command=("view",))
-    assert status == 1 and "episode_000.json cannot be read" in err
+    assert status == 1
+    assert "episode_000.json cannot be read" in err

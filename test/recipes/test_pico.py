@@ -195,8 +195,10 @@ def test_a_short_run_writes_a_model_and_says_what_it_did(pico, tmp_path, capsys)
     assert [row["train/step"] for row in rows] == ["0", "1", "2"]
     assert float(rows[2]["eval/reward"]) == numbers["reward_after"]
     said = capsys.readouterr()
-    assert "pico: GRPO, model embedded" in said.err and "step 2/2, reward" in said.err
-    assert f"torchrl-llm chat {tmp_path}" in said.out and "\x1b" not in said.out + said.err
+    assert "pico: GRPO, model embedded" in said.err
+    assert "step 2/2, reward" in said.err
+    assert f"torchrl-llm chat {tmp_path}" in said.out
+    assert "\x1b" not in said.out + said.err
 
 
 def test_settings_that_would_train_nothing_are_refused(pico, capsys):
@@ -215,7 +217,8 @@ def test_the_help_shows_each_key(pico, capsys):
     with pytest.raises(SystemExit):
         pico.main(["--help"])
     shown = capsys.readouterr().out
-    assert "eval_problems=256" in shown and "# tokens of an answer." in shown
+    assert "eval_problems=256" in shown
+    assert "# tokens of an answer." in shown
 
 
 @pytest.mark.full

@@ -30,8 +30,9 @@ def read_language_run(run: Path, most: int) -> dict[str, Any] | None:
         most: most episodes; each iteration shows its first ones.
 
     Returns:
-        ``facts`` of its configuration; ``agents``, each with the difference between its first and its newest policy, and
-        ``iterations``, each with its episodes and, for each agent, advice and difference.
+        ``facts`` of its configuration; ``agents``, each with the difference between its first and
+        its newest policy; and ``iterations``, each with its episodes and, for each agent, advice
+        and difference.
 
     Raises:
         DataError: a file is damaged.
