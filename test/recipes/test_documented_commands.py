@@ -2,10 +2,12 @@
 
 import inspect
 import re
+import runpy
 import shlex
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -14,7 +16,6 @@ from recipes.script import run_alone
 from torchrl_llm.cli.train import RECIPES as PAGE_OF
 from torchrl_llm.errors import ResourceError
 from torchrl_llm.langmarl import load_config
-from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.flat_settings import parse_overrides
 from torchrl_llm.recipes.strict_config import from_mapping
 
@@ -144,8 +145,9 @@ def test_the_documented_commands_are_accepted(
 
 
 @pytest.mark.parametrize("script", documented(flat=True))
-def test_the_documented_commands_of_flat_recipes_are_accepted(script):
-    page = launch.load_page(script.removeprefix("sota-implementations/"))
+def test_the_documented_commands_of_flat_recipes_are_accepted(script, monkeypatch):
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    page = SimpleNamespace(**runpy.run_path(str(ROOT / script)))
     for arguments in documented(flat=True)[script]:
         given = parse_overrides(arguments)
         if script.endswith("langmarl/train.py"):

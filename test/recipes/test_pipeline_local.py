@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from recipes.pipeline_helper import FOLDER, SMALL, metrics
 
 from torchrl_llm._redis import PASSWORD_VARIABLE
