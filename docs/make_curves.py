@@ -79,19 +79,6 @@ def _born(folder: Path) -> int:
     return int((folder / "number").read_text())
 
 
-def printed(pattern: str, **lines: int) -> Callable[[Path], Figures]:
-    """Figures that the only run printed: groups of a pattern, the first of which is the step."""
-
-    def read(place: Path) -> Figures:
-        found = re.findall(pattern, (place / "run/output").read_text())
-        return {
-            name: [(float(groups[0]), float(groups[group])) for groups in found]
-            for name, group in lines.items()
-        }
-
-    return read
-
-
 def pass_at_k(place: Path) -> Figures:
     """Share of problems that at least one of k answers solves, for each run."""
     figures: Figures = {}
@@ -266,8 +253,8 @@ RUNS = {
         dots=("held-out accuracy",),
     ),
     "pico": Picture(
-        {"run": "python sota-implementations/pico/train.py --log-every 1"},
-        printed(r"step (\d+): reward ([\d.]+), exact ([\d.]+)", reward=1, exact=2),
+        {"run": "torchrl-llm train pico"},
+        columns(reward="train/reward", exact="train/success"),
         "reward, share of exact answers",
         smooth=3,
     ),

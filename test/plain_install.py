@@ -38,6 +38,7 @@ ASKS = {
     "grpo-async": {"ray"},
     "reward=math": {"math"},
     "agent.program=": {"gateway"},
+    "pipeline-rl": {"redis"},
 }
 # What the first screens say in words.
 ALSO = [
@@ -59,6 +60,9 @@ ALSO = [
     "torchrl-llm memory grpo",
     "torchrl-llm train reward data=pairs.jsonl",
     "torchrl-llm list",
+    "torchrl-llm train langmarl num_iterations=3",
+    "torchrl-llm train pico",
+    "torchrl-llm train pipeline-rl",
 ]
 STEP = {
     "grpo": "train.max_steps=1 train.prompts_per_batch=2 eval.num_prompts=4 "
@@ -66,6 +70,7 @@ STEP = {
     "sft": "train.max_steps=1",
     "dpo": "train.max_steps=1",
     "reward": "train.max_steps=1",
+    "pico": "steps=1 warmup=1 eval_problems=8",
 }
 
 

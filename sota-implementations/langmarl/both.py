@@ -1,8 +1,8 @@
 """Text and weights, trained on the same rollouts: a language step and a GRPO step take turns.
 
-    python sota-implementations/langmarl/both.py mode=both
-    python sota-implementations/langmarl/both.py mode=weights seed=1
-    python sota-implementations/langmarl/both.py mode=text folder=outputs/other
+    torchrl-llm train langmarl-weights mode=both
+    torchrl-llm train langmarl-weights mode=weights seed=1
+    torchrl-llm train langmarl-weights mode=text
 
 The model of the package plays tic-tac-toe against a random opponent. First, in a minute or two, it
 imitates players who follow the advice in their system prompt, good or bad. Then each step plays a
@@ -12,8 +12,7 @@ critic said, and the advice becomes the system prompt if it wins clearly more of
 
 Critic and optimizer are scripts here. To ask models instead, put
 ``torchrl_llm.langmarl.CentralizedCritic(config)`` and ``PolicyGradientOptimizer(llm_config)`` in
-their places. Every key is an attribute of ``BothConfig`` in both_utils.py. The same command goes
-on where it was stopped.
+their places. ``run=FOLDER`` resumes the run of a folder.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from both_utils import (
     BothConfig,
     Critic,
     Optimizer,
-    load_config,
     make_buffer,
     make_env,
     make_policy,
@@ -44,6 +42,7 @@ from torchrl_llm.langmarl.language_policy import LanguagePolicy
 from torchrl_llm.langmarl.text_credit import EVALUATION_KEY, TextCredit
 from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.builders import minibatches
+from torchrl_llm.recipes.flat_settings import new_folder, read_settings
 from torchrl_llm.trainers import (
     BatchSource,
     CheckpointConfig,
@@ -55,6 +54,7 @@ from torchrl_llm.trainers import (
     make_scheduler,
     optimize,
     rollout_metrics,
+    say,
 )
 
 
@@ -97,7 +97,7 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
         evaluation=EvalConfig(num_prompts=config.games),
         shown=Shown(held_out={"eval/accuracy": "held-out games won"}),
     )
-    run.how_to_resume = "the same command"
+    run.how_to_resume = f"the same command with run={config.run_folder}"
     yield run
     for step in run.steps():
         with run.timed("sample"):
@@ -154,7 +154,10 @@ def language_step(
 
 @launch.tells_errors
 def main(arguments: list[str]) -> None:
-    for _ in train(load_config(arguments, __doc__)):
+    config = read_settings(BothConfig, arguments, __doc__)
+    config.run = config.run or str(new_folder("langmarl-weights"))
+    say(f"langmarl-weights: mode {config.mode}, model embedded, folder {config.run}")
+    for _ in train(config):
         pass
 
 

@@ -6,7 +6,6 @@ player who follows the advice in the system prompt, good or bad, and else makes 
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections import Counter
@@ -26,7 +25,6 @@ from torchrl_llm.data.row_files import MappedRows, RowLoader
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.envs.games import Game, Player, TicTacToeEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
-from torchrl_llm.langmarl.config import parse_overrides
 from torchrl_llm.langmarl.environment import BaseCritic, BaseOptimizer, Trajectory
 from torchrl_llm.langmarl.language_policy import (
     LanguagePolicy,
@@ -37,7 +35,6 @@ from torchrl_llm.langmarl.language_policy import (
 from torchrl_llm.modules import TransformersBackend, TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
 from torchrl_llm.recipes.builders import seed_everything, spare_threads
-from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, say
 
 BASE = "Play tic-tac-toe."
@@ -70,7 +67,8 @@ class BothConfig(Group):
         validation: games that decide whether a changed text is kept.
         games: other games, which the results are counted on.
         imitate_steps: steps of the imitation that all begins from.
-        folder: of the runs, and of the imitated player.
+        folder: where the imitated player is kept for later runs.
+        run: folder of the run; null for DATE/TIME in ``folder``. A folder that holds a run resumes.
     """
 
     mode: Literal["text", "weights", "both"] = "both"
@@ -84,7 +82,8 @@ class BothConfig(Group):
     validation: Count = 256
     games: Count = 1024
     imitate_steps: Count = 450
-    folder: str = "outputs/both"
+    folder: str = "outputs/langmarl-weights"
+    run: str | None = None
 
     @property
     def trains_text(self) -> bool:
@@ -99,20 +98,7 @@ class BothConfig(Group):
     @property
     def run_folder(self) -> Path:
         """Where the run is."""
-        return Path(self.folder) / f"{self.mode}-seed{self.seed}"
-
-
-def load_config(arguments: list[str], told: str) -> BothConfig:
-    """The settings of a command line, ``key=value``; an unknown key names the nearest.
-
-    Args:
-        arguments: of the command line.
-        told: what ``--help`` says.
-    """
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=told, formatter_class=form)
-    parser.add_argument("settings", nargs="*", metavar="KEY=VALUE")
-    return from_mapping(BothConfig, parse_overrides(parser.parse_args(arguments).settings))
+        return Path(self.run or f"{self.folder}/{self.mode}-seed{self.seed}")
 
 
 # --- The world ------------------------------------------------------------------------------------

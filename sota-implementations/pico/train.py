@@ -1,12 +1,13 @@
 """GRPO in one file: a task, rollouts, advantages, a loss and a loop, to be read from top to bottom.
 
-    python sota-implementations/pico/train.py --steps 100
-    python sota-implementations/pico/train.py --model Qwen/Qwen3-0.6B --warmup 0 --lr 1e-6
+    torchrl-llm train pico steps=100
+    torchrl-llm train pico model=Qwen/Qwen3-0.6B warmup=0 lr=1e-6
 
-Nothing is hidden in a trainer, and there is no class but the environment. What is imported is
-arithmetic on tensors (``torchrl_llm.functional``), a chat template that never encodes a sampled
-token twice (``ChatFormatter``), a model that samples token ids (``TransformersBackend``), and the
-problems and scores of the task (``letter_problem``, ``score_counts``).
+There is no trainer: the training loop is written out. The only classes are the environment and the
+settings. The file imports arithmetic on tensors (``torchrl_llm.functional``), a chat template that
+never encodes a sampled token twice (``ChatFormatter``), a model that samples token ids
+(``TransformersBackend``), the problems and scores of the task (``letter_problem``,
+``score_counts``), and what prints and writes results (``ProgressBar``, ``MetricsTable``).
 ``sota-implementations/grpo`` is the same algorithm at full size; docs/source/howto/pico.rst says
 which part is which, and what picoRL and Ludic call it.
 
@@ -15,23 +16,75 @@ Shape legend: ``B`` rollouts, ``T`` tokens of the longest, ``V`` vocabulary.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
+import sys
 import time
 from functools import partial
+from pathlib import Path
+from typing import Annotated
 
 import torch
 from torch.nn.utils.rnn import pad_sequence
-from torchrl import logger
 
+from torchrl_llm._checked import Ge, In
+from torchrl_llm._progress import ProgressBar
+from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm._settings import Count, Group
 from torchrl_llm.data import Source
 from torchrl_llm.data.text import ChatFormatter, assistant_mask
 from torchrl_llm.envs.datasets.word_tasks import TIERS, letter_problem, word_list
 from torchrl_llm.functional import group_advantages, policy_gradient_loss, token_log_probs
 from torchrl_llm.modules import load_model, load_tokenizer
 from torchrl_llm.modules.backends import SamplingParams, TransformersBackend
+from torchrl_llm.recipes import launch
+from torchrl_llm.recipes.flat_settings import new_folder, read_settings
 from torchrl_llm.rewards.word_rewards import score_counts
+from torchrl_llm.trainers import MetricsTable
+from torchrl_llm.trainers.results import text_table
+
+
+class PicoConfig(Group):
+    """The settings.
+
+    Attributes:
+        model: folder or name; null for the embedded model.
+        steps: training steps.
+        tasks: problems per step.
+        k: answers to each problem, which are one group.
+        difficulty: of the problems, from 1 to 10.
+        max_turns: turns after which an episode ends.
+        max_new_tokens: tokens of an answer.
+        minibatch: rollouts per forward pass.
+        lr: learning rate.
+        max_grad_norm: bound on the norm of the gradient.
+        warmup: supervised steps that teach the form of an answer.
+        warmup_lr: learning rate of these steps.
+        eval_problems: held-out problems, which are scored before and after training.
+        seed: of the problems and the samples.
+        threads: of torch; 0 leaves the number to torch.
+        device: of the model; null for a GPU if there is one.
+        folder: of the run; null for outputs/pico/DATE/TIME.
+    """
+
+    model: str | None = None
+    steps: Annotated[int, Ge(0)] = 80
+    tasks: Count = 16
+    k: Annotated[int, Ge(2)] = 8
+    difficulty: Annotated[int, In("[1, 10]")] = 1
+    max_turns: Count = 1
+    max_new_tokens: Count = 32
+    minibatch: Count = 64
+    lr: Annotated[float, Ge(0)] = 3e-4
+    max_grad_norm: Annotated[float, Ge(0)] = 1.0
+    warmup: Annotated[int, Ge(0)] = 80
+    warmup_lr: Annotated[float, Ge(0)] = 2e-3
+    eval_problems: Count = 256
+    seed: int = 0
+    threads: Annotated[int, Ge(0)] = 1
+    device: str | None = None
+    folder: str | None = None
+
 
 # --- 1. The task ----------------------------------------------------------------------------------
 
@@ -184,8 +237,8 @@ def evaluate(generate, formatter, *, difficulty: int, problems: int) -> tuple[fl
     return (rewards == 1.0).float().mean().item(), rewards.mean().item()
 
 
-def main(argv: list[str] | None = None) -> dict[str, float]:
-    args = parse(argv)
+def train(args: PicoConfig, folder: Path) -> dict[str, float]:
+    """Warm up, evaluate, train, evaluate; returns exact answers and reward before and after."""
     if args.threads:
         torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
@@ -210,49 +263,55 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
         )
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.0)
     problems = random.Random(args.seed)
+    metrics = MetricsTable(folder / "metrics.csv")
     before = evaluate(greedy, formatter, **held_out)
-    logger.info(f"before: exact {before[0]:.3f}, reward {before[1]:.3f}")
+    metrics.write(0, {"eval/accuracy": before[0], "eval/reward": before[1]})
+    after = before
 
-    for step in range(args.steps):
-        # Collect: args.tasks problems, args.k answers each.
-        model.eval()
-        env_fns = [
-            partial(LetterCounting, difficulty=args.difficulty, seed=problems.getrandbits(32))
-            for _ in range(args.tasks)
-        ]
-        records, rewards, group_ids = collect_rollouts(
-            env_fns, generate, formatter, k=args.k, max_turns=args.max_turns
-        )
-        # Advantages: reward minus the mean of the group, before anything is cut into minibatches.
-        advantages = group_advantages(rewards, group_ids, normalize="none")
-        # Update.
-        model.train()
-        loss = backward_grpo(model, records, advantages, minibatch=args.minibatch)
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
-        optimizer.step()
-        optimizer.zero_grad()
-        # Look.
-        if step % args.log_every == 0 or step == args.steps - 1:
-            if step == 0 and (rewards > 0).float().mean() < 0.5:
-                logger.warning(
-                    "fewer than half of the answers have the asked form; try --warmup 100"
-                )
-            varied = (rewards.view(-1, args.k).std(1) > 0).float().mean() if args.k > 1 else 0.0
-            exact = (rewards == 1).float().mean()
-            logger.info(
-                f"step {step}: reward {rewards.mean():.3f}, exact {exact:.3f}, groups with "
-                f"variance {varied:.2f}, loss {loss:.4f}, gradient norm {norm:.2f}"
+    with ProgressBar("step", args.steps) as bar:
+        for step in range(1, args.steps + 1):
+            # Collect: args.tasks problems, args.k answers each.
+            model.eval()
+            env_fns = [
+                partial(LetterCounting, difficulty=args.difficulty, seed=problems.getrandbits(32))
+                for _ in range(args.tasks)
+            ]
+            records, rewards, group_ids = collect_rollouts(
+                env_fns, generate, formatter, k=args.k, max_turns=args.max_turns
             )
+            # Advantages: reward minus the mean of the group, before the batch is split.
+            advantages = group_advantages(rewards, group_ids, normalize="none")
+            # Update.
+            model.train()
+            loss = backward_grpo(model, records, advantages, minibatch=args.minibatch)
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).item()
+            optimizer.step()
+            optimizer.zero_grad()
+            # Look.
+            if step == 1 and (rewards > 0).float().mean() < 0.5:
+                say("fewer than half of the answers have the right form; try warmup=100")
+            reward, exact = rewards.mean().item(), (rewards == 1).float().mean().item()
+            bar.update(step, f"reward {reward:.3f}")
+            row = {"train/reward": reward, "train/success": exact}
+            row |= {"train/loss_objective": loss, "train/grad_norm": norm}
+            if step == args.steps:
+                after = evaluate(greedy, formatter, **held_out)
+                row |= {"eval/accuracy": after[0], "eval/reward": after[1]}
+            metrics.write(step, row)
 
-    after = evaluate(greedy, formatter, **held_out)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
     seconds = time.perf_counter() - begin
-    logger.info(
-        f"after {args.steps} steps, {seconds:.0f} s: exact {before[0]:.3f} -> {after[0]:.3f}, "
-        f"reward {before[1]:.3f} -> {after[1]:.3f} on {args.eval_problems} held-out problems"
-    )
-    if args.output:
-        model.save_pretrained(args.output)
-        tokenizer.save_pretrained(args.output)
+    results = {
+        "held-out accuracy": f"{before[0]:.3f} -> {after[0]:.3f}",
+        "held-out reward": f"{before[1]:.3f} -> {after[1]:.3f}",
+        "steps": f"{args.steps} in {seconds:.0f} s",
+        "metrics": str(metrics.path),
+        "model": str(folder / "model"),
+        "next": f"torchrl-llm plot {folder}",
+        "": f"torchrl-llm chat {folder}",
+    }
+    show(text_table(results.items()))
     return {
         "before": before[0],
         "after": after[0],
@@ -262,36 +321,14 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
     }
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="GRPO in one file, on letter counting.")
-    parser.add_argument("--model", help="folder or name; the embedded model by default")
-    parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--tasks", type=int, default=16, help="problems a step")
-    parser.add_argument("--k", type=int, default=8, help="answers to each")
-    parser.add_argument("--difficulty", type=int, default=1, help="1 to 10")
-    parser.add_argument("--max-turns", type=int, default=1)
-    parser.add_argument("--max-new-tokens", type=int, default=32)
-    parser.add_argument("--minibatch", type=int, default=64, help="rollouts of one forward")
-    parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--max-grad-norm", type=float, default=1.0)
-    parser.add_argument("--warmup", type=int, default=80, help="supervised steps on the form")
-    parser.add_argument("--warmup-lr", type=float, default=2e-3)
-    parser.add_argument("--eval-problems", type=int, default=256)
-    parser.add_argument("--log-every", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1, help="of torch; 0 leaves it to torch")
-    parser.add_argument("--device")
-    parser.add_argument("--output", help="folder for the trained model")
-    args = parser.parse_args(argv)
-    for name in ("tasks", "max_turns", "minibatch", "eval_problems", "log_every"):
-        if getattr(args, name) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1")
-    if args.k < 2:
-        parser.error("--k must be at least 2: an answer is compared with the others of its group")
-    if not 1 <= args.difficulty <= 10:
-        parser.error("--difficulty is between 1 and 10")
-    return args
+@launch.tells_errors
+def main(arguments: list[str]) -> dict[str, float]:
+    args = read_settings(PicoConfig, arguments, __doc__)
+    folder = new_folder("pico", args.folder)
+    with RunLog.of(folder):
+        say(f"pico: GRPO, model {args.model or 'embedded'}, task letter counting, folder {folder}")
+        return train(args, folder)
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -9,7 +9,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from functools import partial
@@ -177,8 +177,15 @@ def _forget_saved_config() -> None:
 
 
 @contextmanager
-def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
-    """What the learner iterates: the rows that actors collect, wherever they run."""
+def redis_collection(
+    config: PipelineConfig, *, checks: Sequence[Callable[[], None]] = ()
+) -> Iterator[ChannelCollector]:
+    """What the learner iterates: the rows that actors collect, wherever they run.
+
+    Args:
+        config: the recipe's.
+        checks: are called about once a second, and raise where waiting is in vain.
+    """
     redis, sync = config.redis, config.weight_sync
     on_return: Callable[[], None] | None = None
     if sync.type == "redis":
@@ -205,6 +212,7 @@ def redis_collection(config: PipelineConfig) -> Iterator[ChannelCollector]:
         publish=publish,
         timeout_s=redis.timeout_s,
         worker_timeout_s=redis.worker_timeout_s,
+        checks=checks,
     )
     try:
         yield collector

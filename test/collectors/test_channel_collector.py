@@ -105,6 +105,15 @@ def test_rows_keep_no_delivery_alive(channel):
     assert response.untyped_storage().nbytes() == response.nbytes
 
 
+def test_a_check_that_raises_ends_the_wait(channel):
+    def check():
+        raise WorkerError("the actor has ended")
+
+    collector = ChannelCollector(channel, batch_rows=2, timeout_s=WAIT_S, checks=[check])
+    with pytest.raises(WorkerError, match="the actor has ended"):
+        collector.next()
+
+
 def test_nothing_that_comes_is_waited_for_within_the_limit(channel):
     collector = ChannelCollector(channel, batch_rows=2, timeout_s=0.3)
     started = time.monotonic()

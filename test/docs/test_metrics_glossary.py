@@ -21,6 +21,7 @@ from torchrl_llm.collectors.staleness import age_metrics
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import ERROR_KEYS, WORLD, Failure
 from torchrl_llm.data.ragged import lazy_rows
+from torchrl_llm.langmarl.report import metrics_table
 from torchrl_llm.objectives import CompositeLossOutput, LLMLossOutput, SFTLossOutput
 from torchrl_llm.recipes.command_keys import KeyTable
 from torchrl_llm.recipes.sampling_engine import canary_metrics
@@ -30,6 +31,8 @@ from torchrl_llm.weights.canary_rule import CanaryReport
 
 RECIPES = Path(__file__).parents[2] / "sota-implementations"
 CONFIGS = [path for path in RECIPES.glob("*/config/*.yaml") if path.stem != "common"]
+# What langmarl/both.py writes in a language step; test/langmarl/test_both.py runs it.
+OF_LANGUAGE_STEPS = {"train/language_won", "train/language_changed_won", "perf/language_s"}
 # What stands for the variable parts of names in the runs below.
 PARTS = {
     "component": ("task", "length"),
@@ -125,6 +128,7 @@ def written(tmp_path_factory):
     names = of_losses() | of_a_world_that_failed() | age_metrics({0: 1}).keys()
     report = CanaryReport(difference=0.0, rounding=1.0, followed=None)
     names |= canary_metrics(SimpleNamespace(report=report)).keys()
+    names |= set(metrics_table([]).strip().split(",")) | OF_LANGUAGE_STEPS
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 1)

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from recipes.glossary import unknown
 from safetensors.torch import load_file
 
 from torchrl_llm.errors import ConfigError
@@ -82,6 +83,7 @@ def test_a_mode_changes_what_it_is_called_after(page, folder, mode, monkeypatch)
     advised = set(told[4:]) != {page.BASE}
     assert advised == (mode != "weights")
     assert run.metrics.get("train/language_won") == (None if mode == "weights" else 1.0)
+    assert not unknown(name for name in run.metrics if "/" in name)
 
 
 def test_a_run_that_was_stopped_goes_on_as_if_it_had_not_been(page, tmp_path, monkeypatch):

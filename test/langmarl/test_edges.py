@@ -25,9 +25,9 @@ from torchrl_llm.langmarl import (
     make_trainer,
 )
 from torchrl_llm.langmarl.calls import Asked, CallLog, spent_in
-from torchrl_llm.langmarl.config import parse_overrides
 from torchrl_llm.langmarl.environment import register_env
 from torchrl_llm.langmarl.language_tasks import load_tasks, same_text
+from torchrl_llm.recipes.flat_settings import parse_overrides
 from torchrl_llm.rewards import TextAnswer, TextModel, Usage
 
 MODEL = LLMConfig("m", "scripted:builtins:str")

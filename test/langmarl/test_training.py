@@ -338,7 +338,7 @@ def test_the_command_of_the_page_prints_its_tables_in_thirty_seconds(tmp_path):
         folder.mkdir()
         begun = time.monotonic()
         done = subprocess.run(
-            [sys.executable, str(script), "--config", str(config), "num_iterations=3", *more],
+            [sys.executable, str(script), f"config={config}", "num_iterations=3", *more],
             cwd=folder, env=os.environ, capture_output=True, text=True, timeout=300,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr[-2000:]

@@ -2,10 +2,12 @@
 
 import inspect
 import re
+import runpy
 import shlex
 import sys
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -13,6 +15,9 @@ from recipes.script import run_alone
 
 from torchrl_llm.cli.train import RECIPES as PAGE_OF
 from torchrl_llm.errors import ResourceError
+from torchrl_llm.langmarl import load_config
+from torchrl_llm.recipes.flat_settings import parse_overrides
+from torchrl_llm.recipes.strict_config import from_mapping
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "sota-implementations"
@@ -47,8 +52,8 @@ WRITTEN |= {
 }
 
 
-def documented():
-    """Script to its arguments, each once."""
+def documented(flat=False):
+    """Script to its arguments, each once; of the recipes with YAML files, or of the flat ones."""
     found = {}
     for page in PAGES:
         for command, rest in COMMAND.findall(page.read_text()):
@@ -57,7 +62,7 @@ def documented():
             if "-m" in words:  # of a sweep the first run
                 words = [re.sub(r"^([\w.]+=[^\[,]+),.*", r"\1", word) for word in words]
             arguments = tuple(word for word in words if "=" in word and "$" not in word)
-            if "/pico/" not in script and "/langmarl/" not in script:  # no Hydra
+            if flat == (script.split("/")[1] in ("pico", "langmarl")):
                 found.setdefault(script, {})[arguments] = None
     return found
 
@@ -137,3 +142,16 @@ def test_the_documented_commands_are_accepted(
         boxed = any(argument.startswith("agent.sandbox=") for argument in arguments)
         with pytest.raises((Accepted, ResourceError) if boxed else Accepted):
             run_alone(monkeypatch, ROOT / script, tmp_path, *arguments, folder)
+
+
+@pytest.mark.parametrize("script", documented(flat=True))
+def test_the_documented_commands_of_flat_recipes_are_accepted(script, monkeypatch):
+    monkeypatch.syspath_prepend(str((ROOT / script).parent))
+    page = SimpleNamespace(**runpy.run_path(str(ROOT / script)))
+    for arguments in documented(flat=True)[script]:
+        given = parse_overrides(arguments)
+        if script.endswith("langmarl/train.py"):
+            load_config(page.config_file(given.pop("config", "qa_central_credit")), given)
+        else:
+            group = page.PicoConfig if "/pico/" in script else page.BothConfig
+            from_mapping(group, given)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from recipes.script import read_metrics
 
 from torchrl_llm.data import Source
 from torchrl_llm.data.ragged import ragged_rows
@@ -177,12 +178,12 @@ def test_weights_are_equal_after_twenty_on_policy_steps(pico, formatter):
 # -- the script ------------------------------------------------------------------------------------
 
 
-def test_a_short_run_writes_a_model_and_says_what_it_did(pico, tmp_path):
+def test_a_short_run_writes_a_model_and_says_what_it_did(pico, tmp_path, capsys):
     threads = torch.get_num_threads()
     try:
         numbers = pico.main(
-            ["--steps", "2", "--tasks", "2", "--k", "4", "--warmup", "2", "--eval-problems", "8"]
-            + ["--max-new-tokens", "8", "--output", str(tmp_path / "model")]
+            ["steps=2", "tasks=2", "k=4", "warmup=2", "eval_problems=8", "max_new_tokens=8"]
+            + [f"folder={tmp_path}"]
         )
     finally:
         torch.set_num_threads(threads)
@@ -190,25 +191,42 @@ def test_a_short_run_writes_a_model_and_says_what_it_did(pico, tmp_path):
     assert 0 <= numbers["before"] <= numbers["reward_before"] <= 1
     changed = load_model(tmp_path / "model").state_dict()
     assert any(not torch.equal(changed[k], v) for k, v in load_model().state_dict().items())
+    rows = read_metrics(tmp_path)
+    assert [row["train/step"] for row in rows] == ["0", "1", "2"]
+    assert float(rows[2]["eval/reward"]) == numbers["reward_after"]
+    said = capsys.readouterr()
+    assert "pico: GRPO, model embedded" in said.err
+    assert "step 2/2, reward" in said.err
+    assert f"torchrl-llm chat {tmp_path}" in said.out
+    assert "\x1b" not in said.out + said.err
 
 
-def test_arguments_that_would_train_nothing_are_refused(pico, capsys):
-    for arguments, message in (
-        (["--k", "1"], "compared with the others of its group"),
-        (["--minibatch", "0"], "--minibatch must be at least 1"),
-        (["--difficulty", "11"], "between 1 and 10"),
+def test_settings_that_would_train_nothing_are_refused(pico, capsys):
+    for argument, message in (
+        ("k=1", "k must be at least 2"),
+        ("minibatch=0", "minibatch must be at least 1"),
+        ("difficulty=11", "difficulty must be"),
+        ("stpes=3", "did you mean 'steps'?"),
     ):
         with pytest.raises(SystemExit):
-            pico.main(arguments)
+            pico.main([argument])
         assert message in capsys.readouterr().err
+
+
+def test_the_help_shows_each_key(pico, capsys):
+    with pytest.raises(SystemExit):
+        pico.main(["--help"])
+    shown = capsys.readouterr().out
+    assert "eval_problems=256" in shown
+    assert "# tokens of an answer." in shown
 
 
 @pytest.mark.full
 @pytest.mark.slow
-def test_twelve_steps_raise_the_reward_on_held_out_words(pico):
+def test_twelve_steps_raise_the_reward_on_held_out_words(pico, tmp_path):
     threads = torch.get_num_threads()
     try:
-        numbers = pico.main(["--steps", "12", "--eval-problems", "64"])
+        numbers = pico.main(["steps=12", "eval_problems=64", f"folder={tmp_path}"])
     finally:
         torch.set_num_threads(threads)
     # From random counts (0.15) to the most probable one (0.64).

@@ -14,10 +14,13 @@ from typing import Annotated
 from torchrl_llm._run_log import shown
 from torchrl_llm._settings import Group, several
 from torchrl_llm.cli._options import Word, make_parser
-from torchrl_llm.cli.train import RECIPES
+from torchrl_llm.cli.train import FLAT, RECIPES
 from torchrl_llm.errors import ConfigError, DataError
 
-PAGES = RECIPES | {"evaluate": "evaluate/evaluate.py", "pipeline-rl": "pipeline-rl/learner.py"}
+PAGES = {name: page for name, page in RECIPES.items() if name not in FLAT} | {
+    "evaluate": "evaluate/evaluate.py",
+    "pipeline-rl": "pipeline-rl/learner.py",
+}
 """Name of a recipe to its page."""
 
 _FAILED = 1

@@ -25,8 +25,15 @@ RECIPES = {
     "embedded": "sft/embedded.py",
     "distillation": "distillation/distillation.py",
     "expert-iteration": "expert-iteration/expert-iteration.py",
+    "langmarl": "langmarl/train.py",
+    "langmarl-weights": "langmarl/both.py",
+    "pipeline-rl": "pipeline-rl/pipeline-rl.py",
+    "pico": "pico/train.py",
 }
 """Name of a recipe to its page."""
+
+FLAT = ("langmarl", "langmarl-weights", "pico")
+"""Recipes whose settings are one flat dataclass, without YAML files."""
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -28,8 +28,9 @@ _INCOMPARABLE = {
 class Options(Group):
     """Write one HTML page of a run, of an evaluation, or of two of them side by side.
 
-    Any browser opens it without a network. A run has its curves, and its rollouts token by token;
-    an evaluation its figures, and its answers prompt by prompt.
+    Any browser opens it without a network. A run shows its curves, and its rollouts token by token;
+    a run of language-space training also its policies, the credit of each agent, and the episodes;
+    an evaluation shows its figures, and its answers prompt by prompt.
 
     Attributes:
         runs: folder of a run or of an evaluation; or two folders, to compare.
@@ -91,7 +92,10 @@ def main(arguments: Sequence[str]) -> int:
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
         ) from error
     sys.stderr.writelines(f"{printable(notice)}\n" for notice in parts["notices"])
-    count = f"{len(parts['rows']):,} {'answers' if True in kinds else 'rollouts'}"
+    if language := parts.get("language"):
+        count = f"{sum(len(each['episodes']) for each in language['iterations']):,} episodes"
+    else:
+        count = f"{len(parts['rows']):,} {'answers' if True in kinds else 'rollouts'}"
     show(f"page {path}, {count}, {len(page) / 1e6:.1f} MB")
     if given.open:
         webbrowser.open(path.resolve().as_uri())
@@ -109,16 +113,21 @@ def _one_run(path: str) -> Any:
 
 
 def _run(given: Options, wanted: tuple[float, float]) -> dict[str, Any]:
+    from torchrl_llm.evaluation.report.language_run import read_language_run
+
     run = _one_run(given.runs[0])
     given.output = given.output or run.folder / "view.html"
-    rows, notices = _rollouts(run.folder, wanted, given.rows)
+    language = read_language_run(run.folder, given.rows)
+    rows, notices = ([], []) if language else _rollouts(run.folder, wanted, given.rows)
+    facts = {key: run.config[key] for key in _FACTS if run.config.get(key) is not None}
     return {
         "rows": rows,
         "tokenizer": _tokenizer(run, notices) if rows else None,
         "metrics": run.metrics,
         "title": run.folder.resolve().name,
-        "facts": {key: run.config[key] for key in _FACTS if run.config.get(key) is not None},
+        "facts": language["facts"] if language else facts,
         "notices": notices,
+        "language": language,
     }
 
 

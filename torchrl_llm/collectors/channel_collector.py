@@ -11,7 +11,7 @@ from __future__ import annotations
 import queue
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, NamedTuple
 
 from tensordict import LazyStackedTensorDict, TensorDict
@@ -79,13 +79,14 @@ class ChannelCollector(VersionedCollector):
             them, before the channel announces the version. It returns their digest, or ``None``. It
             takes ``canary=`` if this collector has a canary.
         weight_updater: alternative to ``publish``, called as ``push_weights(weights)``; at most one
-        of the two.
+            of the two.
         timeout_s: most seconds to wait for an accepted delivery.
         worker_timeout_s: a worker that holds claims and sends no heartbeat for this many seconds is
             dropped: its claims go to other workers, its tokens are lost.
         check: called with each delivery; a :class:`~torchrl_llm.errors.WeightUpdateError` rejects
             it.
         version: version of the workers' first weights.
+        checks: called about once a second while a batch is incomplete; they may raise.
 
     Attributes:
         accounts: counts of received and lost tokens.
@@ -133,6 +134,7 @@ class ChannelCollector(VersionedCollector):
         worker_timeout_s: float = 120.0,
         check: Callable[[Delivery], None] | None = None,
         version: int = 0,
+        checks: Sequence[Callable[[], None]] = (),
     ) -> None:
         super().__init__()
         if publish is not None and weight_updater is not None:
@@ -140,7 +142,7 @@ class ChannelCollector(VersionedCollector):
         self.channel, self.batch_rows, self.pacer = channel, batch_rows, pacer
         self.timeout_s, self.worker_timeout_s = timeout_s, worker_timeout_s
         self.requested_frames_per_batch, self.total_frames = batch_rows, -1
-        self._publish, self._check = publish, check
+        self._publish, self._check, self._checks = publish, check, checks
         self._version = version
         self.ledger = WeightLedger()
         self.canary: CanaryCheck | None = None
@@ -321,6 +323,8 @@ class ChannelCollector(VersionedCollector):
         if now - self._watched_s < _POLL_S:
             return
         self._watched_s = now
+        for check in self._checks:
+            check()
         for name, counts in self.channel.workers().items():
             owes = counts.claimed > 0 or counts.in_flight > 0
             if owes and time.time() - counts.seen_s > self.worker_timeout_s:

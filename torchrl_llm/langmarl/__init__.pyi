@@ -15,7 +15,6 @@ from torchrl_llm.langmarl.config import (
     OvercookedConfig as OvercookedConfig,
     PistonballConfig as PistonballConfig,
     load_config as load_config,
-    parse_overrides as parse_overrides,
 )
 from torchrl_llm.langmarl.credit_reader import parse_credit_response as parse_credit_response
 from torchrl_llm.langmarl.critic import CentralizedCritic as CentralizedCritic
@@ -57,3 +56,4 @@ from torchrl_llm.langmarl.trainer import (
     make_trainer as make_trainer,
     train as train,
 )
+from torchrl_llm.recipes.flat_settings import parse_overrides as parse_overrides

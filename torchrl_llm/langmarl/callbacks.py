@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from torchrl._utils import logger
 
 from torchrl_llm._checked import Ge, checked
+from torchrl_llm._progress import ProgressBar
 from torchrl_llm.langmarl.environment import Trajectory
 
 
@@ -56,6 +57,21 @@ class LoggingCallback(Callback):
     def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
         """Log the end, with the mean reward."""
         trainer.logger.info(f"iteration {iteration} ends: avg_reward {stats['avg_reward']:.3f}")
+
+
+class ProgressCallback(Callback):
+    """Shows how many iterations are done, with the mean reward of the last one.
+
+    Args:
+        bar: shows it.
+    """
+
+    def __init__(self, bar: ProgressBar) -> None:
+        self.bar = bar
+
+    def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
+        """Update the bar."""
+        self.bar.update(iteration + 1, f"reward {stats['avg_reward']:.3f}")
 
 
 class CheckpointCallback(Callback):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -363,30 +363,3 @@ def _of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
             beside = Path(path).parent / values[name]
             values[name] = str(beside.resolve()) if beside.exists() else values[name]
     return values
-
-
-def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
-    """Values that a command line replaces, ``key=value``; a value is JSON where it can be read so.
-
-    Args:
-        arguments: of the command line.
-
-    Raises:
-        ConfigError: one without ``=``.
-
-    Example:
-        >>> parse_overrides(["num_iterations=3", "paradigm=central_global", "llm=null"])
-        {'num_iterations': 3, 'paradigm': 'central_global', 'llm': None}
-    """
-    found: dict[str, Any] = {}
-    for argument in arguments:
-        key, separator, value = argument.partition("=")
-        if not separator or not key:
-            raise ConfigError(f"a setting is given as key=value, got {argument!r}")
-        try:
-            found[key] = json.loads(value)
-        except ValueError as error:
-            if value[:1] in ("{", "["):  # its text is not shown, for it may hold a key
-                raise ConfigError(f"the value of {key} is no JSON: {error}") from None
-            found[key] = value
-    return found

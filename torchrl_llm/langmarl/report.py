@@ -1,11 +1,15 @@
-"""Tables of a run of training in language space: its iterations, and what its calls have cost."""
+"""Tables of a run of training in language space: its iterations, and the cost of its calls."""
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchrl_llm.langmarl.calls import Spent
+from torchrl_llm.trainers.results import text_table
+from torchrl_llm.trainers.run_folder import METRICS_FILE, STEP
 
 
 def iteration_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -66,3 +70,60 @@ def account_table(account: Mapping[tuple[str, str], Spent], *, reused: int = 0) 
     if reused:
         lines.append(f"{reused} answers were in the journal and were not asked for again")
     return "\n".join(lines)
+
+
+def metrics_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """The text of ``metrics.csv``: a row per iteration, and row 0 with the first held-out reward.
+
+    Args:
+        rows: as of :func:`iteration_table`.
+
+    Example:
+        >>> row = {"iteration": 0, "avg_reward": 0.5, "rewards": [0.5], "total_tokens": 120}
+        >>> print(metrics_table([row | {"cost_usd": 0.0, "metadata": {"num_fallbacks": 1}}]))
+        train/step,train/reward,eval/reward,train/language_failed,train/language_fallbacks,\
+train/language_tokens,train/cost_usd
+        1,0.5,,0,1,120,0.0
+        <BLANKLINE>
+    """
+    names = [STEP, "train/reward", "eval/reward", "train/language_failed"]
+    names += ["train/language_fallbacks", "train/language_tokens", "train/cost_usd"]
+    file = io.StringIO()
+    table = csv.DictWriter(file, names, lineterminator="\n")
+    table.writeheader()
+    for row in rows:
+        facts = row.get("metadata") or {}
+        before = facts.get("previous_validation_reward")
+        if row["iteration"] == 0 and before is not None:
+            table.writerow({STEP: 0, "eval/reward": before})
+        reward = row["avg_reward"] if row.get("rewards") else None
+        values = [row["iteration"] + 1, reward, facts.get("validation_reward")]
+        values += [facts.get("num_failed_episodes", 0), facts.get("num_fallbacks", 0)]
+        values += [row["total_tokens"], row["cost_usd"]]
+        table.writerow(dict(zip(names, values, strict=True)))
+    return file.getvalue()
+
+
+def summary(trainer: Any) -> str:
+    """The table that ends a run: rewards, files, and commands that come next.
+
+    Args:
+        trainer: a :class:`~torchrl_llm.langmarl.MonteCarloTrainer` that has trained.
+    """
+    folder = f"{trainer.config.experiment_dir}/runs/{trainer.run_id}"
+    rewards = [f"{row['avg_reward']:.3f}" for row in trainer.rows if row.get("rewards")]
+    ended = {"ended early": trainer.ended_by} if trainer.ended_by else {}
+    held_out = [row["metadata"].get("validation_reward") for row in trainer.rows]
+    first = next((row["metadata"].get("previous_validation_reward") for row in trainer.rows), None)
+    told = {
+        **ended,
+        **({} if first is None else {"held-out reward": f"{first:.3f} -> {held_out[-1]:.3f}"}),
+        "reward": " -> ".join([*rewards[:-1][:1], *rewards[-1:]]) or "none",
+        "iterations": str(len(trainer.rows)),
+        "policies": str(trainer.config.checkpoint_dir),
+        "metrics": f"{folder}/{METRICS_FILE}",
+        "resume": f"the same command with experiment_dir={trainer.config.experiment_dir}",
+        "next": f"torchrl-llm view {folder}",
+        "": f"torchrl-llm plot {folder}",
+    }
+    return text_table(told.items())

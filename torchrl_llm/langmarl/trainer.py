@@ -29,6 +29,7 @@ from torchrl_llm.langmarl.environment import (
 from torchrl_llm.langmarl.optimizer import PolicyGradientOptimizer
 from torchrl_llm.langmarl.phases import RunFiles, TrainingState
 from torchrl_llm.langmarl.prompts import PROMPTS
+from torchrl_llm.langmarl.report import metrics_table
 from torchrl_llm.langmarl.run_logger import RunLogger
 from torchrl_llm.langmarl.store import (
     BaseStore,
@@ -38,6 +39,7 @@ from torchrl_llm.langmarl.store import (
     to_json_text,
     write_policy_file,
 )
+from torchrl_llm.trainers.run_folder import METRICS_FILE
 
 # What may differ when a run goes on: how far, how fast, at what cost.
 _FREE = {"num_iterations", "start_iteration", "resume", "run_name", "max_workers", "log_level"}
@@ -115,6 +117,7 @@ class MonteCarloTrainer:
                 raise ConfigError(f"there is no run {resume!r} in {self.config.experiment_dir}")
             self.store.write_text(path, to_json_text(ours))
             meta = {"schema_version": 1, "run_id": self.run_id, "agents": self.env.agent_names}
+            meta["policies"] = self.env.default_policies()
             self.store.write_text(f"runs/{self.run_id}/run_meta.json", to_json_text(meta))
             return
         if resume == "never":
@@ -177,6 +180,7 @@ class MonteCarloTrainer:
                 self.ended_by = str(error)
                 self.logger.warning(f"training ends: {error}; the run is saved and can go on")
         self.save_policy_files()
+        self._write_table()
         return list(self.history)
 
     def train_one_iteration(self, iteration: int) -> dict[str, Any]:
@@ -217,9 +221,14 @@ class MonteCarloTrainer:
         phases.apply(state, self.files)
         stats = phases.save(state, self.files)
         self.history = read_metrics(self.store, self.run_id)
+        self._write_table()
         self.logger.iteration_end(iteration, stats)
         self._fire("on_iteration_end", iteration, stats, self)
         return stats
+
+    def _write_table(self) -> None:
+        if self.rows:
+            self.store.write_text(f"runs/{self.run_id}/{METRICS_FILE}", metrics_table(self.rows))
 
     def _told_of(self, hook: str, *args: Any) -> None:
         more = (self,) if hook == "on_episode_complete" else ()

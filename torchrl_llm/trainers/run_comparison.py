@@ -25,8 +25,9 @@ from torchrl_llm.trainers.run_folder import CHECKPOINTS, METRICS_FILE, read_conf
 _INCIDENTAL = ("logging.", "checkpoint.")
 # A label with more keys than this is longer than the name of its folder.
 _MOST_KEYS = 4
-# Folders of dates and jobs between the folder that is named and those of its runs.
-_DEPTH = 3
+# Folders between the folder that is named and those of its runs: of recipes, dates, times and, of
+# language-space training, "runs" and the name.
+_DEPTH = 5
 
 
 @dataclass(frozen=True, kw_only=True)

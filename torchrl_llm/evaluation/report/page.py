@@ -78,6 +78,7 @@ def rollout_page(
     tables: Sequence[Table] = (),
     by_prompt: bool = False,
     runs: Mapping[str, Mapping[str, Series]] | None = None,
+    language: Mapping[str, Any] | None = None,
 ) -> str:
     """Draw rows and metrics as a page that any browser opens, offline.
 
@@ -92,6 +93,7 @@ def rollout_page(
         by_prompt: whether the list has one line for each prompt when the page opens.
         runs: for a comparison, label of each run to its metrics; each metric has one drawing with
             a curve of each run. Rows belong to the run that their label ``run`` names.
+        language: as of :func:`~torchrl_llm.evaluation.report.language_run.read_language_run`.
 
     Returns:
         The HTML.
@@ -122,6 +124,7 @@ def rollout_page(
         "reasons": [MASKS[code] for code in MaskReason],
         "continued": CONTINUED,
         "tokenizer": tokenizer is not None,
+        "language": language,
     } | _read_rows(rows, TokenTexts(tokenizer), data, strings)
     header |= {"strings": strings.texts, "columns": data.places}
     return _fill(title, data.packed(header))
@@ -264,11 +267,11 @@ def _row_columns(facts: RowFacts, strings: _Strings) -> dict[str, Any]:
 
 def _fill(title: str, packed: str) -> str:
     folder = files(__package__)
-    page, style, script, curves = (
+    page, style, script, curves, language = (
         (folder / name).read_text(encoding="utf-8")
-        for name in ("view.html", "view.css", "view.js", "curves.js")
+        for name in ("view.html", "view.css", "view.js", "curves.js", "language.js")
     )
-    script = script.replace("{{curves}}", curves)
+    script = script.replace("{{curves}}", curves).replace("{{language}}", language)
     values = {
         "title": html.escape(visible(title)),
         "style-hash": _hash(style),

@@ -451,6 +451,9 @@ function drawDetail() {
   paint();
 }
 
+// -- a language run --------------------------------------------------------------------------------
+
+{{language}}
 // -- the page --------------------------------------------------------------------------------------
 
 function keys(event) {
@@ -488,6 +491,7 @@ document.addEventListener("pointerover", (event) => {
   else if (!event.target.closest(".plot")) tip(null);
 });
 drawCurves();
+if (data.language) drawLanguage(data.language);
 if (all.length) {
   $("rollouts").hidden = false;
   prepareFilters();
