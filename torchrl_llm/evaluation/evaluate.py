@@ -61,6 +61,7 @@ class Evaluation:
         at_k: of several samples a prompt, what :func:`~torchrl_llm.evaluation.figures_at_k` gives,
             means over prompts.
         conversations: the first few, as text.
+        right: whether each of these was answered correctly.
     """
 
     accuracy: float
@@ -74,6 +75,7 @@ class Evaluation:
     shares: Mapping[str, float] = field(default_factory=dict)
     at_k: Mapping[str, float] = field(default_factory=dict)
     conversations: tuple[str, ...] = field(default=(), repr=False)
+    right: tuple[bool, ...] = field(default=(), repr=False)
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
@@ -173,6 +175,7 @@ def evaluate(
             name: (flat[f"held/{name}"].sum() / flat["turns"].sum()).item() for name in share_keys
         },
         conversations=tuple(shown),
+        right=tuple((flat["success"] & valid)[: len(shown)].tolist()),
     )
 
 

@@ -103,7 +103,7 @@ def begin(
 
 
 def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
-    """Say the first line, unless a flag of Hydra's changes what is composed: then Hydra comes first.
+    """Say the first line, unless a flag of Hydra's changes what it composes.
 
     Returns:
         The arguments, with the folder that the line names: Hydra's own would have a later time.

@@ -38,14 +38,14 @@ class RunPosition(NamedTuple):
 
     Attributes:
         step: the last step that was begun.
-        before: conversations of the first evaluation.
+        before: conversations of the first evaluation, and whether each is right.
         after: of the last.
         owed: metrics of the step, whose row is written when its evaluation was made.
     """
 
     step: int
-    before: list[str]
-    after: list[str]
+    before: list[tuple[str, bool]]
+    after: list[tuple[str, bool]]
     owed: dict[str, Any] | None
 
 
