@@ -95,23 +95,13 @@ _LIBRARIES = re.compile(
 )
 
 
-class PlainHandler(logging.Handler):
-    """Handler of the root logger: shows messages alone; those of libraries are in logs only.
-
-    Errors of libraries are shown, too.
-    """
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Show or log a record."""
-        try:
-            text = shown(self.format(record))
-        except Exception:  # arguments that do not fit, as logging tells them
-            self.handleError(record)
-            return
-        if record.levelno < logging.ERROR and _LIBRARIES.search(record.pathname):
-            terminal.log_only(f"[{record.name}][{record.levelname}] {text}")
-        else:
-            say(text)
+def shows_record(record: logging.LogRecord) -> bool:
+    """Filter of a handler of the terminal: what libraries log is in logs only, unless an error."""
+    clean_record(record)
+    if record.levelno >= logging.ERROR or not _LIBRARIES.search(record.pathname):
+        return True
+    terminal.log_only(f"[{record.name}][{record.levelname}] {record.msg}")
+    return False
 
 
 def show_warning(

@@ -366,7 +366,6 @@ class HeldOutPreferences:
     accuracy: float
     margin: float | None
     conversations: tuple[str, ...] = ()
-    right: tuple[bool, ...] = ()
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""

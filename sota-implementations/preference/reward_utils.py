@@ -155,7 +155,6 @@ class HeldOutPairs:
     score: float
     calibration_error: float
     conversations: tuple[str, ...] = ()
-    right: tuple[bool, ...] = ()
 
     @classmethod
     def of(cls, chosen_P: Tensor, rejected_P: Tensor) -> HeldOutPairs:

@@ -335,11 +335,6 @@ class PlayersResult:
         return tuple(text for each in self.by_player.values() for text in each.conversations)
 
     @property
-    def right(self) -> tuple[bool, ...]:
-        """Whether each of these was won."""
-        return tuple(won for each in self.by_player.values() for won in each.right)
-
-    @property
     def accuracy(self) -> float:
         """Share of the games that were won, over all players."""
         return sum(each.accuracy for each in self.by_player.values()) / len(self.by_player)

@@ -245,11 +245,6 @@ class HeldOutEvaluation(HeldOutLoss):
         """The first few, as text."""
         return () if self.answers is None else self.answers.conversations
 
-    @property
-    def right(self) -> tuple[bool, ...]:
-        """Whether each of these is right."""
-        return () if self.answers is None else self.answers.right
-
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
         return super().metrics() | ({} if self.answers is None else self.answers.metrics())

@@ -188,7 +188,7 @@ def test_a_run_that_is_complete_is_shown_again_and_not_repeated(tmp_path, capsys
     toy = Toy(tmp_path, max_steps=3, evaluate=True, resume="auto").train()
     toy.run.finish()
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    assert "held-out conversation 1, after training" in capsys.readouterr().out
+    assert "none of the first 1 held-out conversations" in capsys.readouterr().out
 
 
 def test_a_changed_setting_is_not_silently_taken_over_from_the_checkpoint(tmp_path):
@@ -221,8 +221,7 @@ def test_evaluations_happen_before_at_the_interval_and_at_the_end(tmp_path, caps
     toy.run.finish()
     text, notices = capsys.readouterr()
     assert "train/reward over steps" in text
-    assert "held-out conversation 1, before training" in text
-    assert "held-out conversation 1, after training" in text
+    assert "training changed none of the first 1 held-out conversations" in text
     first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path) if row["eval/accuracy"])
     found = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
     assert found["held-out greedy accuracy"] == f"{float(first):.3f} -> {float(last):.3f}"

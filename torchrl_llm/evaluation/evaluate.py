@@ -19,6 +19,7 @@ from torchrl_llm._progress import ProgressBar
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.row_text import VERDICTS
 from torchrl_llm.envs.delegate import delegates_of
 from torchrl_llm.envs.layers import HoldsTurns
 from torchrl_llm.errors import ConfigError
@@ -60,8 +61,7 @@ class Evaluation:
         shares: of the bool keys that were asked for, the fraction of the turns in which they hold.
         at_k: of several samples a prompt, what :func:`~torchrl_llm.evaluation.figures_at_k` gives,
             means over prompts.
-        conversations: the first few, as text.
-        right: whether each of these was answered correctly.
+        conversations: the first few, as text; the last line says whether it was answered rightly.
     """
 
     accuracy: float
@@ -75,7 +75,6 @@ class Evaluation:
     shares: Mapping[str, float] = field(default_factory=dict)
     at_k: Mapping[str, float] = field(default_factory=dict)
     conversations: tuple[str, ...] = field(default=(), repr=False)
-    right: tuple[bool, ...] = field(default=(), repr=False)
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
@@ -144,7 +143,9 @@ def evaluate(
             for name, values in facts.items():
                 columns.setdefault(name, []).append(values)
             answered += len(facts["reward"])
-            shown.extend(_text(batch[i]) for batch, i in rows[: num_shown - len(shown)])
+            right = (facts["success"] & facts["valid"]).tolist()
+            first = zip(rows[: num_shown - len(shown)], right, strict=False)
+            shown += [f"{_text(batch[i])}\n{VERDICTS[ok]}" for (batch, i), ok in first]
             if on_answer is not None:
                 outcomes = zip(*(facts[name].tolist() for name in Outcome._fields), strict=True)
                 for (batch, i), outcome in zip(rows, outcomes, strict=True):
@@ -175,7 +176,6 @@ def evaluate(
             name: (flat[f"held/{name}"].sum() / flat["turns"].sum()).item() for name in share_keys
         },
         conversations=tuple(shown),
-        right=tuple((flat["success"] & valid)[: len(shown)].tolist()),
     )
 
 

@@ -30,13 +30,13 @@ import yaml
 from torchrl_llm._masking import masked
 from torchrl_llm._parent import end_with_parent
 from torchrl_llm._run_log import (
-    PlainHandler,
     RunLog,
     display_path,
     say,
     show_traceback,
     show_warning,
     shown,
+    shows_record,
     terminal,
 )
 from torchrl_llm._settings import dotted
@@ -135,17 +135,11 @@ def _introduce(config: Any) -> None:
     """Say the first line of a run that Hydra has begun, or log the one that was said before."""
     hydra, settings = _hydra(), _flat(config)
     if hydra.mode is not None and hydra.mode.name == "MULTIRUN":  # the command of this job alone
-        sys.argv[1:] = _without(sys.argv[1:], hydra.overrides.task)
+        sys.argv[1:] = hydra.overrides.task
     if _first_line:
         terminal.log_only(_first_line.pop())
     elif _is_main() and settings.get(PROGRESS, True):
         say(introduction(hydra.job.config_name, settings, hydra.runtime.output_dir))
-
-
-def _without(arguments: Iterable[str], task: Iterable[str]) -> list[str]:
-    """Arguments of a sweep with the values that a job of it has."""
-    known = {"hydra.sweep.dir", *_SWEEP, *(each.partition("=")[0] for each in task)}
-    return [*(each for each in arguments if each.partition("=")[0] not in known), *task]
 
 
 def _is_main() -> bool:
@@ -171,7 +165,9 @@ def _loggers_to_stderr() -> None:
     """Standard output is for results. Hydra is told to leave loggers as they are."""
     for name, value in _TO_STDERR.items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(level=logging.INFO, handlers=[PlainHandler()])
+    handler = logging.StreamHandler()
+    handler.addFilter(shows_record)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
     if not sys.warnoptions:
         warnings.showwarning = show_warning
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from torchrl_llm._run_log import printable
+from torchrl_llm.data.row_text import VERDICTS
 
 NUM_COMPARED = 128
 """Held-out conversations of a run that are kept to be compared."""
@@ -13,35 +14,34 @@ NUM_COMPARED = 128
 _MOST_BETTER = 2
 
 
-def changed_conversations(
-    before: Sequence[tuple[str, bool]], after: Sequence[tuple[str, bool]]
-) -> list[int]:
-    """Which conversations show best what training has changed.
+def changed_conversations(before: Sequence[str], after: Sequence[str]) -> list[int]:
+    r"""Which conversations show best what training has changed.
 
     Args:
-        before: text of each, and whether it was answered correctly, by the untrained model.
+        before: those of the untrained model, each with a line of ``VERDICTS`` at its end.
         after: the same prompts, answered by the trained model.
 
     Returns:
-        At most two indices whose answer differs, those that became right first, then those that
-        were and are right or wrong; and one more that became wrong, if there is one.
+        At most two indices whose answer differs, first those that became right, then those whose
+        verdict is the same; and one more that became wrong, if there is one.
 
     Example:
-        >>> was = [("1", True), ("2", False), ("3", False), ("4", True)]
-        >>> changed_conversations(was, [("1", True), ("5", False), ("6", True), ("7", False)])
+        >>> was = ["1\n-> right", "2\n-> wrong", "3\n-> wrong", "4\n-> right"]
+        >>> now = ["1\n-> right", "5\n-> wrong", "6\n-> right", "7\n-> wrong"]
+        >>> changed_conversations(was, now)
         [2, 1, 3]
     """
-    pairs = list(zip(before, after, strict=True))
-    differ = [number for number, (old, new) in enumerate(pairs) if old[0] != new[0]]
-    gain = {number: pairs[number][1][1] - pairs[number][0][1] for number in differ}
-    better = sorted((number for number in differ if gain[number] >= 0), key=lambda n: -gain[n])
-    worse = [number for number in differ if gain[number] < 0]
-    return better[:_MOST_BETTER] + worse[:1]
+    gains = {
+        number: new.endswith(VERDICTS[True]) - old.endswith(VERDICTS[True])
+        for number, (old, new) in enumerate(zip(before, after, strict=True))
+        if old != new
+    }
+    ordered = sorted(gains, key=lambda number: -gains[number])
+    better = [number for number in ordered if gains[number] >= 0]
+    return better[:_MOST_BETTER] + ordered[len(better) :][:1]
 
 
-def compare_conversations(
-    before: Sequence[tuple[str, bool]], after: Sequence[tuple[str, bool]]
-) -> str:
+def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:
     r"""The conversations of :func:`changed_conversations`, before and after training, as text.
 
     Args:
@@ -49,26 +49,26 @@ def compare_conversations(
         after: as there.
 
     Example:
-        >>> was, now = ("user: 1+1\nassistant: 3", False), ("user: 1+1\nassistant: 2", True)
+        >>> was, now = "user: 1+1\nassistant: 3\n-> wrong", "user: 1+1\nassistant: 2\n-> right"
         >>> print(compare_conversations([was], [now]))
         held-out conversation 1
           user: 1+1
-          before training, wrong
+          before training
             assistant: 3
-          after training, right
+            -> wrong
+          after training
             assistant: 2
+            -> right
     """
     if len(before) != len(after):
-        return "the held-out prompts are others than before training, and are not compared"
+        return "there were other held-out prompts before training: conversations are not compared"
     parts = []
     for number in changed_conversations(before, after):
-        (old, was_right), (new, is_right) = before[number], after[number]
-        old, new = old.splitlines(), new.splitlines()
-        same = [line for line, _ in takewhile(lambda two: two[0] == two[1], zip(old, new))]  # noqa: B905
-        parts += [f"held-out conversation {number + 1}", *(f"  {line}" for line in same)]
-        for when, lines, right in (("before", old, was_right), ("after", new, is_right)):
-            parts.append(f"  {when} training, {'right' if right else 'wrong'}")
-            parts += [f"    {line}" for line in lines[len(same) :]]
-    if not parts:
-        parts = [f"training changed none of the first {len(after)} held-out conversations"]
-    return "\n".join(map(printable, parts))
+        old, new = before[number].splitlines(), after[number].splitlines()
+        equal = takewhile(lambda lines: lines[0] == lines[1], zip(old, new, strict=False))
+        same = len(list(equal))
+        parts += [f"held-out conversation {number + 1}", *(f"  {line}" for line in old[:same])]
+        for when, lines in (("before", old), ("after", new)):
+            parts += [f"  {when} training", *(f"    {line}" for line in lines[same:])]
+    unchanged = f"training changed none of the first {len(after)} held-out conversations"
+    return "\n".join(map(printable, parts or [unchanged]))

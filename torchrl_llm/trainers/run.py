@@ -147,8 +147,8 @@ class TrainingRun:
             spare=(METRICS_FILE,),
         )
         self._rollouts = KeptRollouts(self.folder, self._logging.rollouts, ranks, tools)
-        self._before: list[tuple[str, bool]] = []
-        self._after: list[tuple[str, bool]] = []
+        self._before: list[str] = []
+        self._after: list[str] = []
         self._started: float | None = None
         self._stopped_by: signal.Signals | None = None
         self._cut = False
@@ -456,14 +456,13 @@ class TrainingRun:
         value = metrics.get(self._shown.metric, math.nan)
         return ", ".join([f"{self._shown.name} {value:.3f}", speed, *known])
 
-    def _measured(self) -> tuple[dict[str, float], list[tuple[str, bool]]]:
+    def _measured(self) -> tuple[dict[str, float], list[str]]:
         """Numbers and conversations of an evaluation, none of one that a stop request has cut."""
         numbers, conversations, self._cut = {}, [], True
         if self.ranks.is_main:  # the same prompts in the same batches as in one process
             with suppress(Cut), self.stop.at_once(), naming_keys("evaluate", self._config):
                 result = self._evaluate()
-                numbers = result.metrics()
-                conversations = list(zip(result.conversations, result.right, strict=True))
+                numbers, conversations = result.metrics(), list(result.conversations)
                 self._cut = False
         numbers, conversations, self._cut = self.ranks.from_main(
             (numbers, conversations, self._cut)

@@ -20,10 +20,9 @@ from torchrl_llm.trainers.reward_watch import RewardWatch
 
 
 class EvalResult(Protocol):
-    """What an evaluation returns to the run: texts, and whether each has a correct answer."""
+    """What an evaluation returns to the run."""
 
     conversations: Sequence[str]
-    right: Sequence[bool]
 
     def metrics(self) -> dict[str, float]:
         """Numbers named ``eval/...``."""
@@ -84,14 +83,14 @@ class RunResults:
 
     def show(
         self,
-        before: Sequence[tuple[str, bool]],
-        after: Sequence[tuple[str, bool]],
+        before: Sequence[str],
+        after: Sequence[str],
         more: Sequence[tuple[str, str]] = (),
     ) -> None:
         """Draw the curve, and show what became of the held-out conversations.
 
         Args:
-            before: conversations of the first evaluation, and whether each is right.
+            before: conversations of the first evaluation.
             after: of the last.
             more: what can be done next, a name and a command each.
         """

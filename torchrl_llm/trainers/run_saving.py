@@ -38,14 +38,14 @@ class RunPosition(NamedTuple):
 
     Attributes:
         step: the last step that was begun.
-        before: conversations of the first evaluation, and whether each is right.
+        before: conversations of the first evaluation.
         after: of the last.
         owed: metrics of the step, whose row is written when its evaluation was made.
     """
 
     step: int
-    before: list[tuple[str, bool]]
-    after: list[tuple[str, bool]]
+    before: list[str]
+    after: list[str]
     owed: dict[str, Any] | None
 
 

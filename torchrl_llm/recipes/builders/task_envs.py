@@ -283,9 +283,8 @@ def num_rows(
         env: the environment to train in.
         held_out: the environment of the held-out prompts.
     """
-    primers = [getattr(each, "primer", None) for each in (env, held_out)]
-    found = [None if primer is None else primer.num_rows for primer in primers]
-    limits = [each for each in (found[1], config.eval.num_prompts) if each is not None]
+    found = [getattr(getattr(e, "primer", None), "num_rows", None) for e in (env, held_out)]
+    limits = [number for number in (found[1], config.eval.num_prompts) if number is not None]
     return found[0], 0 if held_out is None else min(limits, default=None)
 
 
