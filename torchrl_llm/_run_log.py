@@ -20,6 +20,8 @@ import sys
 import threading
 import traceback
 import warnings
+from collections.abc import Mapping
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -58,6 +60,18 @@ def printable(text: str) -> str:
 def shown(text: str) -> str:
     """A text as it is shown: :func:`printable`, without passwords."""
     return "\n".join(map(masked, printable(text).split("\n")))
+
+
+def rounded_repr(result: Any) -> str:
+    """As ``__repr__`` of a dataclass with numbers for people: they have three decimals."""
+    values = {f.name: getattr(result, f.name) for f in fields(result) if f.repr}
+    return f"{type(result).__name__}({', '.join(f'{k}={_rounded(v)}' for k, v in values.items())})"
+
+
+def _rounded(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_rounded(each)}" for key, each in value.items()) + "}"
+    return f"{value:.3f}" if isinstance(value, float) else repr(value)
 
 
 def display_path(path: str | Path) -> str:

@@ -16,6 +16,7 @@ from torchrl.envs import EnvBase
 
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._progress import ProgressBar
+from torchrl_llm._run_log import rounded_repr
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
@@ -75,6 +76,8 @@ class Evaluation:
     shares: Mapping[str, float] = field(default_factory=dict)
     at_k: Mapping[str, float] = field(default_factory=dict)
     conversations: tuple[str, ...] = field(default=(), repr=False)
+
+    __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
