@@ -96,8 +96,7 @@ def test_each_job_of_a_sweep_introduces_itself_with_its_folder_and_its_own_comma
     command += ["hydra/job_logging=none", "hydra/hydra_logging=none"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.stderr.splitlines() == [
-        "small: sweep over seed=1,2 model.name=m hydra/job_logging=none hydra/hydra_logging=none, "
-        "folder all",
+        "small: sweep over seed=1,2 model.name=m, folder all",
         "small: model m, folder all/0",
         "small: model m, folder all/1",
     ]

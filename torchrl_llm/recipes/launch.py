@@ -114,7 +114,7 @@ def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
     is_sweep = overrides != arguments
     if not _is_main() or any(each.startswith(("-", "hydra.mode=")) for each in overrides):
         return arguments
-    own = [each for each in overrides if each.startswith("hydra.") or not is_sweep]
+    own = [each for each in overrides if each.startswith("hydra") or not is_sweep]
     config = compose_files(page.parent / "config", name, own, page=page.stem)
     key = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
     try:
@@ -123,7 +123,7 @@ def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
         return arguments
     settings = _flat(config)
     if is_sweep:
-        over = " ".join(each for each in overrides if not each.startswith("hydra."))
+        over = " ".join(each for each in overrides if not each.startswith("hydra"))
         say(f"{name}: sweep over {over}, folder {display_path(folder)}")
     elif settings.get(PROGRESS, True):
         _first_line.append(introduction(name, settings, folder))
