@@ -65,6 +65,9 @@ def test_a_sweep_names_its_own_folder(tmp_path):
     folder = folder_of(arguments[-1])
     assert said == f"grpo: sweep over seed=1,2, folder {folder}\n"
     assert arguments == ["-m", "seed=1,2", f"hydra.sweep.dir='{folder}'"]
+    said, _ = run_begin(tmp_path, GRPO, "-m", "seed=1,2", "model.name=https://me:secret@host")
+    assert "secret" not in said
+    assert run_begin(tmp_path, GRPO, "-m", "seed=1,2", "logging.progress=false")[0] == ""
 
 
 @pytest.mark.parametrize(

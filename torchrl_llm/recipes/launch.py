@@ -93,13 +93,10 @@ def begin(
     def checked() -> list[str]:
         if check is not None:
             check(arguments)
-        return check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
+        found = check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
+        return _introduced(Path(page), name, [*found, *_of_other_ranks(arguments)])
 
-    @tells_errors
-    def introduced(arguments: list[str]) -> list[str]:
-        return _introduced(Path(page), name, arguments)
-
-    sys.argv[1:] = introduced([*checked(), *_of_other_ranks(arguments)])
+    sys.argv[1:] = checked()
 
 
 def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
@@ -122,10 +119,10 @@ def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
     except OmegaConfBaseException:  # it depends on what only Hydra knows
         return arguments
     settings = _flat(config)
-    if is_sweep:
-        over = " ".join(each for each in overrides if not each.startswith("hydra"))
+    if is_sweep and f"{PROGRESS}=false" not in overrides:
+        over = " ".join(masked(each) for each in overrides if not each.startswith("hydra"))
         say(f"{name}: sweep over {over}, folder {display_path(folder)}")
-    elif settings.get(PROGRESS, True):
+    elif not is_sweep and settings.get(PROGRESS, True):
         _first_line.append(introduction(name, settings, folder))
         say(_first_line[0])
     return [*(a for a in arguments if not a.startswith(f"{key}=")), f"{key}={quoted(folder)}"]
