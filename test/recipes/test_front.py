@@ -444,4 +444,4 @@ def test_a_run_in_python_introduces_itself_once_before_its_model_is_loaded(tmp_p
         f"folder {tmp_path}",
         first,
     )
-    assert size == "337.8K parameters, cpu, float32, 36 rows to train on, 4 held out"
+    assert size == "337.8K parameters, cpu, float32, 32 rows to train on, 8 held out"
