@@ -65,7 +65,8 @@ class RunModels:
             yield f"{name}: " * bool(name) + f"{_rounded(total)} parameters"
             if trained < total:
                 yield f"{_rounded(trained)} of them trained"
-            yield f"{sizes[0][0].device}, {str(sizes[0][0].dtype).removeprefix('torch.')}"
+            for first, _ in sizes[:1]:
+                yield f"{first.device}, {str(first.dtype).removeprefix('torch.')}"
 
     def state(self) -> dict[str, Any]:
         """Of each model the names of what is trained, and what its folder does not hold, whole.
