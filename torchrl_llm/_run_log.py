@@ -19,6 +19,9 @@ import re
 import sys
 import threading
 import traceback
+import warnings
+from collections.abc import Mapping
+from dataclasses import fields
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -59,8 +62,29 @@ def shown(text: str) -> str:
     return "\n".join(map(masked, printable(text).split("\n")))
 
 
+def rounded_repr(result: Any) -> str:
+    """As ``__repr__`` of a dataclass with numbers for people: they have three decimals."""
+    values = {f.name: getattr(result, f.name) for f in fields(result) if f.repr}
+    return f"{type(result).__name__}({', '.join(f'{k}={_rounded(v)}' for k, v in values.items())})"
+
+
+def _rounded(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {_rounded(each)}" for key, each in value.items()) + "}"
+    return f"{value:.3f}" if isinstance(value, float) else repr(value)
+
+
+def display_path(path: str | Path) -> str:
+    """A path as it is shown and copied: below the present folder it is relative."""
+    full, here = Path(path).absolute(), Path.cwd()
+    return str(full.relative_to(here) if here in full.parents else full)
+
+
 def clean_record(record: logging.LogRecord) -> bool:
-    """Filter of a logger, whose messages become :func:`shown`."""
+    """Filter of TorchRL's logger, whose messages become :func:`shown`, and lines without marks."""
+    for handler in logging.getLogger(record.name).handlers:
+        if type(handler.formatter).__module__ == "torchrl._utils":
+            handler.setFormatter(logging.Formatter("%(message)s"))
     with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are told later
         record.msg, record.args = shown(record.getMessage()), ()
     return True
@@ -75,6 +99,31 @@ def in_notebook() -> bool:
     """Whether this process is the kernel of a notebook."""
     shell = sys.modules.get("IPython") and sys.modules["IPython"].get_ipython()
     return hasattr(shell, "kernel")
+
+
+# Packages whose messages a user can do nothing about; the user's own may be installed next to them.
+_LIBRARIES = re.compile(
+    r"[/\\](?:site|dist)-packages[/\\](?:accelerate|alembic|bitsandbytes|datasets|filelock|fsspec|"
+    r"httpx|huggingface_hub|hydra|matplotlib|mlflow|numpy|omegaconf|peft|ray|sqlalchemy|"
+    r"tensorboard|tensordict|torch|torchrl|trackio|transformers|triton|urllib3|vllm|wandb)[/\\]"
+)
+
+
+def shows_record(record: logging.LogRecord) -> bool:
+    """Filter of a handler of the terminal: what libraries log is in logs only, unless an error."""
+    clean_record(record)
+    if record.levelno >= logging.ERROR or not _LIBRARIES.search(record.pathname):
+        return True
+    terminal.log_only(f"[{record.name}][{record.levelname}] {record.msg}")
+    return False
+
+
+def show_warning(
+    message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any
+) -> None:
+    """As ``warnings.showwarning``; a warning about a library's own code is in logs only."""
+    text = warnings.formatwarning(message, category, filename, lineno).rstrip()
+    (terminal.log_only if _LIBRARIES.search(filename) else say)(text)
 
 
 class _Stream:

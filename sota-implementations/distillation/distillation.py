@@ -43,6 +43,7 @@ from torchrl_llm.recipes.builders import (
     make_watch,
     max_turns,
     minibatches,
+    num_rows,
     overlong_metrics,
 )
 from torchrl_llm.recipes.parallel import (
@@ -116,6 +117,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
         evaluate=make_evaluation(config, eval_env, policy),
         config=config.flat(),
         tools=policy.options.tools,
+        num_rows=num_rows(config, env, eval_env),
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

@@ -34,6 +34,7 @@ from torchrl_llm.recipes.builders import (
     make_watch,
     max_turns,
     minibatches,
+    num_rows,
     overlong_metrics,
 )
 from torchrl_llm.recipes.parallel import (
@@ -100,6 +101,7 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         evaluate=make_evaluation(config, eval_env, policy),
         config=config.flat(),
         tools=policy.options.tools,
+        num_rows=num_rows(config, env, eval_env),
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

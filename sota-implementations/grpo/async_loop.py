@@ -28,6 +28,7 @@ from torchrl_llm.recipes.builders import (
     make_watch,
     max_turns,
     minibatches,
+    num_rows,
 )
 from torchrl_llm.recipes.parallel import begin, folder_of, make_learner
 from torchrl_llm.recipes.sampling_engine import make_canary
@@ -85,15 +86,17 @@ def train_async(
             if collector.primer is not None:
                 parts["prompts"] = collector.primer
             parts |= {"collector": collector, "buffer": buffer, "source": source}
+        eval_env = make_eval_env(config, policy.tokenizer)
         run = TrainingRun(
             folder_of(HydraConfig.get().runtime.output_dir, ranks),
             max_steps=config.train.max_steps,
             model=learner.model,
             tokenizer=policy.tokenizer,
             parts=parts,
-            evaluate=make_evaluation(config, make_eval_env(config, policy.tokenizer), policy),
+            evaluate=make_evaluation(config, eval_env, policy),
             config=config.flat(),
             tools=policy.options.tools,
+            num_rows=num_rows(config, None, eval_env),
             logging=config.logging,
             checkpoint=config.checkpoint,
             evaluation=config.eval,

@@ -48,6 +48,7 @@ from torchrl_llm.recipes.builders import (
     make_watch,
     max_turns,
     minibatches,
+    num_rows,
     overlong_metrics,
 )
 from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, of_rank, share_prompts
@@ -117,6 +118,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
         evaluate=make_evaluation(config, eval_env, sampler),
         config=config.flat(),
         tools=policy.options.tools,
+        num_rows=num_rows(config, env, eval_env),
         logging=config.logging,
         checkpoint=config.checkpoint,
         evaluation=config.eval,

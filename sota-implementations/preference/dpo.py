@@ -77,6 +77,7 @@ def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         shown=SHOWN,
+        num_rows=(len(data.train), len(data.held_out or ())),
         ranks=ranks,
     )
     run.say(data.train.show(0))

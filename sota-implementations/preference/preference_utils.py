@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict
 from torch import Tensor
 
 from torchrl_llm._checked import Ge
+from torchrl_llm._run_log import rounded_repr
 from torchrl_llm._settings import ensure, own
 from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.data.column_names import joined_prompt
@@ -366,6 +367,8 @@ class HeldOutPreferences:
     accuracy: float
     margin: float | None
     conversations: tuple[str, ...] = ()
+
+    __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""

@@ -75,6 +75,7 @@ def train(config: RewardTrainingConfig, folder: str | Path) -> Iterator[Training
         checkpoint=config.checkpoint,
         evaluation=config.eval,
         shown=SHOWN,
+        num_rows=(len(data.train), len(data.held_out or ())),
         ranks=ranks,
     )
     run.say(data.train.show(0))

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrl_llm import modules
 from torchrl_llm._checked import Ge
+from torchrl_llm._run_log import rounded_repr
 from torchrl_llm._settings import Group, ensure, naming, own
 from torchrl_llm.data.preferences import PreferenceColumns, Preferences
 from torchrl_llm.data.row_transform import pieces_under_budget
@@ -167,6 +168,8 @@ class HeldOutPairs:
             score=float((chosen_P + rejected_P).mean() / 2),
             calibration_error=float(calibration_error(margins)),
         )
+
+    __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""

@@ -53,6 +53,7 @@ from torchrl_llm.trainers import (
     rollout_metrics,
     say,
 )
+from torchrl_llm.trainers.held_out import NUM_COMPARED
 from torchrl_llm.trainers.run_folder import model_folder
 from torchrl_llm.trainers.run_results import Shown
 from torchrl_llm.weights import JointWeights
@@ -330,8 +331,8 @@ class PlayersResult:
 
     @property
     def conversations(self) -> tuple[str, ...]:
-        """The first game of each player, as text."""
-        return tuple(text for each in self.by_player.values() for text in each.conversations[:1])
+        """The first games of each player, as text."""
+        return tuple(text for each in self.by_player.values() for text in each.conversations)
 
     @property
     def accuracy(self) -> float:
@@ -390,6 +391,7 @@ class PlayersEvaluation:
                     num_prompts=config.eval.num_prompts or env.primer.num_rows,
                     max_turns=max_turns(config),
                     share_keys=("game_legal",),
+                    num_shown=NUM_COMPARED,
                     title=f"evaluating {player}",
                 )
         return PlayersResult(by_player=found)

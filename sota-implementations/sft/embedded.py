@@ -68,6 +68,7 @@ def main(cfg: DictConfig) -> None:
     path.mkdir(parents=True, exist_ok=True)
     save_pretrained(path, model, tokenizer)
     show(f"model {path} (AutoModelForCausalLM.from_pretrained opens it)")
+    show(f"talk to it: torchrl-llm chat {path}")
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from sft_utils import make_demonstrations, make_policy
 
 from torchrl_llm.data.demonstrations import DemonstrationColumns
 from torchrl_llm.envs.transforms import ContextLimit
-from torchrl_llm.recipes.builders import greedy_evaluation, make_tokenizer
+from torchrl_llm.recipes.builders import greedy_evaluation, make_tokenizer, num_rows
 from torchrl_llm.recipes.parallel import begin, folder_of
 from torchrl_llm.trainers import TrainingRun
 
@@ -44,7 +44,8 @@ def train(config: ImitateConfig, folder: str | Path) -> Iterator[TrainingRun]:
     evaluate = greedy_evaluation(
         config, env, policy, max_tokens=config.eval.max_tokens, max_turns=env.max_turns()
     )
-    yield from fine_tune(config, folder_of(folder, ranks), policy, played, evaluate, ranks)
+    folder, num_held_out = folder_of(folder, ranks), num_rows(config, None, env)[1]
+    yield from fine_tune(config, folder, policy, played, evaluate, ranks, num_held_out)
 
 
 @hydra.main(version_base="1.3", config_path="config", config_name="imitate")

@@ -54,7 +54,8 @@ def train(config: SFTConfig, folder: str | Path) -> Iterator[TrainingRun]:
     data = load_data(config, tokenizer)
     policy = make_policy(config, tokenizer)
     evaluate = make_evaluation(config, data.held_out, policy)
-    yield from fine_tune(config, folder_of(folder, ranks), policy, data.train, evaluate, ranks)
+    folder, num_held_out = folder_of(folder, ranks), len(data.held_out or ())
+    yield from fine_tune(config, folder, policy, data.train, evaluate, ranks, num_held_out)
 
 
 def fine_tune(
@@ -64,6 +65,7 @@ def fine_tune(
     demonstrations: Demonstrations,
     evaluate: Callable[[], EvalResult] | None,
     ranks: Ranks,
+    num_held_out: int,
 ) -> Iterator[TrainingRun]:
     """Learn demonstrations, in another order in each epoch; ``imitate.py`` does so too."""
     ranks.share_at_least_one(config.train.batch_size, "train.batch_size", what="rows")
@@ -86,6 +88,7 @@ def fine_tune(
         tokenizer=policy.tokenizer,
         parts={"optimizer": optimizer, "scheduler": scheduler, "rows": loader},
         evaluate=evaluate,
+        num_rows=(len(demonstrations), num_held_out),
         config=config.flat(),
         logging=config.logging,
         checkpoint=config.checkpoint,

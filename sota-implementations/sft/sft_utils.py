@@ -14,6 +14,7 @@ from tensordict import LazyStackedTensorDict
 from torchrl._utils import logger
 
 from torchrl_llm._checked import Ge
+from torchrl_llm._run_log import rounded_repr
 from torchrl_llm._settings import Count, ensure, own
 from torchrl_llm.data.column_names import check_named, joined_prompt
 from torchrl_llm.data.demonstrations import (
@@ -244,6 +245,8 @@ class HeldOutEvaluation(HeldOutLoss):
     def conversations(self) -> tuple[str, ...]:
         """The first few, as text."""
         return () if self.answers is None else self.answers.conversations
+
+    __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""

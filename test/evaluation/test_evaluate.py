@@ -92,7 +92,10 @@ def test_cut_answers_are_scored_as_the_published_procedures_do(tokenizer):
 def test_conversations_are_given_as_text(tokenizer):
     policy = FakeWrapper("5", tokenizer=tokenizer)
     result = evaluate(env(), policy, num_prompts=3, num_shown=2)
-    assert result.conversations == ("user: number 0\nassistant: 5", "user: number 1\nassistant: 5")
+    assert result.conversations == (
+        "user: number 0\nassistant: 5\n-> wrong",
+        "user: number 1\nassistant: 5\n-> wrong",
+    )
 
 
 def test_rows_that_have_ended_keep_their_result_while_others_go_on(tokenizer):

@@ -16,5 +16,5 @@ for file in progress.txt run/run.log; do
     grep -q 'query: .*What is' $file
 done
 # Conversations before and after, with the results.
-grep -A 2 "held-out conversation 1, before" results.txt
-grep -A 2 "held-out conversation 1, after" results.txt
+grep -A 2 "before training" results.txt
+grep -A 2 "after training" results.txt

@@ -1,6 +1,7 @@
 """GRPO as an object: the same run as the command's, a step at a time."""
 
 import gc
+import re
 import shlex
 import signal
 import sys
@@ -429,3 +430,18 @@ def test_a_run_that_is_over_or_was_left_gives_its_memory_back(tmp_path, steps):
     del run
     gc.collect()
     assert model() is None
+
+
+def test_a_run_in_python_introduces_itself_once_before_its_model_is_loaded(tmp_path, capsys):
+    sums = [{"q": f"What is {n}+{n}?", "sum": str(2 * n)} for n in range(20, 60)]
+    settings = SMALL | {"logging": {"progress": True}}
+    run = GRPO(data=sums, prompt="q", answer="sum", reward="exact", folder=tmp_path, **settings)
+    assert capsys.readouterr().err == ""
+    assert run.run is run.run
+    first, size = capsys.readouterr().err.splitlines()[:2]
+    assert re.fullmatch(
+        "grpo: model of the package, data .*, reward exact, loss grpo, advantage group, "
+        f"folder {tmp_path}",
+        first,
+    )
+    assert size == "337.8K parameters, cpu, float32, 32 rows to train on, 8 held out"

@@ -4,6 +4,7 @@ import errno
 import importlib
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -49,7 +50,7 @@ def test_a_short_run_leaves_metrics_a_curve_and_a_model_that_transformers_opens(
     assert (tmp_path / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert list(tmp_path.glob("grpo/events.out.tfevents*"))
     text = capfd.readouterr().out
-    assert "held-out conversation 2, after training" in text
+    assert re.search("^held-out conversation|^training changed none of the first", text, re.M)
     assert "train/reward over steps" in text
     folder = tmp_path / "checkpoints" / "step_000002"
     model, tokenizer = (

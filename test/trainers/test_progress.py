@@ -2,7 +2,7 @@ import signal
 
 import pytest
 
-from torchrl_llm.trainers.progress import StopRequest, compare_conversations
+from torchrl_llm.trainers.progress import StopRequest
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -31,26 +31,6 @@ def test_a_ctrl_c_that_comes_twice_at_once_does_not_interrupt():
         assert stop.requested
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
-
-
-def test_conversations_are_shown_in_pairs():
-    text = compare_conversations(["a\nb", "c"], ["d", "e"])
-    assert text.splitlines() == [
-        "held-out conversation 1, before training",
-        "  a",
-        "  b",
-        "held-out conversation 1, after training",
-        "  d",
-        "held-out conversation 2, before training",
-        "  c",
-        "held-out conversation 2, after training",
-        "  e",
-    ]
-
-
-def test_conversations_cannot_control_the_terminal():
-    text = compare_conversations(["\x1b[2Ja"], ["b\x07"])
-    assert text.splitlines()[1::2] == ["  a", "  b"]
 
 
 def test_a_signal_that_the_process_ignores_stays_ignored():

@@ -188,7 +188,7 @@ def test_a_run_that_is_complete_is_shown_again_and_not_repeated(tmp_path, capsys
     toy = Toy(tmp_path, max_steps=3, evaluate=True, resume="auto").train()
     toy.run.finish()
     assert (tmp_path / "metrics.csv").read_bytes() == before
-    assert "held-out conversation 1, after training" in capsys.readouterr().out
+    assert "none of the first 1 held-out conversations" in capsys.readouterr().out
 
 
 def test_a_changed_setting_is_not_silently_taken_over_from_the_checkpoint(tmp_path):
@@ -221,8 +221,7 @@ def test_evaluations_happen_before_at_the_interval_and_at_the_end(tmp_path, caps
     toy.run.finish()
     text, notices = capsys.readouterr()
     assert "train/reward over steps" in text
-    assert "held-out conversation 1, before training" in text
-    assert "held-out conversation 1, after training" in text
+    assert "training changed none of the first 1 held-out conversations" in text
     first, *_, last = (row["eval/accuracy"] for row in rows(tmp_path) if row["eval/accuracy"])
     found = dict(re.split(r"  +", line, maxsplit=1) for line in text.splitlines() if "  " in line)
     assert found["held-out greedy accuracy"] == f"{float(first):.3f} -> {float(last):.3f}"
@@ -727,3 +726,61 @@ def test_how_a_run_deals_with_rewards_may_change_when_it_goes_on(tmp_path):
     Toy(tmp_path, max_steps=1, config=keys).train()
     changed = {"reward.on_all_invalid": "continue", "train.no_signal_steps": None}
     assert Toy(tmp_path, max_steps=1, config=changed, resume="auto").run.step == 1
+
+
+def next_commands(toy, capsys):
+    toy.run.finish()
+    rows = [re.split("  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    names = ("look at it", "talk to it", "go on", "train longer")
+    return {row[0]: row[1] for row in rows if row[0] in names}
+
+
+def test_a_run_ends_with_the_commands_that_look_at_it_and_train_it_longer(
+    tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "sys.argv", ["torchrl-llm train grpo", "seed=1", "train.max_steps=2", "hydra.run.dir=a b"]
+    )
+    config = {"train.max_steps": 2}
+    assert next_commands(Toy(tmp_path / "a b", max_steps=2, config=config).train(), capsys) == {
+        "look at it": "torchrl-llm view 'a b' --open",
+        "talk to it": "torchrl-llm chat 'a b'",
+        "train longer": "torchrl-llm train grpo seed=1 hydra.run.dir='a b' checkpoint.resume=auto "
+        "train.max_steps=4",
+    }
+    toy = Toy(tmp_path / "c", max_steps=6, config={"train.max_epochs": 3}).train()
+    assert next_commands(toy, capsys)["train longer"].endswith(" train.max_epochs=6")
+    toy = Toy(tmp_path / "d", max_steps=2, config={"steps": 2}).train()
+    assert "train longer" not in next_commands(toy, capsys)  # no key makes it longer
+
+
+def test_a_run_in_python_says_how_python_trains_it_longer(tmp_path, capsys):
+    toy = Toy(tmp_path, max_steps=2, config={"train.max_steps": 2})
+    toy.run.how_to_resume = "GRPO(...).train()"
+    longer = next_commands(toy.train(), capsys)["train longer"]
+    assert longer == "GRPO(...).train() with train.max_steps=4"
+
+
+def test_a_run_tells_its_size_and_its_rows_unless_it_is_quiet(tmp_path, capsys):
+    def begin(name, model, progress):
+        TrainingRun(
+            tmp_path / name,
+            max_steps=1,
+            model=model,
+            tokenizer=Tokenizer(),
+            parts={},
+            logging=LoggingConfig(progress=progress),
+            num_rows=(1200, None) if name == "half" else (1200, 64),
+        )
+        return capsys.readouterr().err
+
+    assert begin("quiet", Model(), False) == ""
+    # three weights and a frozen one
+    assert begin("half", Model(), True) == (
+        "4 parameters, 3 of them trained, cpu, float32, 1,200 rows to train on\n"
+    )
+    linear = nn.Linear(1000, 8100, bias=False, dtype=torch.bfloat16)
+    assert begin("whole", linear, True) == (
+        "8.1M parameters, cpu, bfloat16, 1,200 rows to train on, 64 held out\n"
+    )

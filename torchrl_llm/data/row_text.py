@@ -12,6 +12,9 @@ from torchrl_llm.data.messages import message_text
 
 _MOST_CHARS = 300
 
+VERDICTS = ("-> wrong", "-> right")
+"""Last line of a held-out conversation that is shown."""
+
 
 def row_text(row: TensorDictBase, *, indent: str = "  ") -> str:
     """What was asked, answered and expected in one row, each shortened to 300 characters.

@@ -16,9 +16,11 @@ from torchrl.envs import EnvBase
 
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._progress import ProgressBar
+from torchrl_llm._run_log import rounded_repr
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.input_modes import message_text
 from torchrl_llm.data.ragged import read_rows
+from torchrl_llm.data.row_text import VERDICTS
 from torchrl_llm.envs.delegate import delegates_of
 from torchrl_llm.envs.layers import HoldsTurns
 from torchrl_llm.errors import ConfigError
@@ -59,7 +61,7 @@ class Evaluation:
         shares: for each requested bool key, the fraction of turns in which it is true.
         at_k: with several samples per prompt, the results of
             :func:`~torchrl_llm.evaluation.figures_at_k`, averaged over prompts.
-        conversations: the first few, as text.
+        conversations: the first few, as text; the last line says whether the answer is correct.
     """
 
     accuracy: float
@@ -73,6 +75,8 @@ class Evaluation:
     shares: Mapping[str, float] = field(default_factory=dict)
     at_k: Mapping[str, float] = field(default_factory=dict)
     conversations: tuple[str, ...] = field(default=(), repr=False)
+
+    __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""
@@ -142,7 +146,9 @@ def evaluate(
             for name, values in facts.items():
                 columns.setdefault(name, []).append(values)
             answered += len(facts["reward"])
-            shown.extend(_text(batch[i]) for batch, i in rows[: num_shown - len(shown)])
+            right = (facts["success"] & facts["valid"]).tolist()
+            first = zip(rows[: num_shown - len(shown)], right, strict=False)
+            shown += [f"{_text(batch[i])}\n{VERDICTS[ok]}" for (batch, i), ok in first]
             if on_answer is not None:
                 outcomes = zip(*(facts[name].tolist() for name in Outcome._fields), strict=True)
                 for (batch, i), outcome in zip(rows, outcomes, strict=True):

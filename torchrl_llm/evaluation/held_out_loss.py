@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from torchrl_llm._run_log import rounded_repr
 from torchrl_llm.data.demonstrations import Demonstration
 from torchrl_llm.data.row_transform import pieces_under_budget
 from torchrl_llm.data.scoring import ScoreExtras, TokenScorer
@@ -35,6 +36,8 @@ class HeldOutLoss:
     def perplexity(self) -> float:
         """``exp(loss)``; infinite on overflow."""
         return math.exp(self.loss) if self.loss < 700 else math.inf
+
+    __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
         """The numbers, named ``eval/...``."""

@@ -17,12 +17,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, ClassVar
 
+from torchrl_llm._run_log import say
 from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Conversation
 from torchrl_llm.recipes import given, launch
 from torchrl_llm.recipes.chat_settings import make_conversation
 from torchrl_llm.recipes.command_keys import SHORT, KeyTable, check_overrides, quoted
+from torchrl_llm.recipes.introduction import PROGRESS, introduction
 from torchrl_llm.trainers.checkpoint import save_pretrained
 from torchrl_llm.trainers.curves import draw_curves
 from torchrl_llm.trainers.hub import check_repository, push_to_hub
@@ -155,6 +157,9 @@ class _Recipe(ABC):
     def run(self) -> TrainingRun:
         """The frame of the training loop; model and data are loaded when it is first asked for."""
         if self._run is None:
+            settings = self._config.flat()
+            if settings[PROGRESS]:
+                say(introduction(self.NAME, settings, self.folder))
             self._steps = self._page.train(self._config, self.folder)
             self._run = next(self._steps)
             self._run.how_to_resume = (

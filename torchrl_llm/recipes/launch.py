@@ -18,6 +18,7 @@ import os
 import sys
 import tempfile
 import traceback
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
@@ -28,9 +29,20 @@ import yaml
 
 from torchrl_llm._masking import masked
 from torchrl_llm._parent import end_with_parent
-from torchrl_llm._run_log import RunLog, show_traceback, shown
+from torchrl_llm._run_log import (
+    RunLog,
+    display_path,
+    say,
+    show_traceback,
+    show_warning,
+    shown,
+    shows_record,
+    terminal,
+)
+from torchrl_llm._settings import dotted
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
-from torchrl_llm.recipes.command_keys import KeyTable, check_overrides
+from torchrl_llm.recipes.command_keys import KeyTable, check_overrides, quoted
+from torchrl_llm.recipes.introduction import PROGRESS, introduction
 
 PAGES = Path(__file__).parents[1] / "sota"
 """Folder of the recipes: ``sota-implementations``, which is part of the installed package."""
@@ -39,12 +51,14 @@ TRACEBACK_VARIABLE = "TORCHRL_LLM_TRACEBACK"
 """Environment variable that shows where an error of ours was raised, if it is ``1``."""
 
 _FAILED = 1
+_SWEEP = ("-m", "--multirun")
+# The first line, from where it is said to where run.log is open.
+_first_line: list[str] = []
 # What Hydra and the first step write, and the errors of a disk that takes no more.
 _FIRST_BYTES = 64 << 10
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
 # Where loggers write that print to standard output by themselves, unless they are told otherwise.
-_LOG_LINE = "%(asctime)s [%(name)s][%(levelname)s] %(message)s"
 _TO_STDERR = {"TORCHRL_CONSOLE_STREAM": "stderr", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
@@ -79,14 +93,66 @@ def begin(
     def checked() -> list[str]:
         if check is not None:
             check(arguments)
-        return check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
+        found = check_arguments(arguments, folder, name, open_keys=open_keys, siblings=siblings)
+        return _introduced(Path(page), name, [*found, *_of_other_ranks(arguments)])
 
-    sys.argv[1:] = [*checked(), *_of_other_ranks(arguments)]
+    sys.argv[1:] = checked()
+
+
+def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
+    """Say the first line, unless a flag of Hydra's changes what it composes.
+
+    Returns:
+        The arguments, with the folder that the line names: Hydra's own would have a later time.
+    """
+    from omegaconf.errors import OmegaConfBaseException
+
+    overrides = [each for each in arguments if each not in _SWEEP]
+    is_sweep = overrides != arguments
+    if not _is_main() or any(each.startswith(("-", "hydra.mode=")) for each in overrides):
+        return arguments
+    own = [each for each in overrides if each.startswith("hydra") or not is_sweep]
+    config = compose_files(page.parent / "config", name, own, page=page.stem)
+    key = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
+    try:
+        folder = str((config.hydra.sweep if is_sweep else config.hydra.run).dir)
+    except OmegaConfBaseException:  # it depends on what only Hydra knows
+        return arguments
+    settings = _flat(config)
+    if is_sweep and f"{PROGRESS}=false" not in overrides:
+        over = " ".join(masked(each) for each in overrides if not each.startswith("hydra"))
+        say(f"{name}: sweep over {over}, folder {display_path(folder)}")
+    elif not is_sweep and settings.get(PROGRESS, True):
+        _first_line.append(introduction(name, settings, folder))
+        say(_first_line[0])
+    return [*(a for a in arguments if not a.startswith(f"{key}=")), f"{key}={quoted(folder)}"]
+
+
+def _introduce(config: Any) -> None:
+    """Say the first line of a run that Hydra has begun, or log the one that was said before."""
+    hydra, settings = _hydra(), _flat(config)
+    if hydra.mode is not None and hydra.mode.name == "MULTIRUN":  # the command of this job alone
+        sys.argv[1:] = hydra.overrides.task
+    if _first_line:
+        terminal.log_only(_first_line.pop())
+    elif _is_main() and settings.get(PROGRESS, True):
+        say(introduction(hydra.job.config_name, settings, hydra.runtime.output_dir))
+
+
+def _is_main() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+def _flat(config: Any) -> dict[str, Any]:
+    """Dotted key to value of what Hydra composed."""
+    from omegaconf import OmegaConf
+
+    return dotted(OmegaConf.to_container(config, resolve=False))
 
 
 def _of_other_ranks(arguments: Iterable[str]) -> list[str]:
     """What keeps Hydra from making a folder for each process that torchrun has started."""
-    if os.environ.get("RANK", "0") == "0":
+    if _is_main():
         return []
     given = any(argument.startswith("hydra.run.dir=") for argument in arguments)
     return ["hydra.output_subdir=null", *(() if given else ("hydra.run.dir=.",))]
@@ -96,7 +162,11 @@ def _loggers_to_stderr() -> None:
     """Standard output is for results. Hydra is told to leave loggers as they are."""
     for name, value in _TO_STDERR.items():
         os.environ.setdefault(name, value)
-    logging.basicConfig(level=logging.INFO, format=_LOG_LINE)
+    handler = logging.StreamHandler()
+    handler.addFilter(shows_record)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[handler])
+    if not sys.warnoptions:
+        warnings.showwarning = show_warning
 
 
 def check_arguments(
@@ -135,7 +205,9 @@ def check_arguments(
     return checked
 
 
-def compose_files(folder: Path, name: str, overrides: Iterable[str]) -> Any:
+def compose_files(
+    folder: Path, name: str, overrides: Iterable[str], *, page: str | None = None
+) -> Any:
     """What a recipe's files say with these overrides, as Hydra composes them.
 
     Nothing of Hydra's is left behind, and a program that uses Hydra itself goes on with its own.
@@ -144,6 +216,7 @@ def compose_files(folder: Path, name: str, overrides: Iterable[str]) -> Any:
         folder: the recipe's ``config``.
         name: as of :func:`begin`.
         overrides: as of Hydra.
+        page: name of the recipe's page, for Hydra's own settings as well, under ``hydra``.
 
     Returns:
         An ``omegaconf.DictConfig``.
@@ -158,8 +231,9 @@ def compose_files(folder: Path, name: str, overrides: Iterable[str]) -> Any:
     before = GlobalHydra.instance().hydra
     GlobalHydra.instance().hydra = None
     try:
-        with initialize_config_dir(str(folder.resolve()), version_base="1.3"):
-            return compose(name, list(overrides))
+        where = {"version_base": "1.3", "job_name": page or "app"}
+        with initialize_config_dir(str(folder.resolve()), **where):
+            return compose(name, list(overrides), return_hydra_config=page is not None)
     except HydraException as error:
         raise ConfigError(str(error)) from error
     finally:
@@ -172,7 +246,7 @@ def _check_syntax(arguments: Iterable[str]) -> None:
     from hydra.errors import HydraException
 
     arguments = list(arguments)
-    sweeps = bool({"-m", "--multirun"} & set(arguments))
+    sweeps = bool({*_SWEEP} & {*arguments})
     if not any(each.startswith(("-", "hydra.run.dir=")) for each in arguments):
         check_folder(Path("outputs"), "hydra.run.dir")
     parser = OverridesParser.create()
@@ -294,6 +368,8 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
             sys.excepthook = show_traceback
         with _run_log():
             try:
+                if args and isinstance(args[0], Mapping) and _hydra() is not None:
+                    _introduce(args[0])
                 result = function(*args, **kwargs)
                 _end_ranks()
                 return result

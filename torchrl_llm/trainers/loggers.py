@@ -7,11 +7,13 @@ Every one gets its numbers from :class:`~torchrl_llm.trainers.MetricsTable`, whi
 from __future__ import annotations
 
 import inspect
+import io
 import os
 import re
+import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +23,15 @@ from torchrl.record.loggers.trackio import TrackioLogger
 
 from torchrl_llm._imports import require
 from torchrl_llm._registry import find, names, register
+from torchrl_llm._run_log import display_path, say, terminal
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 _PROJECT = "torchrl_llm"
 # What MLflow does not take in a name.
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
 # MLflow's own are seven attempts of two minutes: an hour for three steps of a server that is gone.
-_MLFLOW_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
+_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # what it says goes where other libraries' words go
 
 
 @register("loggers", "csv")
@@ -49,7 +53,13 @@ def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = No
     require("wandb", extra="wandb", feature="logging.backend=[wandb]")
     from torchrl.record.loggers.wandb import WandbLogger
 
-    return WandbLogger(exp_name=experiment_name, save_dir=run_dir, project=project)
+    known = os.environ.keys() & {"WANDB_API_KEY", "WANDB_MODE"}
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    if known or netrc.exists() or not (sys.stdin and sys.stdin.isatty()):
+        os.environ.setdefault("WANDB_SILENT", "true")  # else it asks who is there
+    made = WandbLogger(exp_name=experiment_name, save_dir=run_dir, project=project)
+    say(f"W&B has the numbers at {made.experiment.url or display_path(made.experiment.dir)}")
+    return made
 
 
 @register("loggers", "mlflow")
@@ -58,9 +68,9 @@ def mlflow_logger(*, run_dir: str, experiment_name: str, project: str | None = N
 
     The project is MLflow's experiment, and ``experiment_name`` the name of the run in it.
     """
-    require("mlflow", extra="mlflow", feature="logging.backend=[mlflow]")
-    for name, value in _MLFLOW_LIMITS.items():
+    for name, value in _MLFLOW.items():
         os.environ.setdefault(name, value)
+    require("mlflow", extra="mlflow", feature="logging.backend=[mlflow]")
     folder = Path(run_dir).resolve()
     uri = os.environ.get("MLFLOW_TRACKING_URI")
     return _MLflow(
@@ -102,14 +112,24 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 def trackio_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
     """Trackio, in the folder that its ``TRACKIO_DIR`` names; several runs may have one name."""
     require("trackio", extra="trackio", feature="logging.backend=[trackio]")
-    return _Trackio(experiment_name, project or _PROJECT, resume="never")
+    made = _Trackio(experiment_name, project or _PROJECT, resume="never")
+    say(f"trackio show --project {shlex.quote(project or _PROJECT)} shows the numbers")
+    return made
+
+
+@contextmanager
+def _in_logs() -> Iterator[None]:
+    """What is printed meanwhile is in logs only."""
+    with redirect_stdout(io.StringIO()) as said:
+        yield
+    terminal.log_only(said.getvalue().rstrip())
 
 
 class _Trackio(TrackioLogger):
     """TorchRL's, with one row a step, and what it says apart from the results of the run."""
 
     def _create_experiment(self) -> Any:
-        with redirect_stdout(sys.stderr):
+        with _in_logs():
             return super()._create_experiment()
 
     def log_metrics(self, metrics: Any, step: int | None = None, **options: Any) -> dict[str, Any]:
@@ -119,7 +139,7 @@ class _Trackio(TrackioLogger):
     def shutdown(self, timeout: float | None = None) -> None:
         import trackio
 
-        with redirect_stdout(sys.stderr):
+        with _in_logs():
             trackio.finish()  # the run's own would be called again at exit
 
 

@@ -1,15 +1,13 @@
-"""Stop requests without loss, and conversations next to each other."""
+"""Stop requests without loss."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import FrameType, TracebackType
 from typing import Any, Self
-
-from torchrl_llm._run_log import printable
 
 
 class Cut(BaseException):
@@ -123,25 +121,3 @@ class StopRequest:
             _Held.waiting = True
         elif self._cuts:
             raise Cut
-
-
-def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:
-    """The same held-out conversations before and after training, as one text.
-
-    Args:
-        before: rendered conversations of the untrained model.
-        after: the same prompts, answered by the trained model.
-
-    Example:
-        >>> print(compare_conversations(["assistant: 3"], ["assistant: 2"]))
-        held-out conversation 1, before training
-          assistant: 3
-        held-out conversation 1, after training
-          assistant: 2
-    """
-    parts = []
-    for number, pair in enumerate(zip(before, after, strict=True), start=1):
-        for when, text in zip(("before", "after"), pair, strict=True):
-            parts.append(f"held-out conversation {number}, {when} training")
-            parts.extend(f"  {printable(line)}" for line in text.splitlines())
-    return "\n".join(parts)

@@ -26,7 +26,7 @@ from torch import nn
 from torchrl_llm._files import replacing
 from torchrl_llm._masking import masked
 from torchrl_llm._progress import ProgressBar
-from torchrl_llm._run_log import RunLog, say
+from torchrl_llm._run_log import RunLog, display_path, say
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.errors import CheckpointError, ConfigError, RewardError, TorchRLLLMError
 from torchrl_llm.trainers.checkpoint import CheckpointStore, lock_folder
@@ -77,6 +77,7 @@ class TrainingRun:
         ended: says why the run is over before ``max_steps``; ``None`` while it is not; rank 0 is
             asked.
         tools: schemas of the tools that prompts describe; they are kept with the rollouts.
+        num_rows: how many rows are trained on and held out, to be shown; ``None`` if not known.
 
     Attributes:
         step: the last step that was begun.
@@ -114,6 +115,7 @@ class TrainingRun:
         ranks: Ranks = ALONE,
         ended: Callable[[], str | None] | None = None,
         tools: Sequence[Any] | None = None,
+        num_rows: tuple[int | None, int | None] = (None, None),
     ) -> None:
         self.ranks = ranks
         self.folder = Path(folder)
@@ -222,6 +224,8 @@ class TrainingRun:
             if saved:
                 self._accuracy = next(reversed(self._table.read("eval/accuracy")[1]), None)
                 self.say(f"resumed from {self._store.path(self.step)}")
+            if self._logging.progress:
+                self.say(", ".join([*held.describe(), *_rows_told(num_rows)]))
         self._reason = ranks.from_main(self._ended())
         self._bar = ProgressBar("step", max_steps, done=self.step)
 
@@ -304,10 +308,29 @@ class TrainingRun:
         """Whether the last step is done: that of ``max_steps``, or the one that ended the run."""
         return self.step >= self.max_steps or self._reason is not None
 
-    def _command(self) -> str:
-        """What it takes to go on."""
-        where = f"hydra.run.dir={shlex.quote(str(self.folder))}"
-        return self.how_to_resume or f"{_typed()} {where} checkpoint.resume=auto"
+    def _command(self, longer: Sequence[str] = ()) -> str:
+        """What it takes to go on, with overrides that take the place of what was typed."""
+        if self.how_to_resume:
+            return " with ".join([self.how_to_resume, *longer])
+        where = f"hydra.run.dir={shlex.quote(display_path(self.folder))}"
+        return " ".join([_typed(longer), where, "checkpoint.resume=auto", *longer])
+
+    def _next_commands(self) -> Iterator[tuple[str, str]]:
+        """What can be done with the run, a name and a command each."""
+        folder = shlex.quote(display_path(self.folder))
+        yield "look at it", f"torchrl-llm view {folder} --open"
+        if self.model is not None and self._shown.opens == Shown().opens:
+            yield "talk to it", f"torchrl-llm chat {folder}"
+        if not self.is_over:
+            yield "go on", self._command()
+        elif (longer := self._longer()) and self._reason is None:
+            yield "train longer", self._command(longer)
+
+    def _longer(self) -> list[str]:
+        """Overrides for twice as many steps, or passes where these are limited."""
+        keys = ("train.max_steps", "train.max_epochs")
+        found = [f"{key}={2 * self._config[key]}" for key in keys if self._config.get(key)]
+        return found or [f"{keys[0]}={2 * self.max_steps}"] * (keys[0] in self._config)
 
     def record(
         self,
@@ -379,7 +402,7 @@ class TrainingRun:
                 so that whoever started the run does not take it for a finished one.
         """
         if self.ranks.is_main:
-            self._results.show(self._before, self._after)
+            self._results.show(self._before, self._after, self._next_commands())
         values = self.ranks.from_main(self._table.read(self._shown.metric)[1])
         if values and all(map(math.isnan, values)):
             raise RewardError(
@@ -455,6 +478,12 @@ class TrainingRun:
         return self._saving.save(RunPosition(self.step, self._before, self._after, self._owed))
 
 
+def _rows_told(num_rows: tuple[int | None, int | None]) -> Iterator[str]:
+    for number, what in zip(num_rows, ("rows to train on", "held out"), strict=True):
+        if number is not None:
+            yield f"{number:,} {what}"
+
+
 @contextmanager
 def _objects_at_rest() -> Iterator[None]:
     """Half a million objects of the imports need not be searched for garbage at every step."""
@@ -465,10 +494,11 @@ def _objects_at_rest() -> Iterator[None]:
         gc.unfreeze()  # a program that goes on gets back the memory of a run that is over
 
 
-def _typed() -> str:
-    """What was typed to begin, without what says where and how to go on."""
+def _typed(changed: Sequence[str] = ()) -> str:
+    """What was typed to begin, without what says where and how to go on, and what is changed."""
     begun, *arguments = map(masked, sys.argv)
-    kept = [a for a in arguments if not a.startswith(("checkpoint.resume", "hydra.run.dir"))]
+    dropped = {"checkpoint.resume", "hydra.run.dir", *(a.partition("=")[0] for a in changed)}
+    kept = [a for a in arguments if a.partition("=")[0] not in dropped]
     # A console command is called by its name, and a page by Python.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         many = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"

@@ -8,7 +8,7 @@ their own; those of a model that is not one of Hugging Face) are in the state.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,12 @@ _SHARED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, nn.Modul
 _NAME = re.compile(r"(?!adapter$|trainer_state$)[A-Za-z0-9][\w-]*")
 
 
+def _rounded(number: int) -> str:
+    """A count as ``532``, ``8.1M`` or ``1.5B``."""
+    power = min((len(str(number)) - 1) // 3, 4)
+    return f"{number / 1000**power:.{int(power > 0)}f}{' KMBT'[power]}".rstrip()
+
+
 class RunModels:
     """The models of a run, by name, each with its tokenizer.
 
@@ -49,6 +55,18 @@ class RunModels:
                 "the models of a run are named by letters, digits, - and _, and not adapter or "
                 f"trainer_state; got {wrong or 'none'}"
             )
+
+    def describe(self) -> Iterator[str]:
+        """Size of each model, how much of it is trained, its device and type, in a few words."""
+        for name, (model, _) in self._models.items():
+            sizes = [(p, p.numel() << (p.dtype is torch.uint8)) for p in model.parameters()]
+            total = sum(size for _, size in sizes)
+            trained = sum(size for parameter, size in sizes if parameter.requires_grad)
+            yield f"{name}: " * bool(name) + f"{_rounded(total)} parameters"
+            if trained < total:
+                yield f"{_rounded(trained)} of them trained"
+            for first, _ in sizes[:1]:
+                yield f"{first.device}, {str(first.dtype).removeprefix('torch.')}"
 
     def state(self) -> dict[str, Any]:
         """Of each model the names of what is trained, and what its folder does not hold, whole.

@@ -9,12 +9,12 @@ from types import MappingProxyType
 from typing import NamedTuple, Protocol
 
 from torchrl_llm._progress import clock
-from torchrl_llm._run_log import RunLog, say, show
+from torchrl_llm._run_log import RunLog, display_path, say, show
 from torchrl_llm.trainers.checkpoint import CheckpointStore
 from torchrl_llm.trainers.curves import Series, save_curves, terminal_curve
+from torchrl_llm.trainers.held_out import compare_conversations
 from torchrl_llm.trainers.kept_rollouts import KeptRollouts
 from torchrl_llm.trainers.metrics import MetricsTable
-from torchrl_llm.trainers.progress import compare_conversations
 from torchrl_llm.trainers.results import share_text, text_table
 from torchrl_llm.trainers.reward_watch import RewardWatch
 
@@ -81,12 +81,18 @@ class RunResults:
         named = {name: self.table.read(name) for name in names}
         return {name: series for name, series in named.items() if series[0]}
 
-    def show(self, before: Sequence[str], after: Sequence[str]) -> None:
+    def show(
+        self,
+        before: Sequence[str],
+        after: Sequence[str],
+        more: Sequence[tuple[str, str]] = (),
+    ) -> None:
         """Draw the curve, and show what became of the held-out conversations.
 
         Args:
             before: conversations of the first evaluation.
             after: of the last.
+            more: what can be done next, a name and a command each.
         """
         metric, name, *_ = self.shown
         with self.log:
@@ -114,7 +120,7 @@ class RunResults:
                     )
             if rows := list(self._rows_at_k()):
                 show(text_table(rows, header=["k", "avg@k", "pass@k", "majority@k"]))
-            show(text_table(self._rows(picture)))
+            show(text_table([*self._rows(picture), *more]))
 
     def _rows_at_k(self) -> Iterator[list[str]]:
         """Figures of the first and the last evaluation with several samples a prompt, by ``k``."""
@@ -140,9 +146,9 @@ class RunResults:
         yield "steps", f"{len(steps):,} in {clock(sum(seconds))}"
         tokens = sum(self.table.read(counted)[1])
         yield "tokens", f"{tokens:,.0f}, {tokens / max(sum(seconds), 1e-9):,.0f} a second"
-        yield "metrics", str(self.table.path)
-        yield "curve", str(picture)
-        yield "log", str(picture.with_name(self.log.path.name))
+        yield "metrics", display_path(self.table.path)
+        yield "curve", display_path(picture)
+        yield "log", display_path(picture.with_name(self.log.path.name))
         if self.store.steps():
-            yield "model", str(self.store.path(self.store.steps()[-1]))
+            yield "model", display_path(self.store.path(self.store.steps()[-1]))
             yield "", f"{opens}.from_pretrained opens it"

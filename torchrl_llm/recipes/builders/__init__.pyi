@@ -24,6 +24,7 @@ from torchrl_llm.recipes.builders.task_envs import (
     make_step_buffer as make_step_buffer,
     make_train_env as make_train_env,
     max_turns as max_turns,
+    num_rows as num_rows,
     with_agent as with_agent,
 )
 from torchrl_llm.recipes.builders.policies import (

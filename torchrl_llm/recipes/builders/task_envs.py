@@ -30,6 +30,7 @@ from torchrl_llm.recipes.reward_config import add_components
 from torchrl_llm.recipes.shared_keys import SampledConfig, TrainedConfig
 from torchrl_llm.recipes.tasks import add_tools, task_class
 from torchrl_llm.rewards import ModelReward
+from torchrl_llm.trainers.held_out import NUM_COMPARED
 
 
 def make_envs(
@@ -272,6 +273,21 @@ def make_evaluation(
     )
 
 
+def num_rows(
+    config: TrainedConfig, env: TaskEnv | None, held_out: TaskEnv | None
+) -> tuple[int | None, int | None]:
+    """Rows to train on and rows that are held out; ``None`` where that is not known.
+
+    Args:
+        config: the recipe's.
+        env: the environment to train in.
+        held_out: the environment of the held-out prompts.
+    """
+    found = [getattr(getattr(e, "primer", None), "num_rows", None) for e in (env, held_out)]
+    limits = [number for number in (found[1], config.eval.num_prompts) if number is not None]
+    return found[0], 0 if held_out is None else min(limits, default=None)
+
+
 def greedy_evaluation(
     config: TrainedConfig,
     env: TaskEnv,
@@ -295,7 +311,9 @@ def greedy_evaluation(
 
     def run() -> Evaluation:
         with autocast(config):
-            return evaluate(env, greedy, num_prompts=num_prompts, max_turns=max_turns)
+            return evaluate(
+                env, greedy, num_prompts=num_prompts, max_turns=max_turns, num_shown=NUM_COMPARED
+            )
 
     return run
 
@@ -328,6 +346,7 @@ def sampled_evaluation(
                 sampler,
                 num_prompts=num_prompts * repeats,
                 max_turns=max_turns(config),
+                num_shown=NUM_COMPARED,
                 on_answer=lambda row, outcome: records.append(answer_record(row, outcome)),
             )
         groups = [records[i : i + repeats] for i in range(0, len(records), repeats)]
