@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from torchrl_llm.data import History
-from torchrl_llm.envs.actions import make_action_parser
-from torchrl_llm.envs.libs.sessions import Observed, Session, SessionEnv
+from torchrl_llm.envs import Observed, Session, SessionEnv
 
 
 class Shows(Session):
@@ -36,7 +35,6 @@ def after_a_step(odd, well=None):
     sessions = iter([odd, Shows() if well is None else well])
     env = SessionEnv(
         lambda: next(sessions),
-        make_action_parser("bare", "action", "a word"),
         dataset=[{"odd": True}, {"odd": False}],
         num_envs=2,
         shuffle=False,
