@@ -152,9 +152,9 @@ def check_overrides(
         elsewhere: keys of other recipes, and what is said of each.
 
     Returns:
-        The arguments for Hydra: ``data=FILE``, ``reward=NAME`` and ``env=FILE.py:NAME`` written out, and mappings of
-        names of the user, and keys within them, marked as ones that may be new (``++``), without
-        which Hydra refuses them.
+        The arguments for Hydra: ``data=FILE``, ``reward=NAME`` and ``env=FILE.py:NAME`` written
+        out. Mappings of names of the user, and keys within them, are marked as ones that may be
+        new (``++``), without which Hydra refuses them.
 
     Raises:
         ConfigError: a key is unknown, was renamed, or has no effect with the option that its group

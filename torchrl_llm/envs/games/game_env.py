@@ -335,8 +335,8 @@ class GameEnv(MultiAgentChatEnv):
         seats: see :class:`TableSteps`.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
         actions: how an answer says its action: ``"tag"``, ``"bare"``, ``"boxed"``, ``"call"``, or a
-            parser. With ``"call"`` in history mode pass ``env.tool_schemas`` to the policy's wrapper
-            as ``tools``.
+            parser. With ``"call"`` in history mode pass ``env.tool_schemas`` to the policy as
+            ``tools``.
         invalid_reward: reward of a turn without a legal action; the game's own if not given, which
             is the reward of the worst end where such a turn ends the game.
         stop_on_invalid: let such a turn end the game; the others get nothing for it.
