@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 import shutil
 import uuid
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import xxhash
 from tensordict import LazyStackedTensorDict
 
 from torchrl_llm import __version__
@@ -207,18 +207,16 @@ def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
     ]
     files = launch.PAGES / "sft" / "config"
     wanted = page.load_config(launch.compose_files(files, "imitate", chosen))
-    kept = None
-    if config.agents.players_folder is not None:
-        made_of = json.dumps([__version__, wanted.flat()], sort_keys=True, default=str)
-        name = hashlib.sha256(made_of.encode()).hexdigest()[:12]
-        kept = Path(config.agents.players_folder) / f"imitated_{name}"
-        if kept.is_dir():
-            say(f"begins from the player of an earlier run, {kept}; delete it to imitate anew")
-            return kept
+    made_of = json.dumps([__version__, wanted.flat()], sort_keys=True, default=str)
+    shelf = config.agents.players_folder
+    kept = shelf and Path(shelf) / f"imitated_{xxhash.xxh64_hexdigest(made_of)}"
+    if kept and kept.is_dir():
+        say(f"begins from the player of an earlier run, {kept}; delete it to imitate anew")
+        return kept
     say(f"model.name names no player: {steps} steps of imitation come first")
     for _ in page.train(wanted, folder):
         pass
-    return model_folder(folder) if kept is None else _keep_player(model_folder(folder), kept)
+    return _keep_player(model_folder(folder), kept) if kept else model_folder(folder)
 
 
 def _keep_player(model: Path, kept: Path) -> Path:

@@ -245,22 +245,15 @@ class SessionSteps(WorldTransform):
 
 def _check_opens(open_session: Any) -> None:
     """Refuse, before the first row, what could open no session in any."""
-    name = getattr(open_session, "__name__", repr(open_session))
-    problem = None
-    if isinstance(open_session, Session):
-        problem = f"a session that is open already; give the class {type(open_session).__name__}"
-    elif missing := sorted(getattr(open_session, "__abstractmethods__", ())):
-        problem = f"{name}, which does not define {' and '.join(missing)}"
-    else:
-        try:
-            inspect.signature(open_session).bind()
-        except (TypeError, ValueError) as error:
-            problem = f"{name} ({error}); bind arguments with functools.partial"
-    if problem is not None:
+    try:
+        if missing := sorted(getattr(open_session, "__abstractmethods__", ())):
+            raise TypeError(f"it does not define {' and '.join(missing)}")
+        inspect.signature(open_session).bind()
+    except (TypeError, ValueError) as error:
         raise ConfigError(
             "open_session must be a Session class or a function that makes a session, callable "
-            f"without arguments; got {problem}"
-        )
+            f"without arguments (functools.partial binds some); got {open_session!r}: {error}"
+        ) from error
 
 
 def _checked(seen: Any, *, begins: bool = False) -> Observed:
@@ -270,13 +263,10 @@ def _checked(seen: Any, *, begins: bool = False) -> Observed:
         BackendError: it is something else, which would be an error of the whole batch later.
     """
     observed = seen if isinstance(seen, Observed) else Observed(seen)
-    text = observed.text
+    text, wanted = observed.text, "a text or messages" if begins else "a text"
     messages = begins and isinstance(text, Sequence) and len(text) > 0
-    if not (
-        isinstance(text, str)
-        or (messages and all(isinstance(message, Mapping) for message in text))
-    ) or not isinstance(observed.reward, SupportsFloat):
-        wanted = "a text or messages" if begins else "a text"
+    readable = isinstance(text, str) or (messages and all(isinstance(m, Mapping) for m in text))
+    if not readable or not isinstance(observed.reward, SupportsFloat):
         raise BackendError(
             f"{'reset' if begins else 'step'} of a session must return {wanted}, or an Observed "
             f"with {wanted} and a number as reward; got {seen!r:.200}"
