@@ -16,6 +16,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -143,7 +144,11 @@ GAME = (
     "train.num_threads=1 train.prompts_per_batch=16 train.max_steps=60 optimizer.lr=4e-4 "
     "optimizer.scheduler=linear optimizer.warmup_steps=5 eval.num_prompts=256 eval.interval=20"
 )
-SELF_PLAY = "torchrl-llm train self-play logging.progress=false"
+NIM = (
+    f"{GRPO} env=nim.py:Nim env.max_steps=8 env.system_prompt=Nim. inference_model.max_tokens=4 "
+    "optimizer.lr=1e-3 train.max_steps=25 train.prompts_per_batch=8 eval.num_prompts=128"
+)
+SELF_PLAY = "torchrl-llm train self-play logging.progress=false agents.players_folder=null"
 REFERENCE = f"{GRPO} train.max_steps=60 eval.interval=null train.kl_to_ref_coeff"
 DISTIL = "torchrl-llm train distillation"
 EVALUATE = (
@@ -202,6 +207,13 @@ RUNS = {
         },
         "reward of a game",
         smooth=5,
+        bottom=None,
+    ),
+    "nim": Picture(
+        {"seed 0": f"{NIM} seed=0", "seed 1": f"{NIM} seed=1"},
+        every_run("train/reward"),
+        "reward of a game",
+        smooth=3,
         bottom=None,
     ),
     "self_play": Picture(
@@ -291,6 +303,7 @@ def run(picture: Picture, place: Path) -> Iterator[str]:
         folder.mkdir()
         (folder / "number").write_text(str(number))
         (folder / "clock_task.py").write_text(_shown_file("train_your_own_tool", "clock_task.py"))
+        shutil.copy(ROOT / "docs/source/howto/programs/nim.py", folder)
         words = shlex.split(command)
         if words[0] == "torchrl-llm":
             words = [sys.executable, "-m", "torchrl_llm", *words[1:], "hydra.run.dir=run"]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import copy
+import json
+import shutil
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
+import xxhash
 from tensordict import LazyStackedTensorDict
 
+from torchrl_llm import __version__
 from torchrl_llm._checked import Ge
 from torchrl_llm._settings import Count, Group, ensure, own
 from torchrl_llm.algorithms import Algorithm
 from torchrl_llm.collectors import AgentShares
 from torchrl_llm.data.replay_buffers import ReplayBuffer
-from torchrl_llm.envs.games.game_env import TableEnv
+from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import LLMWrapperBase, PolicyRouter, TransformersWrapper
 from torchrl_llm.recipes import (
@@ -72,12 +77,14 @@ class AgentsConfig(Group, key="agents"):
         imitate_steps: where ``model.name`` names no player, steps of imitation (``imitate.py``)
             that all policies begin from: of a player who makes any legal move, so that what is won
             is learned by playing. 0 begins from the model that ships with the package.
+        players_folder: folder that keeps imitated players for later runs; ``None`` imitates anew.
     """
 
     shared: bool = False
     opponent: Literal["self", "checkpoint"] = "self"
     opponent_interval: Count = 10
     imitate_steps: Annotated[int, Ge(0)] = 400
+    players_folder: str | None = "outputs/self-play/players"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +107,7 @@ class SelfPlayConfig(GRPOConfig):
     train: TrainConfig = own(max_steps=60, num_threads=1)
     inference_model: SleepingEngineConfig = own(max_tokens=4)
     loss: LossConfig = own(entropy_coeff=0.03)  # who is sure too early learns one opponent by heart
-    optimizer: OptimizerConfig = own(lr=4e-4, scheduler="linear", warmup_steps=5)
+    optimizer: OptimizerConfig = own(lr=4e-4, scheduler="linear", warmup_steps=0.08)
     logging: LoggingConfig = own(experiment_name="self-play")
     eval: SampledEvalConfig = own(num_prompts=1024, interval=20, batch_size=256)
 
@@ -108,7 +115,7 @@ class SelfPlayConfig(GRPOConfig):
         super().__post_init__()
         task = task_class(self.env.dataset)
         ensure(
-            isinstance(task, type) and issubclass(task, TableEnv) and self.num_players > 1,
+            isinstance(task, type) and issubclass(task, GameEnv) and self.num_players > 1,
             f"env.dataset={self.env.dataset} has no two players with a policy: self-play needs a "
             "game of several, such as env=tic_tac_toe_for_two, and no scripted seats",
         )
@@ -160,7 +167,7 @@ def make_policies(config: SelfPlayConfig, folder: str | Path) -> dict[str, Trans
 
     Args:
         config: the recipe's.
-        folder: of the run; a player that is imitated first is kept in it.
+        folder: of the run, in which a player is imitated.
     """
     set_threads(config)
     if config.model.name is None and config.agents.imitate_steps:
@@ -185,28 +192,45 @@ def make_samplers(
 
 
 def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
-    """The model that imitates a scripted player; made in the folder where it is not there yet."""
+    """The model that imitates a scripted player: a kept one, or made in the run's folder."""
     page = launch.load_page("sft/imitate.py")
     steps = config.agents.imitate_steps
-    if not (folder / "checkpoints").is_dir():
-        say(f"model.name names no player: {steps} steps of imitation come first")
-        chosen = [
-            f"train.max_steps={steps}",
-            "player.careless=1.0",
-            f"optimizer.warmup_steps={min(20, steps - 1)}",
-            f"seed={config.seed}",
-            "eval.num_prompts=0",
-            "checkpoint.resume=auto",
-            f"env.options.actions={config.env.options.get('actions', 'tag')}",
-            f"train.num_threads={config.train.num_threads or 'null'}",
-            "logging.progress=false",
-        ]
-        files = launch.PAGES / "sft" / "config"
-        for _ in page.train(
-            page.load_config(launch.compose_files(files, "imitate", chosen)), folder
-        ):
-            pass
-    return model_folder(folder)
+    chosen = [
+        f"train.max_steps={steps}",
+        "player.careless=1.0",
+        "optimizer.warmup_steps=0.05",
+        f"seed={config.seed}",
+        "eval.num_prompts=0",
+        "checkpoint.resume=auto",
+        f"env.options.actions={config.env.options.get('actions', 'tag')}",
+        f"train.num_threads={config.train.num_threads or 'null'}",
+        "logging.progress=false",
+    ]
+    files = launch.PAGES / "sft" / "config"
+    wanted = page.load_config(launch.compose_files(files, "imitate", chosen))
+    made_of = json.dumps([__version__, wanted.flat()], sort_keys=True, default=str)
+    shelf = config.agents.players_folder
+    kept = shelf and Path(shelf) / f"imitated_{xxhash.xxh64_hexdigest(made_of)}"
+    if kept and kept.is_dir():
+        say(f"begins from the player of an earlier run, {kept}; delete it to imitate anew")
+        return kept
+    say(f"model.name names no player: {steps} steps of imitation come first")
+    for _ in page.train(wanted, folder):
+        pass
+    return _keep_player(model_folder(folder), kept) if kept else model_folder(folder)
+
+
+def _keep_player(model: Path, kept: Path) -> Path:
+    """Copy a player to where later runs find it; it appears whole, or not at all."""
+    half = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        shutil.copytree(model, half)
+        half.rename(kept)
+    except OSError:
+        shutil.rmtree(half, ignore_errors=True)
+        if not kept.is_dir():  # else another run was faster, with the same player
+            raise
+    return kept
 
 
 class Learner(NamedTuple):
@@ -375,7 +399,7 @@ class PlayersEvaluation:
             for player in players[name]
         }
 
-    def _env(self, player: str, policy: LLMWrapperBase) -> TableEnv:
+    def _env(self, player: str, policy: LLMWrapperBase) -> GameEnv:
         others = dict.fromkeys((p for p in self._config.players if p != player), "random")
         seats = {**(self._config.env.options.get("seats") or {}), **others}
         return make_eval_env(self._config, policy.tokenizer, seats=seats)

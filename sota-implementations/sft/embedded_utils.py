@@ -157,7 +157,7 @@ class EmbeddedConfig(Group):
     data: DataConfig
     train: TrainConfig
     optimizer: OptimizerConfig = own(
-        lr=3e-3, weight_decay=0.1, betas=(0.9, 0.98), scheduler="linear", warmup_steps=50
+        lr=3e-3, weight_decay=0.1, betas=(0.9, 0.98), scheduler="linear", warmup_steps=0.036
     )
     eval: EvalConfig
     output: str | None = None

@@ -35,8 +35,8 @@ class GameConfig(Group, key="env"):
         super().__post_init__()
         check_task(self.dataset)
         ensure(
-            issubclass(task_class(self.dataset), GameEnv),
-            f"env.dataset={self.dataset!r} is no game: there is nobody to imitate",
+            issubclass(task := task_class(self.dataset), GameEnv) and len(task.PLAYERS) < 2,
+            f"env.dataset={self.dataset!r} is no game for one player: there is nobody to imitate",
         )
         check_options(self.dataset, self.options)
 
@@ -59,7 +59,7 @@ class ImitateConfig(SFTGroups):
     player: PlayerConfig
     train: TrainConfig = own(max_steps=200)
     optimizer: OptimizerConfig = own(
-        lr=1e-3, weight_decay=0.1, betas=(0.9, 0.98), scheduler="linear", warmup_steps=20
+        lr=1e-3, weight_decay=0.1, betas=(0.9, 0.98), scheduler="linear", warmup_steps=0.1
     )
     loss: SFTLossConfig
     logging: NumbersConfig = own(experiment_name="imitate")

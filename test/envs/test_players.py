@@ -17,9 +17,9 @@ from torchrl_llm.data.ragged import lazy_rows
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.envs.games import (
+    GameEnv,
     PrisonersDilemma,
     PrisonersDilemmaEnv,
-    TableEnv,
     TicTacToeForTwo,
     TicTacToeForTwoEnv,
 )
@@ -164,7 +164,7 @@ class Paid(TicTacToeForTwo):
 
 
 def test_reward_and_success_of_a_move_are_kept_while_scripted_players_move():
-    env = TableEnv(Paid(), seats={"O": "best"}, actions="bare", shuffle=False)
+    env = GameEnv(Paid(), seats={"O": "best"}, actions="bare", shuffle=False)
     seen = played(env, ["5", "no"])
     assert [flat(each, "reward") for each in seen] == [[0.1], [-0.3]]
     assert [flat(each, "success") for each in seen] == [[True], [False]]
@@ -185,7 +185,7 @@ class Broken(TicTacToeForTwo):
 
 
 def test_a_game_that_fails_ends_its_episode_and_no_other():
-    env = TableEnv(Broken(), actions="bare", num_envs=4, repeats=2, shuffle=False)
+    env = GameEnv(Broken(), actions="bare", num_envs=4, repeats=2, shuffle=False)
     seen = played(env, [["5", "x"], ["1", "5"]])
     assert seen[1]["reward_valid"].tolist() == [False, False, True, True]
     assert flat(seen[1], "done") == [True, True, False, False]
@@ -294,7 +294,7 @@ class Gift(TicTacToeForTwo):
 
 
 def test_what_came_before_the_first_turn_is_in_the_first_own_row(tokenizer):
-    env = TableEnv(Gift(), actions="bare", shuffle=False)
+    env = GameEnv(Gift(), actions="bare", shuffle=False)
     _, rows = collect(env, WIN_OF_X, tokenizer)
     rewards = {name: [float(r["next", "reward"]) for r in turns] for (_, name), turns in
                by_player(rows).items()}  # fmt: skip
@@ -484,7 +484,7 @@ def test_an_answer_that_was_cut_is_no_move(tokenizer):
 
 
 def test_the_payoffs_of_the_dilemma_reach_both(tokenizer):
-    env = TableEnv(PrisonersDilemma(num_rounds=2), actions="bare", shuffle=False)
+    env = GameEnv(PrisonersDilemma(num_rounds=2), actions="bare", shuffle=False)
     _, rows = collect(env, ["defect", "cooperate", "defect", "defect"], tokenizer)
     returns = Counter()
     for row in rows:

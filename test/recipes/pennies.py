@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchrl_llm.envs.games import TableEnv, TableGame, TableOutcome
+from torchrl_llm.envs.games import GameEnv, TableGame, TableOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Pennies(TableGame[PenniesState]):
         return TableOutcome(PenniesState(True), told, {"A": sign, "B": -sign}, True, won)
 
 
-class PenniesEnv(TableEnv):
+class PenniesEnv(GameEnv):
     """The game as a task of a recipe."""
 
     MAX_STEPS = 2

@@ -39,6 +39,7 @@ REWARD_MODEL = """{
 # What the pages have the reader write before; most of them show the file whole.
 WRITTEN = {
     "my_rewards.py": "def polite(answer):\n    return 1.0\n",
+    "nim.py": (ROOT / "docs/source/howto/programs/nim.py").read_text(),
     "agent.py": "def run(row, client):\n    return 1.0\n",
     "other/bin/python": "",
     "runs/reward/checkpoints/step_000100/config.json": REWARD_MODEL,

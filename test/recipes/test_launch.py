@@ -116,7 +116,7 @@ REFUSED = {
     "loss=gsop": r"did you mean 'gspo'\?",
     "loss=DAPO": r"did you mean 'dapo'\?",
     "loss=reinforce++": r"did you mean 'reinforce_plus_plus'\?",
-    "env=gsmk8": r"did you mean 'gsm8k'\?.*env.dataset=module:class",
+    "env=gsmk8": r"did you mean 'gsm8k'\?.*env=FILE.py:CLASS",
     "advantage=banana": "There are batch, best_worst, constant",
     "loss=grpo,gsop": r"did you mean 'gspo'\?",
     "model=Qwen/Qwen3-0.6B": "'model' is a group of keys, model.name",

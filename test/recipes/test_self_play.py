@@ -1,5 +1,6 @@
 """Self-play: two policies in one run, resumed bit for bit; who plays whom; what is refused."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -135,14 +136,55 @@ def test_a_price_of_cut_answers_that_no_game_asks_for_is_refused(tmp_path):
         make_train_env(config, policies["X"].tokenizer, seed=0)
 
 
-def test_it_begins_from_a_player_that_is_imitated_once(tmp_path, monkeypatch):
-    options = ["agents.imitate_steps=1", "train.max_steps=1", "eval.num_prompts=0"]
-    run(monkeypatch, tmp_path, *options)
+IMITATED = ["agents.imitate_steps=1", "train.max_steps=1", "eval.num_prompts=0"]
+
+
+def kept_players(folder):
+    return sorted(each.name for each in folder.iterdir())
+
+
+def test_a_player_is_imitated_once_and_later_runs_begin_from_it(tmp_path, monkeypatch, capsys):
+    shelf = tmp_path / "players"
+    options = [*IMITATED, f"agents.players_folder={shelf}"]
+    run(monkeypatch, tmp_path / "first", *options)
+    assert (tmp_path / "first" / "imitated" / "checkpoints" / "step_000001").is_dir()
+    [player] = shelf.iterdir()
+    half = player.with_name(f".{player.name}.0123abcd")  # of a run that was killed
+    half.mkdir()
+    (half / "config.json").write_text("{")
+    before = load_file(player / "model.safetensors")
+    run(monkeypatch, tmp_path / "second", *options)
+    assert not (tmp_path / "second" / "imitated").exists()
+    told = f"begins from the player of an earlier run, {player}; delete it to imitate anew"
+    assert told in (tmp_path / "second" / "run.log").read_text() + capsys.readouterr().err
+    after = load_file(player / "model.safetensors")
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    run(monkeypatch, tmp_path / "other", *options, "seed=1")
+    assert len(kept_players(shelf)) == 3  # the second seed has a player of its own
+
+
+def test_without_a_folder_for_players_each_run_imitates(tmp_path, monkeypatch):
+    run(monkeypatch, tmp_path, *IMITATED, "agents.players_folder=null")
     made = tmp_path / "imitated" / "checkpoints" / "step_000001"
     before = made.stat().st_mtime_ns
-    run(monkeypatch, tmp_path, *options[:1], "train.max_steps=2", "checkpoint.resume=auto",
-        "eval.num_prompts=0")  # fmt: skip
+    run(monkeypatch, tmp_path, IMITATED[0], "agents.players_folder=null", "train.max_steps=2",
+        "checkpoint.resume=auto", "eval.num_prompts=0")  # fmt: skip
     assert made.stat().st_mtime_ns == before
+
+
+def test_of_two_runs_that_keep_a_player_at_once_one_wins_and_nothing_else_is_left(tmp_path):
+    page = launch.load_page("self-play/self-play.py")
+    keep = vars(sys.modules[page.make_policies.__module__])["_keep_player"]
+    kept = tmp_path / "players" / "imitated_1"
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_text(name)
+        assert keep(tmp_path / name, kept) == kept
+    assert kept_players(kept.parent) == ["imitated_1"]
+    assert (kept / "model.safetensors").read_text() == "one"
+    with pytest.raises(OSError, match="no_model"):
+        keep(tmp_path / "no_model", tmp_path / "players" / "imitated_2")
+    assert kept_players(kept.parent) == ["imitated_1"]
 
 
 @pytest.mark.vllm

@@ -16,7 +16,7 @@ HOW = {
     "losses": "loss=NAME",
     "estimators": "advantage=NAME",
     "preference_losses": "loss=NAME of torchrl-llm train dpo",
-    "tasks": "env=NAME, or env.dataset=MODULE:CLASS of your own",
+    "tasks": "env=NAME, or env=FILE.py:CLASS of your own",
     "rewards": "reward=NAME, or reward=FILE.py:FUNCTION of your own; several, with weights, by "
     "reward.components.<any name>.type=NAME",
     "tools": "env.tools=[NAME,...], or MODULE:FUNCTION of your own",

@@ -4,6 +4,7 @@ from torchrl_llm.compat.gsm8k_text import (
 )
 from torchrl_llm.compat.hashing_env import LLMHashingEnv as LLMHashingEnv
 from torchrl_llm.compat.llm_env import LLMEnv as LLMEnv
+from torchrl_llm.envs.actions import ActionError as ActionError
 from torchrl_llm.envs.chat_env import ChatEnv as ChatEnv
 from torchrl_llm.envs.datasets.hub_tasks import (
     GSM8KEnv as GSM8KEnv,
@@ -28,7 +29,10 @@ from torchrl_llm.envs.games import (
 )
 from torchrl_llm.envs.libs import (
     MLGymWrapper as MLGymWrapper,
+    Observed as Observed,
     OpenEnvEnv as OpenEnvEnv,
+    Session as Session,
+    SessionEnv as SessionEnv,
     make_mlgym as make_mlgym,
 )
 from torchrl_llm.envs.transforms import (

@@ -12,7 +12,7 @@ drives remote worlds.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
@@ -267,6 +267,8 @@ class WorldEnv(TaskEnv):
         kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
     """
 
+    WORLD: ClassVar[Callable[[], Any] | None] = None
+    """The class of the user's world: a session, or the rules of a game."""
     WORLD_FIRST: ClassVar[bool] = False
     """Whether the world comes before the transform that draws the rows."""
 
@@ -292,6 +294,17 @@ class WorldEnv(TaskEnv):
         )
         self.insert_transform(0 if self.WORLD_FIRST else len(self.transform), world)
         self.limit_steps(max_steps)
+
+    @classmethod
+    def of(cls, world: type) -> type[Self]:
+        """The environment of a world that is made without arguments.
+
+        Args:
+            world: a class.
+        """
+        own = {"WORLD": world, "PLAYERS": getattr(world, "players", ())}
+        told = {name: getattr(world, name) for name in ("__doc__", "__module__")}
+        return type(world.__name__, (cls,), own | told)
 
     @classmethod
     def generate(cls, split: str) -> GeneratedRows:

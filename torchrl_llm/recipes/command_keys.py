@@ -152,15 +152,15 @@ def check_overrides(
         elsewhere: keys of other recipes, and what is said of each.
 
     Returns:
-        The arguments for Hydra: ``data=FILE`` and ``reward=NAME`` written out, and mappings of
-        names of the user, and keys within them, marked as ones that may be new (``++``), without
-        which Hydra refuses them.
+        The arguments for Hydra: ``data=FILE``, ``reward=NAME`` and ``env=FILE.py:NAME`` written
+        out. Mappings of names of the user, and keys within them, are marked as ones that may be
+        new (``++``), without which Hydra refuses them.
 
     Raises:
         ConfigError: a key is unknown, was renamed, or has no effect with the option that its group
             has been given; an option that there is not; a word that is no override.
     """
-    arguments = list(arguments)
+    arguments = [each for argument in arguments for each in _own_env(argument, table)]
     pairs = (argument.partition("=") for argument in arguments)
     own = {key for key, _, value in pairs if table.is_own(key, value)}
     checked, given, before = [], {}, ""
@@ -192,6 +192,15 @@ def check_overrides(
     for name, value in given.items():
         _check_key(name, value, known, table, elsewhere or {})
     return checked + implied
+
+
+def _own_env(argument: str, table: KeyTable) -> list[str]:
+    """``env=FILE.py:NAME`` as the option for tasks of the user, with the name."""
+    key, _, value = argument.partition("=")
+    own = [each for each in ("rows", "own") if each in table.groups.get("env", ())]
+    if key != "env" or ":" not in value or not own:
+        return [argument]
+    return [f"env={own[0]}", f"env.dataset={_as_it_stands(value)}"]
 
 
 def _check_word(argument: str, before: str, table: KeyTable) -> None:
@@ -285,7 +294,7 @@ def check_option(group: str, option: str, table: KeyTable) -> None:
         return
     near = _near(option.lower().replace("+", "_plus"), options)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    own = " A task of your own is env.dataset=module:class." if group == "env" else ""
+    own = " A task of your own is env=FILE.py:CLASS." if group == "env" else ""
     own = f" One of your own is {group}=module:class." if "none" in options else own
     raise ConfigError(f"{group}={option}: {hint}There are {', '.join(sorted(options))}.{own}")
 

@@ -8,7 +8,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from torchrl_llm._registry import constructor_arguments, find
+from torchrl_llm.envs import GameEnv, Session, SessionEnv
 from torchrl_llm.envs.datasets.task_env import DatasetChatEnv, TaskEnv, insert_tools
+from torchrl_llm.envs.games.game import Rules
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.chat_env_task import ChatEnvTask
 from torchrl_llm.tools import Tool, ToolTransform
@@ -34,7 +36,8 @@ def task_class(name: str) -> type[TaskEnv] | ChatEnvTask:
         name: a registered task, or ``"module:class"`` of a task of your own.
 
     Returns:
-        A class; of a plain :class:`~torchrl_llm.envs.DatasetChatEnv`, or a function that makes one,
+        A class; that of a :class:`~torchrl_llm.envs.Session` or of the rules of a game is made
+        here; of a plain :class:`~torchrl_llm.envs.DatasetChatEnv`, or a function that makes one,
         a :class:`~torchrl_llm.recipes.chat_env_task.ChatEnvTask`.
 
     Raises:
@@ -45,13 +48,16 @@ def task_class(name: str) -> type[TaskEnv] | ChatEnvTask:
         'ArithmeticEnv'
     """
     found = find("tasks", name)
+    for world, env in ((Session, SessionEnv), (Rules, GameEnv)):
+        if inspect.isclass(found) and issubclass(found, world):
+            return env.of(found)
     if inspect.isclass(found) and issubclass(found, TaskEnv):
         return found
     if inspect.isfunction(found) or (inspect.isclass(found) and issubclass(found, DatasetChatEnv)):
         return ChatEnvTask(name, found)
     raise ConfigError(
-        f"the task {name!r} must be a subclass of TaskEnv or DatasetChatEnv, or a function that "
-        f"makes one, got {found!r}"
+        f"the task {name!r} must be a subclass of TaskEnv, DatasetChatEnv, Session or Game, or "
+        f"a function that makes an environment, got {found!r}"
     )
 
 

@@ -11,7 +11,6 @@ from torchrl_llm.envs.games.game import (
 )
 from torchrl_llm.envs.games.game_env import (
     GameEnv as GameEnv,
-    TableEnv as TableEnv,
     TableSteps as TableSteps,
 )
 from torchrl_llm.envs.games.key_door import KeyDoor as KeyDoor, KeyDoorEnv as KeyDoorEnv

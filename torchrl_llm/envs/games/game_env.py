@@ -1,10 +1,10 @@
-"""Games as environments of conversations: :class:`TableEnv`, :class:`GameEnv` for one player.
+"""Games as environments of conversations: :class:`GameEnv`, for one player or several.
 
-The rules are those of a :class:`~torchrl_llm.envs.games.game.Rules`. A seat is a row that a policy
-answers, or a scripted player, who acts within the environment and has no row; a game for one player
-is a table of one. What an answer does is the work of :class:`TableSteps`, which keeps nothing
-itself: the state of every row is in the tensordict, as text. A new game is a file with its rules
-and a subclass of one of these environments that names them.
+The rules are a :class:`~torchrl_llm.envs.games.Game` or a
+:class:`~torchrl_llm.envs.games.TableGame`. A seat is a row that a policy answers, or a scripted
+player, who acts within the environment and has no row; a game for one player is a table of one.
+:class:`TableSteps` plays the answers. It holds no state: the state of each row is in the
+tensordict, as text.
 """
 
 from __future__ import annotations
@@ -316,24 +316,33 @@ def _check_seats(game: Rules, seats: Mapping[str, Player | str]) -> None:
             )
 
 
-class TableEnv(MultiAgentChatEnv):
-    """A game of several players that language models play, a row for each of them.
+class GameEnv(MultiAgentChatEnv):
+    """A game that language models play, a row for each player.
 
-    Each drawn row is a seed: it starts a game, in which every policy's seat has a row of its own,
-    with a system prompt of the rules and the form of an answer. Who must act is told what has
-    happened since; see :class:`~torchrl_llm.envs.players.PlayersTransform` for rewards and ends,
-    and :class:`TableSteps` for what is written. All games of a drawn row are the same game.
+    Each drawn row is a seed. It starts a game, in which each policy's seat has a row of its own,
+    with a system prompt of the rules and the form of an answer. The observation is the user's
+    message, and the model answers with an action. See :class:`TableSteps` for the columns, and
+    :class:`~torchrl_llm.envs.players.PlayersTransform` for the rewards and ends of several players.
+    All repeats of a row play the same game, and their opponents answer the same actions alike.
+
+    Three things end an episode: the rules (``terminated``), a limit of the game itself
+    (``truncated`` with the reason ``ENV``), and ``max_steps`` turns (reason ``MAX_STEPS``). A turn
+    without a legal action counts as a turn, though the game does not move.
 
     Args:
-        game: the rules.
+        game: the rules: a :class:`~torchrl_llm.envs.games.Game` or a
+            :class:`~torchrl_llm.envs.games.TableGame`; made of ``WORLD`` if not given.
         seats: see :class:`TableSteps`.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
-        actions: as of :class:`~torchrl_llm.envs.games.GameEnv`.
+        actions: how an answer says its action: ``"tag"``, ``"bare"``, ``"boxed"``, ``"call"``, or a
+            parser. With ``"call"`` in history mode pass ``env.tool_schemas`` to the policy as
+            ``tools``.
         invalid_reward: reward of a turn without a legal action; the game's own if not given, which
-            is as bad as the worst end where such a turn ends the game.
+            is the reward of the worst end where such a turn ends the game.
         stop_on_invalid: let such a turn end the game; the others get nothing for it.
-        accept_cut: read answers that were cut at their limit of tokens like others.
-        dataset: rows with a ``seed``, as of :class:`~torchrl_llm.envs.games.GameEnv`.
+        accept_cut: also read answers that were cut at their token limit.
+        dataset: rows with a ``seed``; those of ``split`` if neither this nor ``data_files`` is
+            given.
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
@@ -343,22 +352,35 @@ class TableEnv(MultiAgentChatEnv):
 
     Raises:
         ConfigError: for impossible arguments.
+        DataError: for a row without a whole number as ``seed``.
 
     Example:
-        >>> from torchrl_llm.envs.games import TicTacToeForTwo
-        >>> env = TableEnv(TicTacToeForTwo(), shuffle=False)
+        >>> from torchrl_llm.data.history import History
+        >>> from torchrl_llm.envs.games import TicTacToe, TicTacToeForTwo
+        >>> env = GameEnv(TicTacToe(player="X"), num_envs=1, shuffle=False)
         >>> td = env.reset()
+        >>> chat = td["history"].prompt.chats[0]
+        >>> answer = {"role": "assistant", "content": "<move>5</move>"}
+        >>> td["history"].full = History.of([chat + [answer]])
+        >>> td = env.step(td)["next"]
+        >>> print(td["history"].prompt.chats[0][-1]["content"])
+        O takes 8.
+        1 2 3
+        4 X 6
+        7 O 9
+        You are X. Your move.
+        >>> td = GameEnv(TicTacToeForTwo(), shuffle=False).reset()
         >>> list(td["agent"]), td["active"].flatten().tolist()
         (['X', 'O'], [True, False])
     """
 
     MAX_STEPS: ClassVar[int | None] = 64
     PLAYERS: ClassVar[tuple[str, ...]] = ()
-    """The players of the game, where the class knows them."""
+    """The players of a game of several; a class with ``WORLD`` need not name them."""
 
     def __init__(
         self,
-        game: Rules,
+        game: Rules | None = None,
         *,
         seats: Mapping[str, Player | str] | None = None,
         rewards: Rewards = "own",
@@ -374,6 +396,8 @@ class TableEnv(MultiAgentChatEnv):
         worker_id: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if game is None:
+            game = self.WORLD()
         parser = make_action_parser(actions, game.action_name, game.action_help)
         if invalid_reward is None:
             invalid_reward = game.forfeit_reward if stop_on_invalid else game.invalid_reward
@@ -404,69 +428,21 @@ class TableEnv(MultiAgentChatEnv):
         """The rules."""
         return self.world.game
 
-
-def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**row, "seed": seed_of(row), "query": ""}  # each player's own is written at reset
-
-
-class GameEnv(TableEnv):
-    """A game that language models play, one game per row.
-
-    Each row is a seed: it starts a game, whose first observation is the user's message after a
-    system prompt with the rules and the form of an answer. From then on the model answers with an
-    action, and is told what came of it, until the game ends; see :class:`TableSteps` for what is
-    written. All repeats of a row play
-    the same game, opponents included as long as the model does the same.
-
-    Three things end an episode: the rules (``terminated``), a limit of the game itself
-    (``truncated`` with the reason ``ENV``), and ``max_steps`` turns (reason ``MAX_STEPS``). A turn
-    without a legal action is one of these turns, though the game does not move.
-
-    Args:
-        game: the rules.
-        kwargs: arguments of :class:`TableEnv`, whose seats are for games of several players. With
-            ``actions="call"`` in history mode give ``env.tool_schemas`` to the policy's wrapper as
-            ``tools``.
-
-    Raises:
-        ConfigError: for impossible arguments.
-        DataError: for a row without a whole number as ``seed``.
-
-    Example:
-        >>> from torchrl_llm.data.history import History
-        >>> from torchrl_llm.envs.games import TicTacToe
-        >>> env = GameEnv(TicTacToe(player="X"), num_envs=1, shuffle=False)
-        >>> td = env.reset()
-        >>> chat = td["history"].prompt.chats[0]
-        >>> answer = {"role": "assistant", "content": "<move>5</move>"}
-        >>> td["history"].full = History.of([chat + [answer]])
-        >>> td = env.step(td)["next"]
-        >>> print(td["history"].prompt.chats[0][-1]["content"])
-        O takes 8.
-        1 2 3
-        4 X 6
-        7 O 9
-        You are X. Your move.
-    """
-
-    MAX_STEPS = 64
-    PLAYERS = Game.players
-
-    def __init__(self, game: Game, **kwargs: Any) -> None:
-        super().__init__(game, **kwargs)
-
     def demonstrate(self, player: Player, seed: int) -> list[dict[str, Any]]:
-        """A game that someone plays, as the conversation of a model that plays it like that.
+        """A game for one player as a conversation: data for a model to imitate.
 
-        What it returns, for many seeds, is data to imitate: the messages are those that the
-        environment writes in history mode, answers in the form that it asks for.
+        The messages are those of the environment in history mode, with answers in the form that it
+        reads.
 
         Args:
             player: chooses the actions, all of them legal.
-            seed: of the game.
+            seed: seed of the game.
 
         Returns:
             The messages, from the system prompt to the last action.
+
+        Raises:
+            ConfigError: the game has several players, each with a different conversation.
 
         Example:
             >>> from torchrl_llm.envs.games import TicTacToe, expert
@@ -475,6 +451,8 @@ class GameEnv(TableEnv):
             >>> [message["role"] for message in chat[:3]], chat[2]["content"]
             (['system', 'user', 'assistant'], '<move>7</move>')
         """
+        if not isinstance(self.game, Game):
+            raise ConfigError(f"demonstrate needs a game for one player, got {self.game.name!r}")
         parser, system = self.world.parser, self.base_env.system_prompt
         chat = [] if system is None else [{"role": "system", "content": system}]
         told = {"role": self.base_env.user_role}
@@ -484,6 +462,10 @@ class GameEnv(TableEnv):
             reply = self.world.reply(ModelTurn(0, answer, False, False), "")
             told = {name: value for name, value in reply.items() if name != "content"}
         return chat
+
+
+def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**row, "seed": seed_of(row), "query": ""}  # each player's own is written at reset
 
 
 def seed_of(row: Mapping[str, Any]) -> int:

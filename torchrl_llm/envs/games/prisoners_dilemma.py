@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Player
-from torchrl_llm.envs.games.game_env import TableEnv
+from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.envs.games.table_game import TableGame, TableOutcome
 
 # Axelrod, The Evolution of Cooperation (1984): temptation 5, reward 3, punishment 1, sucker 0.
@@ -103,13 +103,13 @@ class PrisonersDilemma(TableGame[DilemmaState]):
 
 
 @register("tasks", "prisoners_dilemma")
-class PrisonersDilemmaEnv(TableEnv):
+class PrisonersDilemmaEnv(GameEnv):
     """The iterated prisoner's dilemma as an environment of conversations, a row for each player.
 
     Args:
         num_rounds: see :class:`~torchrl_llm.envs.games.PrisonersDilemma`.
         seats: scripted players, ``{"B": "random"}`` for one.
-        kwargs: arguments of :class:`TableEnv`.
+        kwargs: arguments of :class:`GameEnv`.
     """
 
     MAX_STEPS = 16

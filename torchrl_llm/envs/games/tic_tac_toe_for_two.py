@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar
 from torchrl_llm._checked import In, checked
 from torchrl_llm._registry import register
 from torchrl_llm.envs.games.game import Player
-from torchrl_llm.envs.games.game_env import TableEnv
+from torchrl_llm.envs.games.game_env import GameEnv
 from torchrl_llm.envs.games.nine_cells import (
     EMPTY,
     best_cells,
@@ -119,13 +119,13 @@ def _mover(board: str) -> str:
 
 
 @register("tasks", "tic_tac_toe_for_two")
-class TicTacToeForTwoEnv(TableEnv):
+class TicTacToeForTwoEnv(GameEnv):
     """Tic-tac-toe as an environment of conversations, a row for each of two players.
 
     Args:
         seats: scripted players, ``{"O": "random"}`` for one.
         random_plies: see :class:`~torchrl_llm.envs.games.TicTacToeForTwo`.
-        kwargs: arguments of :class:`TableEnv`.
+        kwargs: arguments of :class:`GameEnv`.
     """
 
     MAX_STEPS = 8

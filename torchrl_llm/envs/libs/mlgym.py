@@ -179,7 +179,7 @@ class MLGymWrapper(SessionEnv):
         kwargs.setdefault("dataset", [{}])
         super().__init__(
             partial(MLGymSession, make),
-            CommandAction(),
+            actions=CommandAction(),
             invalid_reward=penalty,
             system_prompt="",
             tokenizer=tokenizer,

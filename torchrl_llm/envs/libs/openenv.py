@@ -256,7 +256,7 @@ class OpenEnvEnv(SessionEnv):
             read = partial(_read_fields, parser.parse, needed, fields)
         limits = {"connect_timeout_s": connect_timeout_s, "message_timeout_s": message_timeout_s}
         opens = partial(_open, url, limits, observe, success_above)
-        super().__init__(opens, parser, read_action=read, **kwargs)
+        super().__init__(opens, actions=parser, read_action=read, **kwargs)
 
 
 def _open(

@@ -1,14 +1,17 @@
-"""Remote worlds: one session per row, started at reset; all sessions of a batch step at once.
+"""Environments from a class with ``reset`` and ``step``: one session per row.
 
-A :class:`Session` is one running world (a connection to a server, a simulator, a container). What
-goes wrong in one is an error of its row; the others go on. Its state is over there, so an episode
-does not survive a checkpoint: a resumed environment begins new ones.
+A :class:`Session` is one running world: a few lines of Python, a simulator, a container, a
+connection to a server. All sessions of a batch step at once. A failure in one is an error of its
+row; the other rows continue. The state is in the session, not in the tensordict, so an episode does
+not survive a checkpoint: a resumed run begins new episodes.
 
-Next: :mod:`torchrl_llm.envs.libs.openenv` and :mod:`torchrl_llm.envs.libs.mlgym` are two.
+Next: :mod:`torchrl_llm.envs.libs.openenv` connects to servers, and
+:mod:`torchrl_llm.envs.games.game` has games whose state is in the tensordict.
 """
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +24,13 @@ from tensordict import TensorDictBase
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm.data.column import Column
 from torchrl_llm.data.row_files import MappedRows
-from torchrl_llm.envs.actions import ActionError, ActionParser, Parsed
+from torchrl_llm.envs.actions import (
+    ActionError,
+    ActionForm,
+    ActionParser,
+    Parsed,
+    make_action_parser,
+)
 from torchrl_llm.envs.world import ModelTurn, Reaction, WorldEnv, WorldTransform
 from torchrl_llm.errors import BackendError, ConfigError, DataError, ResourceError, WorkerError
 
@@ -29,14 +38,14 @@ OPTIONS_KEY = "reset_options"
 
 
 class Observed(NamedTuple):
-    """What a world shows after a reset or a step.
+    """What the model sees after a reset or a step.
 
     Attributes:
-        text: what the model is told; after a reset it may be the first messages, as dicts.
-        reward: of the step.
+        text: the user's next message; after a reset also a list of first messages, as dicts.
+        reward: reward of the step, a finite number.
         terminated: the episode has ended.
         truncated: the episode was cut.
-        success: the model has done what is asked for.
+        success: the model has solved the task.
     """
 
     text: str | Sequence[Mapping[str, Any]]
@@ -47,47 +56,87 @@ class Observed(NamedTuple):
 
 
 class Session(ABC):
-    """One running world. Its methods are called by one thread at a time, each with a time limit."""
+    """One running world, with a ``reset`` and a ``step``.
+
+    One thread at a time calls its methods.
+
+    Attributes:
+        instructions: the task in a few sentences; the system prompt begins with them.
+        action_name: one word for an action, the name of its tag or tool.
+        action_help: how the model writes an action, ``"a number from 1 to 9"``.
+
+    Example:
+        >>> class Guess(Session):
+        ...     instructions = "Guess my number."
+        ...     action_help = "a number from 1 to 9"
+        ...
+        ...     def reset(self, options):
+        ...         self.number = options["seed"] % 9 + 1
+        ...         return "What is it?"
+        ...
+        ...     def step(self, action):
+        ...         if int(action) == self.number:
+        ...             return Observed("Yes.", reward=1.0, terminated=True, success=True)
+        ...         return "Higher." if int(action) < self.number else "Lower."
+        >>> game = Guess()
+        >>> game.reset({"seed": 3}), game.step("7"), game.step("4").reward
+        ('What is it?', 'Lower.', 1.0)
+        >>> chat = SessionEnv(Guess).reset()["history"].prompt.chats[0]
+        >>> print(chat[0]["content"])
+        Guess my number. Answer with a number from 1 to 9 and nothing else.
+    """
+
+    instructions: ClassVar[str] = ""
+    action_name: ClassVar[str] = "action"
+    action_help: ClassVar[str] = "your action"
 
     @abstractmethod
-    def reset(self, options: Mapping[str, Any]) -> Observed:
+    def reset(self, options: Mapping[str, Any]) -> Observed | str | Sequence[Mapping[str, Any]]:
         """Begin an episode.
 
         Args:
-            options: what the row says, ``{"seed": 3}`` for example.
+            options: the row of the data; ``{"seed": 3}`` where the environment has no data.
+
+        Returns:
+            The user's first message, or the first messages.
 
         Raises:
-            ResourceError: there is no room for another session, which is an error of the whole
-                environment; anything else is one of the row.
+            ResourceError: there is no room for another session. This stops the whole environment;
+                any other exception is an error of the row.
         """
 
     @abstractmethod
-    def step(self, action: Any) -> Observed:
+    def step(self, action: Any) -> Observed | str:
         """Act.
 
         Args:
-            action: what the environment's ``read_action`` made of an answer.
+            action: the action that the parser read from the answer, a text; or the result of the
+                environment's ``read_action``.
+
+        Returns:
+            The user's next message; a plain text has the reward 0 and does not end the episode.
 
         Raises:
-            ActionError: this world does not know the action, and nothing has happened.
+            ActionError: the action is not allowed, and nothing has happened. The model reads the
+                message and answers again. Any other exception is an error of the row.
         """
 
     def close(self) -> None:
-        """Let go of it; may be called twice."""
+        """Free what the session holds; may be called twice."""
 
 
 class SessionSteps(WorldTransform):
     """Drives one session per row, those of a batch at once.
 
     Args:
-        open_session: makes a session; called where a row has none, or lost it.
+        open_session: makes a session for a row that has none or has lost it.
         parser: reads actions.
         read_action: message to action, instead of the text that ``parser`` reads; it may raise
             :class:`~torchrl_llm.envs.actions.ActionError`.
-        data_key: where the first observation of an episode goes.
-        invalid_reward: reward of a turn without an action that the world takes.
-        accept_cut: read answers that were cut at their limit of tokens like others.
-        max_concurrency: sessions that work at a time.
+        data_key: key of the first observation of an episode.
+        invalid_reward: reward of a turn without a valid action.
+        accept_cut: also read answers that were cut at their token limit.
+        max_concurrency: most sessions that work at the same time.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
     """
 
@@ -105,6 +154,7 @@ class SessionSteps(WorldTransform):
         with_reward: bool = True,
     ) -> None:
         super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
+        _check_opens(open_session)
         self.open_session = open_session
         self.read_action = read_action
         self.data_key = data_key
@@ -148,7 +198,7 @@ class SessionSteps(WorldTransform):
             return _checked(self._sessions[row].reset(options), begins=True).text
         except ResourceError:
             raise
-        except Exception as error:  # a world that does not start is an error of its row
+        except Exception as error:  # a session that does not start is an error of its row
             self._drop(row, error)
             return "There is nothing here."
 
@@ -179,7 +229,7 @@ class SessionSteps(WorldTransform):
         except ActionError as error:
             told = f"{error} {self.parser.help}"
             return Reaction(observation=told, reward=self.invalid_reward, for_form=error.reward)
-        except Exception as error:  # a world that fails is an error of its row
+        except Exception as error:  # a session that fails is an error of its row
             self._drop(turn.row, error)
             return Reaction(observation="The world has failed.", error=error)
         text, *rest = seen
@@ -193,28 +243,35 @@ class SessionSteps(WorldTransform):
         super().close()
 
 
+def _check_opens(open_session: Any) -> None:
+    """Refuse, before the first row, what could open no session in any."""
+    try:
+        if missing := sorted(getattr(open_session, "__abstractmethods__", ())):
+            raise TypeError(f"it does not define {' and '.join(missing)}")
+        inspect.signature(open_session).bind()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            "open_session must be a Session class or a function that makes a session, callable "
+            f"without arguments (functools.partial binds some); got {open_session!r}: {error}"
+        ) from error
+
+
 def _checked(seen: Any, *, begins: bool = False) -> Observed:
-    """What a world showed, in the types that rows are made of.
+    """The observation of a session, in the types of the rows.
 
     Raises:
         BackendError: it is something else, which would be an error of the whole batch later.
     """
-    texts = isinstance(seen, Observed) and (
-        isinstance(seen.text, str)
-        or (
-            begins
-            and isinstance(seen.text, Sequence)
-            and len(seen.text) > 0
-            and all(isinstance(message, Mapping) for message in seen.text)
-        )
-    )
-    if not texts or not isinstance(seen.reward, SupportsFloat):
-        wanted = "a text or messages" if begins else "a text"
+    observed = seen if isinstance(seen, Observed) else Observed(seen)
+    text, wanted = observed.text, "a text or messages" if begins else "a text"
+    messages = begins and isinstance(text, Sequence) and len(text) > 0
+    readable = isinstance(text, str) or (messages and all(isinstance(m, Mapping) for m in text))
+    if not readable or not isinstance(observed.reward, SupportsFloat):
         raise BackendError(
-            f"a session must show an Observed with {wanted} and a number as reward, got "
-            f"{seen!r:.200}"
+            f"{'reset' if begins else 'step'} of a session must return {wanted}, or an Observed "
+            f"with {wanted} and a number as reward; got {seen!r:.200}"
         )
-    return seen._replace(reward=float(seen.reward))
+    return observed._replace(reward=float(observed.reward))
 
 
 def _close(session: Session) -> None:
@@ -225,42 +282,47 @@ def _close(session: Session) -> None:
 
 
 class SessionEnv(WorldEnv):
-    """Conversations with remote worlds, one per row.
+    """Conversations with sessions, one session per row.
 
-    Each row begins an episode with its options: the columns of the row, ``{"seed": 3}`` for one.
-    The user's first message is what the world shows, and so is each next one. Three things end an
-    episode: the world (``terminated``, or ``truncated`` with the reason ``ENV``), a failure (an
-    invalid reward), and ``max_steps`` turns.
+    Each row begins an episode with its options: the columns of the row, for example
+    ``{"seed": 3}``. The session writes the user's messages, the model's answers are its actions.
+    Three things end an episode: the session (``terminated``, or ``truncated`` with the reason
+    ``ENV``), a failure (an invalid reward), and ``max_steps`` turns.
 
     Args:
-        open_session: makes a session.
-        parser: reads actions.
-        read_action: message to action, instead of the text that ``parser`` reads.
-        instructions: system prompt before the form of an answer.
-        invalid_reward: reward of a turn without an action that the world takes.
-        accept_cut: read answers that were cut at their limit of tokens like others.
-        max_concurrency: sessions that work at a time.
-        dataset: rows of options; seeds if neither this nor ``data_files`` is given, others with
-            ``split="test"`` than with ``"train"``.
+        open_session: a :class:`Session` class, or a function that makes a session; ``WORLD`` if
+            not given.
+        actions: how an answer says its action: ``"bare"`` (the whole answer), ``"tag"``,
+            ``"boxed"``, ``"call"`` (a tool call), or a parser.
+        read_action: message to action, instead of the text that the parser reads.
+        instructions: system prompt before the form of an answer; those of the class if not given.
+        invalid_reward: reward of a turn without a valid action.
+        accept_cut: also read answers that were cut at their token limit.
+        max_concurrency: most sessions that work at the same time.
+        dataset: rows of options; seeds if neither this nor ``data_files`` is given, and different
+            ones for ``split="test"`` than for ``"train"``.
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
         system_prompt: instead of ``instructions`` and the form of an answer; empty for none.
         kwargs: ``max_steps`` and ``template_kwargs`` of :class:`~torchrl_llm.envs.world.WorldEnv`,
             and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
+
+    Raises:
+        ConfigError: ``open_session`` cannot be called without arguments, or an abstract class.
     """
 
     MAX_STEPS: ClassVar[int | None] = 32
-    # A reset passes the transforms last to first: the rows are drawn, then the worlds begin.
+    # A reset passes the transforms last to first: the rows are drawn, then the sessions begin.
     WORLD_FIRST = True
 
     def __init__(
         self,
-        open_session: Callable[[], Session],
-        parser: ActionParser,
+        open_session: Callable[[], Session] | None = None,
         *,
+        actions: ActionForm | ActionParser = "bare",
         read_action: Callable[[Mapping[str, Any]], Any] | None = None,
-        instructions: str = "",
+        instructions: str | None = None,
         invalid_reward: float = -0.1,
         accept_cut: bool = False,
         max_concurrency: int = 64,
@@ -272,8 +334,12 @@ class SessionEnv(WorldEnv):
         data_key: str = "query",
         **kwargs: Any,
     ) -> None:
+        open_session = self.WORLD if open_session is None else open_session
+        about = open_session if hasattr(open_session, "action_help") else Session
+        parser = make_action_parser(actions, about.action_name, about.action_help)
         rows = self.read_rows(dataset, data_files, split, columns=())
         if system_prompt is None:
+            instructions = about.instructions if instructions is None else instructions
             system_prompt = f"{instructions} {parser.help}".strip()
         steps = SessionSteps(
             open_session,

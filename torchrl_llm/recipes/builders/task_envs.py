@@ -16,7 +16,7 @@ from torchrl_llm._settings import ensure, naming
 from torchrl_llm.data.replay_buffers import ReplayBuffer
 from torchrl_llm.data.row_files import GeneratedRows
 from torchrl_llm.data.text import ChatFormatter
-from torchrl_llm.envs import GameEnv, TaskEnv
+from torchrl_llm.envs import TaskEnv
 from torchrl_llm.envs.transforms import ContextLimit, CutAnswers
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.evaluation import Evaluation, answer_record, evaluate, figures_at_k
@@ -51,12 +51,13 @@ def make_envs(
     """
     train = make_train_env(config, policy.tokenizer, seed=config.seed, **order)
     held_out = make_eval_env(config, policy.tokenizer)
-    if held_out is not None and config.env.dataset != ROWS and not isinstance(train, GameEnv):
+    if held_out is not None and config.env.dataset != ROWS:
         # Rows that a task makes itself are apart; :func:`check_problems` sees those of ``data``.
         rows = [getattr(env.primer.dataloader, "rows", ()) for env in (train, held_out)]
         if not isinstance(getattr(rows[0], "rows", None), GeneratedRows):
-            asked = [[row.get("query") for row in rows[1]]]
-            tell_overlap((row.get("query") for row in rows[0]), *asked, "env.dataset")
+            # A world's rows have an empty query, and differ in the rest.
+            asked = [(row.get("query") or row for row in each) for each in rows]
+            tell_overlap(asked[0], list(asked[1]), "env.dataset")
     return train, held_out
 
 

@@ -10,7 +10,6 @@ from typing import Any
 
 from torchrl_llm.data.demonstrations import Demonstration
 from torchrl_llm.data.row_files import MappedRows
-from torchrl_llm.envs import GameEnv
 from torchrl_llm.errors import DataError
 from torchrl_llm.modules.policies.context_limit import longest_prompt
 from torchrl_llm.recipes.builders import longest_row
@@ -83,10 +82,11 @@ def overlap(subject: Subject) -> Iterator[Finding]:
             "model.name",
             f"{task.name} is a task for a larger model than the one of the package: name another",
         )
-    # Games begin alike, and differ in what is played.
-    if task.held_out is not None and not isinstance(task.env, GameEnv):
+    if task.held_out is not None:
         parts = (_some(_rows(env)) for env in (task.env, task.held_out))
-        yield from _overlap(*([row.get("query") for row in rows] for rows in parts), task.data_key)
+        # Games begin alike, with an empty query, and differ in the rest of their rows.
+        asked = ([row.get("query") or row for row in rows] for rows in parts)
+        yield from _overlap(*asked, task.data_key)
 
 
 def demonstrations(subject: Subject) -> Iterator[Finding]:

@@ -19,7 +19,7 @@ from tensordict import TensorDict
 
 from torchrl_llm.data.enums import FinishReason
 from torchrl_llm.data.failures import Failure
-from torchrl_llm.envs import GameEnv
+from torchrl_llm.envs.world import WorldEnv
 from torchrl_llm.evaluation import evaluate
 from torchrl_llm.evaluation.evaluate import Outcome
 from torchrl_llm.recipes import builders
@@ -61,7 +61,7 @@ class _Scored(NamedTuple):
 def known_answers(subject: Subject) -> Iterator[Finding]:
     """The reward tells right answers from wrong ones, fails on none, and is fast."""
     for task in subject.tasks:
-        if isinstance(task.env, GameEnv):  # the world gives it, for what was done there
+        if isinstance(task.env, WorldEnv):  # the world gives it, for what was done there
             continue
         scored = list(_scored(subject, task))
         key, failed = task.reward_key, [each for each in scored if each.failure.kind]

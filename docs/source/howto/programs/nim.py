@@ -1,0 +1,30 @@
+import random
+
+from torchrl_llm.envs import Observed, Session
+
+
+class Nim(Session):
+    """Take 1, 2 or 3 sticks in turn; whoever takes the last one wins."""
+
+    instructions = "Take 1, 2 or 3 sticks in turn. Whoever takes the last one wins."
+    action_help = "1, 2 or 3"
+
+    def reset(self, options):
+        self.random = random.Random(options["seed"])
+        self.sticks = self.random.randint(5, 12)
+        return f"{self.sticks} sticks."
+
+    def step(self, action):
+        if action not in self.moves():
+            return Observed(f"{action} is not a move. You lose.", -1.0, terminated=True)
+        self.sticks -= int(action)
+        if self.sticks == 0:
+            return Observed("You win.", 1.0, terminated=True, success=True)
+        taken = self.random.choice(self.moves())
+        self.sticks -= int(taken)
+        if self.sticks == 0:
+            return Observed("I take the rest. You lose.", -1.0, terminated=True)
+        return f"{self.sticks} sticks."
+
+    def moves(self):
+        return [n for n in ("1", "2", "3") if int(n) <= self.sticks]
