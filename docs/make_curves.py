@@ -95,6 +95,23 @@ def pass_at_k(place: Path) -> Figures:
     return figures
 
 
+def intervals(place: Path) -> Figures:
+    """Ends of the interval of each model's accuracy on its first prompts."""
+    import torch
+
+    from torchrl_llm.functional import wilson_interval
+
+    figures: Figures = {}
+    for name in ("step 10", "step 20"):
+        lines = (place / name / "run/answers_arithmetic.jsonl").read_text().splitlines()
+        right = [json.loads(line)["success"] for line in lines]
+        for num in (16, 32, 64, 128, 256, 512):
+            ends = wilson_interval(torch.tensor(sum(right[:num])), torch.tensor(num))
+            for end, value in ends._asdict().items():
+                figures.setdefault(f"{name}, {end}", []).append((num, value.item()))
+    return figures
+
+
 def _any_of(k: int, right: list[bool]) -> float:
     """Probability that k answers drawn without replacement have a right one."""
     wrong, missed = len(right) - sum(right), 1.0
@@ -154,6 +171,15 @@ DISTIL = "torchrl-llm train distillation"
 EVALUATE = (
     "torchrl-llm evaluate tasks=[arithmetic] inference_model.max_tokens=6 "
     "inference_model.temperature=1 eval.repeats=10 eval.num_prompts=256"
+)
+JUDGE = (
+    f"{GRPO} data=qa.csv reward.components.right._target_=judge.py:exactly "
+    "reward.components.right.weight=0 reward.components.judge._target_=judge.py:judge "
+    "train.max_steps=40 eval.interval=10"
+)
+FROM_TRL = (
+    f"{GRPO} data=qa.csv reward=exact env.repeats=8 train.prompts_per_batch=16 "
+    "inference_model.max_tokens=16 optimizer.lr=1e-3 train.max_steps=40 eval.interval=10"
 )
 LEARNING = {"reward_of_sampled_answers": "train/reward", "held-out_accuracy": "eval/accuracy"}
 RUNS = {
@@ -290,6 +316,50 @@ RUNS = {
         "pass@k",
         x="k, answers to a problem",
     ),
+    "first_real_model": Picture(
+        {"run": GRPO},
+        columns(
+            reward_of_sampled_answers="train/reward",
+            groups_of_equal_rewards="train/zero_variance",
+            **{"held-out_accuracy": "eval/accuracy"},
+        ),
+        "reward, share",
+        smooth=3,
+        dots=("held-out accuracy",),
+    ),
+    "judge": Picture(
+        {"run": JUDGE},
+        columns(
+            score_of_the_judge="train/reward_judge",
+            right_sampled_answers="train/reward_right",
+            **{"held-out_accuracy": "eval/accuracy"},
+        ),
+        "score, share",
+        smooth=3,
+        dots=("held-out accuracy",),
+    ),
+    "from_trl": Picture(
+        {"run": FROM_TRL},
+        columns(**LEARNING),
+        "reward, accuracy",
+        smooth=3,
+        dots=("held-out accuracy",),
+    ),
+    "intervals": Picture(
+        {
+            "training": f"{GRPO} train.max_steps=20 checkpoint.interval=10 checkpoint.keep_last=3 "
+            "eval.interval=null",
+            **{
+                f"step {step}": "torchrl-llm evaluate tasks=[arithmetic] "
+                "inference_model.max_tokens=6 "
+                f"model.name=../training/run/checkpoints/step_{step:06}"
+                for step in (10, 20)
+            },
+        },
+        intervals,
+        "accuracy, 95 % interval",
+        x="number of prompts",
+    ),
     "context": Picture(
         {}, context_strategies, "tokens of the prompt", x="turn of the conversation"
     ),
@@ -304,10 +374,16 @@ def run(picture: Picture, place: Path) -> Iterator[str]:
         (folder / "number").write_text(str(number))
         (folder / "clock_task.py").write_text(_shown_file("train_your_own_tool", "clock_task.py"))
         shutil.copy(ROOT / "docs/source/howto/programs/nim.py", folder)
+        if "qa.csv" in command:
+            for name in ("judge.py", "make_sums.py"):
+                shutil.copy(ROOT / "docs/source/howto/programs" / name, folder)
+            subprocess.run([sys.executable, "make_sums.py"], cwd=folder, check=True)
         words = shlex.split(command)
         if words[0] == "torchrl-llm":
             words = [sys.executable, "-m", "torchrl_llm", *words[1:], "hydra.run.dir=run"]
-            words += ["logging.progress=false", "checkpoint.interval=1000"] * ("grpo" in words[4])
+            if "grpo" in words[4]:
+                words.append("logging.progress=false")
+                words += ["checkpoint.interval=1000"] * ("checkpoint.interval" not in command)
         else:
             words = [sys.executable, str(ROOT / words[1]), *words[2:]]
         paths = os.pathsep.join([".", str(ROOT), os.environ.get("PYTHONPATH", "")])

@@ -41,6 +41,7 @@ class SamplerConfig(Group, key="inference_model"):
         top_p: draw from the fewest tokens that reach this probability; 1 for all.
         top_k: draw from so many of the most probable tokens; 0 for all.
         min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
+        stop: texts that end a response, for a model that does not end its turn itself.
         num_devices: GPUs of the engine (tensor parallel).
         gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
         max_model_len: most tokens of prompt and response.
@@ -61,6 +62,7 @@ class SamplerConfig(Group, key="inference_model"):
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
+    stop: list[str] = several()
     num_devices: int = 1
     gpu_memory_utilization: float | None = None
     max_model_len: int | None = None
@@ -84,7 +86,7 @@ class SamplerConfig(Group, key="inference_model"):
         reserved = sorted(RESERVED & set(self.request))
         ensure(not reserved, f"inference_model.request: {reserved} are not the user's to set")
         with naming("inference_model"):
-            SamplingParams(**self.arguments)
+            SamplingParams(**self.arguments, stop=tuple(self.stop))
         check_device(self.device, "inference_model.device")
         kind = self.backend if self.url is None else "url"
         for key in fields(self):

@@ -61,7 +61,7 @@ def make_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
         "tokenizer": tokenizer,
         **config.model.template,
         "on_overlong": config.eval.on_overlong,
-        "generate_kwargs": wanted.arguments,
+        "generate_kwargs": wanted.arguments | {"stop_sequences": wanted.stop},
     }
     if wanted.backend == "vllm":
         engine = wanted.engine_options

@@ -100,6 +100,7 @@ def _request(wanted: SamplerConfig, card: dict[str, Any]) -> dict[str, Any]:
     # What is off is not sent to servers that may not know it.
     off = {"top_k": 0, "min_p": 0.0}
     fields |= {name: value for name, value in asked.items() if value != off.get(name)}
+    fields |= {"stop": wanted.stop} if wanted.stop else {}
     fields |= wanted.request
     return {name: value for name, value in fields.items() if value is not None}
 
@@ -160,5 +161,5 @@ def _token_policy(config: EvaluateConfig, card: dict[str, Any], key: str | None)
         tokenizer=tokenizer,
         **config.model.template,
         on_overlong=config.eval.on_overlong,
-        generate_kwargs=wanted.arguments,
+        generate_kwargs=wanted.arguments | {"stop_sequences": wanted.stop},
     )

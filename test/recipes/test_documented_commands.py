@@ -43,6 +43,7 @@ WRITTEN = {
     "agent.py": "def run(row, client):\n    return 1.0\n",
     "other/bin/python": "",
     "runs/reward/checkpoints/step_000100/config.json": REWARD_MODEL,
+    "judge.py": (ROOT / "docs/source/howto/programs/judge.py").read_text(),
     "capitals.py": "from torchrl_llm.envs.datasets.rows_env import RowsEnv as CapitalEnv\n",
 }
 FILE = re.compile(r"\.\. code-block:: .*\n   :caption: (\S+)\n\n((?:   .*\n|\n)+)")

@@ -16,11 +16,13 @@ import torch
 from recipes.grpo_helper import run_script
 from recipes.script import run_alone
 
+import torchrl_llm
 from torchrl_llm.data.row_files import load_rows
 from torchrl_llm.errors import ConfigError, DataError, MissingExtraError, OverlongError, RewardError
 from torchrl_llm.modules import FakeWrapper
 
 SCRIPT = Path(__file__).parents[2] / "sota-implementations" / "evaluate" / "evaluate.py"
+EMBEDDED = Path(torchrl_llm.__file__).parent / "assets" / "embedded"
 IFEVAL = Path(__file__).parents[3] / "shared" / "data" / "ifeval" / "input_data.jsonl"
 
 
@@ -65,6 +67,23 @@ def test_the_embedded_model_has_the_accuracy_that_training_reports(tmp_path, run
     for record in records:  # what the file says can be counted again
         numbers = re.findall(r"-?\d+", record["messages"][-1]["content"])
         assert record["success"] == (numbers[-1:] == [record["answer"]])
+
+
+def test_a_text_ends_answers_of_a_model_that_does_not_end_its_turns(tmp_path, run):
+    base = shutil.copytree(EMBEDDED, tmp_path / "base")
+    (base / "chat_template.jinja").unlink()
+    asked = ["tasks=[arithmetic]", f"model.name={base}", "model.chat_template_name=falcon"]
+    asked += ["inference_model.max_tokens=8", "eval.num_prompts=16"]
+    run(tmp_path / "a", *asked)
+    run(tmp_path / "b", *asked, "inference_model.stop=['1']")
+    shortened = 0
+    whole, stopped = (answers(tmp_path / name, "arithmetic") for name in "ab")
+    for long, short in zip(whole, stopped, strict=True):
+        text, mark, rest = long["messages"][-1]["content"].partition("1")
+        assert short["messages"][-1]["content"] == text + mark
+        assert not (mark and short["cut"])
+        shortened += bool(rest)
+    assert shortened > 0
 
 
 def test_all_three_files_are_scored_in_one_run(tmp_path, run, gsm8k_dir, humaneval_file, capfd):

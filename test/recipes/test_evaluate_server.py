@@ -183,6 +183,7 @@ def test_what_is_off_is_told_to_vllm_alone_for_it_has_other_defaults(tmp_path, r
     for owner in ("vllm", "somebody"):
         fake, url = serve(returns_ids=False, card={"owned_by": owner})
         more = ["inference_model.request={reasoning_effort: low, top_p: null}"]
+        more += ["inference_model.stop=['Question:']"]
         run(tmp_path / owner, "tasks=[arithmetic]", "eval.num_prompts=1", url, *more)
         bodies.append(fake.requests[-1][1])
     told, plain = bodies
@@ -191,6 +192,7 @@ def test_what_is_off_is_told_to_vllm_alone_for_it_has_other_defaults(tmp_path, r
         "model": "tiny",
         "max_tokens": 512,
         "temperature": 0.0,
+        "stop": ["Question:"],
         "reasoning_effort": "low",
     }
     assert told["top_k"] == 0

@@ -303,6 +303,12 @@ def test_what_a_file_of_the_users_lacks_is_told_with_what_it_has(tmp_path):
         find("rewards", str(file))
     with pytest.raises(ConfigError, match=r"own_rewards\.py:WEIGHT is 2, and no function"):
         check_function(f"{file}:WEIGHT")
+    judge = tmp_path / "own_judge.py"
+    judge.write_text(
+        "from torchrl_llm.rewards import JudgeReward\n"
+        "judge = JudgeReward(lambda asked: ['Score: 7'] * len(asked), '{response}')"
+    )
+    assert check_function(f"{judge}:judge").score("4", "4").reward == 0.7
     raising = tmp_path / "own_raising.py"
     raising.write_text("import math\nWEIGHT = 1 / 0\n")
     with pytest.raises(ConfigError, match=r"division by zero \(.*own_raising\.py, line 2\)$"):

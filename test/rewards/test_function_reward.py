@@ -137,6 +137,7 @@ async def later(response, answer):
 REFUSED = [
     (lambda prompts, completions, **kwargs: [0.0], r"one of TRL's.*def reward\(response, answer\)"),
     (lambda completions, **kwargs: [0.0], "one of TRL's"),
+    (lambda completion_ids, **kwargs: [0.0], "one of TRL's"),
     (lambda response, answer, third: 0.0, r"must take \(response, answer\)"),
     (lambda answer, response: 0.0, "would get the response first"),
     (lambda: 0.0, "cannot be called"),

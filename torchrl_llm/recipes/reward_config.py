@@ -111,7 +111,8 @@ def check_function(name: str) -> rewards.RewardParser:
     """
     with naming("reward.function"):
         found = find("rewards", name)
-        ensure(callable(found) or ":" not in name, f"{name} is {found!r}, and no function")
+        able = callable(found) or isinstance(found, rewards.Scorer)
+        ensure(able or ":" not in name, f"{name} is {found!r}, and no function")
         arguments = constructor_arguments(found) if inspect.isclass(found) else {}
         needed = [key for key, each in arguments.items() if each.default is each.empty]
         ensure(

@@ -199,7 +199,7 @@ def _taken(function: Callable[..., Any]) -> _Takes:
     by_name = any(p.kind is p.KEYWORD_ONLY and p.default is kinds.empty for p in parameters)
     takes_none = not (names or any(p.kind is p.VAR_POSITIONAL for p in parameters))
     problem = ""
-    if names[:1] in (["completions"], ["prompts"]):
+    if names[:1] in (["completions"], ["prompts"], ["completion_ids"]):
         problem = (
             "is one of TRL's, which gets lists; here a reward sees one row: "
             "def reward(response, answer) or def reward(response, row)"
