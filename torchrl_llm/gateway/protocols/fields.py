@@ -254,9 +254,7 @@ STOP = Field(_stop, "stop")
 FUNCTION: Table = {
     "name": need(str),
     "description": str,
-    "strict": Field(
-        bool, unused=True
-    ),  # calls are sampled freely; parsers check them
+    "strict": Field(bool, unused=True),  # calls are sampled freely; parsers check them
     "cache_control": Any,
 }
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")
