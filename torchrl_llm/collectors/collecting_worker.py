@@ -130,7 +130,7 @@ class CollectorWorker:
 
         Raises:
             WorkerError: the channel does not answer, was full for too long, or dropped this worker
-            as dead.
+                as dead.
             WeightUpdateError: the policy does not compute with the weights that it received; rows
                 sampled with them are not delivered.
             Exception: an exception of the policy or environment.
@@ -260,7 +260,7 @@ class WeightFollower:
     Args:
         worker: receives the weights.
         newest: function that returns version and source of the newest weights; ``None`` before the
-        first.
+            first.
         in_flight: what happens to unfinished conversations when new weights arrive, see
             :meth:`~torchrl_llm.collectors.LLMCollector.load_weights`.
 

@@ -471,7 +471,7 @@ class LLMCollector(VersionedCollector):
 
         Raises:
             ConfigError: the policy has no weights in this process, or does not support
-            ``in_flight``.
+                ``in_flight``.
             WeightUpdateError: they did not arrive; the old ones and their version stay.
         """
         if in_flight == "abort":

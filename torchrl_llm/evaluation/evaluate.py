@@ -109,7 +109,7 @@ def evaluate(
             :class:`~torchrl_llm.envs.DatasetChatEnv` does, the primer reports the end of the data.
         policy: the policy; pass a greedy one for greedy accuracy.
         num_prompts: number of prompts, from the start of the data; all prompts, with a warning, if
-        the data has fewer.
+            the data has fewer.
         max_turns: turns after which a conversation is stopped and counted. Finished conversations
             wait for the others.
         success_key: bool key under ``"next"`` that marks a correct answer.

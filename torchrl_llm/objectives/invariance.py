@@ -84,7 +84,7 @@ def check_invariance(
 
     Raises:
         DataError: when a law does not hold; the message names the law, the difference, and where to
-        look.
+            look.
         ConfigError: for a loss that is not averaged, or a batch of fewer than two rows or without
             a gradient.
 

@@ -45,7 +45,7 @@ class TokenRows:
         sequences: ``B`` int64 tensors ``[T_b]``, without padding.
         stored: stored length of each row, including padding.
         kept: bool over the stored positions of all rows, false at padding; ``None`` without
-        padding.
+            padding.
         mask: bool ``[L]``, the tokens that count.
 
     Attributes:

@@ -46,7 +46,7 @@ class Component:
             ``"processes"``, for scorers that use much CPU or may not end. A scorer for processes
             must be importable by name.
         num_workers: number of threads, 8 by default; or of processes, by default the number of CPUs
-        but at most 4.
+            but at most 4.
         timeout: time limit per row in seconds (for a :class:`BatchScorer`, for all rows); needs
             threads or processes. Only a process is stopped at the limit.
 

@@ -174,7 +174,7 @@ class BrowserTransform(ToolTransform):
         headless: without a window.
         timeout: seconds that an action may take.
         tokenizer: if given, the constructor checks that its chat template can express calls and
-        results.
+            results.
         tool_name: role of the appended messages.
         parser: parser of calls; by default the form of the chat template, or
             ``<tool>browser\n{"action": ...}</tool>`` in the text.

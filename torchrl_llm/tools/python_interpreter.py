@@ -422,7 +422,7 @@ class PythonInterpreter(ToolTransform):
             blocks of a turn run in parallel.
         timeout: time limit of a block in seconds.
         services: ``"ray"`` runs the code in one service for the whole cluster; ``None`` runs it in
-        this process's service.
+            this process's service.
         service_name: name of that service.
         namespace: Ray namespace of that service.
         sandbox: sandbox or its kind; by default the strongest one of the machine. Not with

@@ -253,7 +253,7 @@ class VLLMTransfer:
         Args:
             weights: name to tensor, on the GPU.
             tell: function that sends a source to every receiver and returns their receipts after
-            all have loaded.
+                all have loaded.
             num_receivers: number of receivers.
             **about: attributes of the source, such as ``counter`` and ``canary``.
 

@@ -43,9 +43,9 @@ class CreditOptions(TypedDict, total=False):
             the mean is larger. With ``positive_only`` only trajectories better than expected are
             kept.
         prompt_key: key that identifies the group; ``None`` uses ``"group_id"`` if present,
-        otherwise ``"query"``.
+            otherwise ``"query"``.
         rewards_key: key of the rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the
-        response's tokens.
+            response's tokens.
         done_key: key of the flag that marks the last row of a trajectory.
         selectors: which valid trajectories of a full group are used, see
             :mod:`torchrl_llm.data.replay_buffers.grouping`; all by default.

@@ -55,9 +55,9 @@ class MCAdvantage(ComparingCredit):
     Args:
         grpo_size: trajectories per group.
         prompt_key: key that identifies the group; ``None`` uses ``"group_id"`` if present,
-        otherwise ``"query"``.
+            otherwise ``"query"``.
         rewards_key: key of the rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the
-        response's tokens.
+            response's tokens.
         advantage_key: key of the advantage: ``[1, 1]``; ``[T, 1]`` for per-token rewards with
             ``trajectory_return=None``.
         done_key: key of the flag that marks the last row of a trajectory.
@@ -396,7 +396,7 @@ class RayMCAdvantage(Transform):
 
     Raises:
         ConfigError: for arguments that MCAdvantage rejects, or if the named actor has different
-        arguments.
+            arguments.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running.
         WorkerError: the actor did not start or answer in time, or died; the rows that waited in it

@@ -67,7 +67,7 @@ class EpisodicReturn(CreditAssigner):
 
     Args:
         trajectory_return: how the return is computed from the rewards of the turns: sum, max, mean
-        or last.
+            or last.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
@@ -139,7 +139,7 @@ class MonteCarloReturn(CreditAssigner):
         truncated: truncated episodes: ``"keep"`` treats them as ended, ``"drop"`` does not write
             them, ``"bootstrap"`` adds a critic's value of the state after the cut.
         value_key: key of that value, one number per row; ``"bootstrap"`` reads it from the last
-        row.
+                row.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
@@ -289,7 +289,7 @@ class GAEAdvantage(BatchStatistics):
 
     Args:
         gamma: discount per token; with 1 (usual) a reward at the end does not shrink with the
-        length.
+            length.
         lmbda: decay of the estimate; 1 is the return minus the value.
         normalize: standardise the advantages over all sampled tokens of a batch with the
             ``"sample"`` or ``"population"`` deviation; ``"none"`` leaves them unchanged. Value
@@ -300,7 +300,7 @@ class GAEAdvantage(BatchStatistics):
             ``"keep"`` treats them as ended, ``"drop"`` does not write them.
         values_key: key of the value of the state before each token, ``[T]``.
         final_value_key: key of the value of the state after a cut, one number, read from the last
-        row.
+                row.
         value_target_key: key of the targets, ``[T]``, 0 at tokens that were not sampled.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 

@@ -158,11 +158,11 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         rho_bounds: ``(rho_min, rho_max)``.
         initial_value: ``v`` of a new prompt.
         initial_count: number of samples that the initial value counts for; :math:`N_0 = 1 / (1 -
-        \rho_{min})` by default.
+            \rho_{min})` by default.
         kl_key: key of the KL since the prompt's last visit, in nats per token; ``None`` uses the
             sum of the moves.
         trajectory_return: how the reward, in [0, 1], is computed from the rewards of the turns:
-        sum, max, mean or last.
+            sum, max, mean or last.
         normalize: ``"population"`` or ``"sample"`` deviation of the batch, or ``"none"`` for
             :math:`r - v` unchanged (also not centred).
         eps: guards the division.
