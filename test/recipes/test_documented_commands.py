@@ -1,13 +1,12 @@
 """Every command of a recipe that the documentation shows is one that the recipe accepts."""
 
+import importlib.util
 import inspect
 import re
-import runpy
 import shlex
 import sys
 import textwrap
 from pathlib import Path
-from types import SimpleNamespace
 
 import hydra
 import pytest
@@ -149,7 +148,10 @@ def test_the_documented_commands_are_accepted(
 @pytest.mark.parametrize("script", documented(flat=True))
 def test_the_documented_commands_of_flat_recipes_are_accepted(script, monkeypatch):
     monkeypatch.syspath_prepend(str((ROOT / script).parent))
-    page = SimpleNamespace(**runpy.run_path(str(ROOT / script)))
+    spec = importlib.util.spec_from_file_location("recipe_page", ROOT / script)
+    page = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, page)  # its settings' types are looked up there
+    spec.loader.exec_module(page)
     for arguments in documented(flat=True)[script]:
         given = parse_overrides(arguments)
         if script.endswith("langmarl/train.py"):
