@@ -226,8 +226,8 @@ def test_placeholders_are_left_out_of_the_text():
 
 def test_shapes_that_do_not_fit_are_errors(batch):
     for call, message in (
-        (lambda: batch.append(batch), "one message a conversation"),
-        (lambda: batch.append(History(role="user", content="x")), "one message a conversation"),
+        (lambda: batch.append(batch), "one message per conversation"),
+        (lambda: batch.append(History(role="user", content="x")), "one message per conversation"),
         (lambda: batch.extend(batch[0], dim=-1), "as many dimensions"),
         (lambda: batch.extend(batch[:1], dim=-1), "equal batches"),
         (lambda: batch[None][0].extend(batch), "inplace=False"),

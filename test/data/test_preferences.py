@@ -153,12 +153,12 @@ REFUSED = {
     "another prompt": (
         {"prompt": "3+3?", "chosen": [USER, GOOD], "rejected": [USER, BAD]},
         {},
-        "the prompt '3.3.' is no part",
+        "the prompt '3.3.' is not in",
     ),
     "questions that differ": (
         {"chosen": [USER, GOOD], "rejected": [{"role": "user", "content": "?"}, GOOD]},
         {},
-        "nothing in front|go on with the assistant",
+        "no prompt before|continue with the assistant",
     ),
     "a dialogue without an answer": (
         {

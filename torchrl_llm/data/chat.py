@@ -24,8 +24,8 @@ class Chat:
         messages: mappings with at least ``role`` and ``content``; each is copied.
         record: the tokens of the first ``record.num_messages`` messages.
 
-    ``chat + [message]`` appends and keeps the record, for the record names the messages that it
-    covers. Equality compares messages only.
+    ``chat + [message]`` appends and keeps the record, because the record stores the number of
+    messages that it covers. Equality compares messages only.
 
     Example:
         >>> chat = Chat([{"role": "user", "content": "Hi"}])
@@ -61,7 +61,7 @@ class Chat:
     __delattr__ = __setattr__  # type: ignore[assignment]
 
     def with_record(self, record: TokenRecord | None) -> Chat:
-        """The same messages with another record (``None`` takes it off)."""
+        """The same messages with a different record (``None`` removes it)."""
         return Chat._of(self.messages, record)
 
     def __add__(self, more: Chat | Iterable[Mapping[str, Any]]) -> Chat:
@@ -107,21 +107,22 @@ def rebuild_chat(cls: type[Chat], messages: tuple[dict[str, Any], ...], record: 
 
 
 class Message(Chat):
-    """A cell that is one message rather than a conversation of one message."""
+    """A cell with a single message, as opposed to a conversation of one message."""
 
     __slots__ = ()
     is_single: ClassVar[bool] = True
 
     @classmethod
     def of(cls, message: Mapping[str, Any]) -> Message:
-        """The cell of one message, which is brought into its canonical form."""
+        """The cell of one message, converted to its canonical form."""
         return cls._of((canonical_message(message),), None)
 
     def __reduce__(self) -> tuple:
         return rebuild_chat, (Message, self.messages, self.record)
 
 
-# Cells make cells, so that what works on them (compat/mixins) need not know their classes.
+# Each cell can create cells, so code that works on cells (compat/mixins) need not import their
+# classes.
 Chat.of_messages, Chat.of_message = Chat._of, Message._of
 
 
@@ -129,7 +130,7 @@ def chat_of(messages: Chat | Sequence[Mapping[str, Any]], where: str) -> Chat:
     """A conversation of canonical messages.
 
     Args:
-        messages: message dicts; a chat is returned as it is.
+        messages: message dicts; a chat is returned unchanged.
         where: names a message in errors.
 
     Raises:

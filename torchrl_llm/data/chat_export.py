@@ -1,7 +1,7 @@
-"""Chats for supervised training, out of rollouts of a run or answers of an evaluation.
+"""Chats for supervised training, from rollouts of a run or answers of an evaluation.
 
-A chat is what a trajectory's last turn holds: its messages, tool calls and reasoning among them.
-Which of them are good enough is said by the reward, by the others of the same prompt, or both.
+A chat is the conversation of a trajectory's last turn: its messages with tool calls and reasoning.
+Chats are selected by their reward, by comparison with other chats of the same prompt, or both.
 ``torchrl-llm export`` is the command.
 
 Next: :mod:`torchrl_llm.data.demonstrations` reads them.
@@ -29,18 +29,19 @@ from torchrl_llm.data.rollout_store import RolloutStore
 from torchrl_llm.data.table_files import FileRow, read_jsonl
 from torchrl_llm.errors import DataError
 
-# What only the environment needs, and what was sampled where a parser read something else in it.
+# Only the environment needs ``is_complete``; ``raw`` is the sampled text of messages that a parser
+# changed.
 _LEFT_OUT = {"is_complete", "raw"}
 
 
 @dataclass
 class SampledChat:
-    """A conversation with what came of it.
+    """A conversation with its result.
 
     Attributes:
         messages: of the whole conversation, as plain values.
-        reward: summed over its turns; ``None`` where it is not valid.
-        group: what the answers to one prompt have in common.
+        reward: summed over its turns; ``None`` if it is not valid.
+        group: key that all answers to one prompt share.
         cut: its last answer was cut by a length limit.
         tools: schemas of the tools that it had, if any.
     """
@@ -52,7 +53,7 @@ class SampledChat:
     tools: list[Any] | None = None
 
     def row(self) -> dict[str, Any]:
-        """What is written of it."""
+        """The columns that are written."""
         tools = {"tools": self.tools} if self.tools else {}
         return {"messages": self.messages, **tools, "reward": self.reward}
 
@@ -61,11 +62,11 @@ def read_chats(source: str | Path) -> Iterator[SampledChat]:
     """The conversations of a run, or of an evaluation.
 
     Args:
-        source: folder of a run that kept rollouts; folder of an evaluation, whose answers are those
-            of all its tasks; or one of its files, ``answers_TASK.jsonl``.
+        source: folder of a run that kept rollouts; folder of an evaluation, for the answers to all
+            its tasks; or one of its files, ``answers_TASK.jsonl``.
 
     Raises:
-        DataError: nothing of that is there, or it is damaged.
+        DataError: ``source`` holds neither, or it is damaged.
     """
     path = Path(source)
     files = [path] if path.is_file() else sorted(path.glob("answers_*.jsonl"))
@@ -81,7 +82,7 @@ def _of_record(record: FileRow, file: Path) -> SampledChat:
     sound = isinstance(messages, list) and all(isinstance(m, dict) for m in messages)
     if not sound or not isinstance(reward, int | float | None) or "valid" not in record:
         raise DataError(
-            f"line {record.number} of {file} is no answer of an evaluation: it needs messages, "
+            f"line {record.number} of {file} is not an answer of an evaluation: it needs messages, "
             f"reward and valid, and has {sorted(record)}"
         )
     group = (file.name, json.dumps(record.get("prompt", record.number)))
@@ -142,7 +143,7 @@ class ChatFilter:
             of equal ones; ``None`` for all.
         only_whole: leave out those with an answer that was cut.
         duplicates: keep conversations that are equal, message for message.
-        counts: after a run ``read``, ``written``, and how many were left out for which reason.
+        counts: after a run ``read``, ``written``, and how many were left out for each reason.
 
     Raises:
         ConfigError: ``best_of_group`` below 1.
@@ -162,10 +163,10 @@ class ChatFilter:
     counts: Counter[str] = field(default_factory=Counter)
 
     def __call__(self, chats: Iterable[SampledChat]) -> Iterator[SampledChat]:
-        """Those that are good enough, group by group as groups begin.
+        """The selected conversations, group by group, in the order in which groups begin.
 
         Args:
-            chats: of which those of a group follow each other, where ``best_of_group`` is given.
+            chats: conversations; with ``best_of_group``, those of a group must be adjacent.
         """
         seen: set[str] = set()
         group: list[SampledChat] = []
@@ -181,7 +182,7 @@ class ChatFilter:
         yield from self._best(group)
 
     def _reason(self, chat: SampledChat, seen: set[str]) -> str | None:
-        """Why a conversation is left out by itself."""
+        """Why a conversation is left out regardless of its group; ``None`` if it is not."""
         if chat.reward is None:
             return "without a valid reward"
         if chat.cut and self.only_whole:
@@ -205,10 +206,10 @@ class ChatFilter:
 
 
 class Written(Protocol):
-    """What is written as a line."""
+    """Anything that can be written as one line."""
 
     def row(self) -> dict[str, Any]:
-        """Its columns, of JSON's values."""
+        """The columns of the line, with JSON values."""
 
 
 def write_chats(chats: Iterable[Written], path: str | Path) -> int:
@@ -222,7 +223,7 @@ def write_chats(chats: Iterable[Written], path: str | Path) -> int:
         How many were written.
 
     Raises:
-        DataError: there is none, or a message holds what JSON cannot.
+        DataError: there are no chats, or a message holds a value that JSON cannot express.
         OSError: the file cannot be written.
     """
     path = Path(path)
@@ -241,7 +242,7 @@ def _line(chat: Written, number: int) -> bytes:
         text = json.dumps(chat.row(), ensure_ascii=False, allow_nan=False) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(f"conversation {number} cannot be written: {error}") from error
-    # Half a surrogate pair, which models do write, is no UTF-8, but is JSON if it is escaped.
+    # Models do write lone surrogates: these are not UTF-8, but they are valid JSON if escaped.
     return text.encode("utf-8", "backslashreplace")
 
 
@@ -253,7 +254,7 @@ def as_dataset(chats: Iterable[SampledChat]) -> Any:
 
     Raises:
         MissingExtraError: without the package ``datasets``.
-        DataError: there is none.
+        DataError: there are no chats.
     """
     datasets = require("datasets", extra="data", feature="chats as a datasets.Dataset")
     rows = [{**chat.row(), "messages": list(map(_flat_calls, chat.messages))} for chat in chats]
@@ -263,7 +264,7 @@ def as_dataset(chats: Iterable[SampledChat]) -> Any:
 
 
 def _flat_calls(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have one type each: a table has no room for arguments of any names."""
+    """A message with call arguments as text: a table cannot hold arguments of arbitrary names."""
     calls = message.get("tool_calls")
     if not calls:
         return message

@@ -1,13 +1,14 @@
-"""Rows of child episodes: what they say of their parent, and how they are trained with it.
+"""Rows of child episodes: their links to the parent, and how they are trained with it.
 
-A child that is trained by its parent's return rides in the parent's trajectory: its rows stand
-among the parent's, with the same ``"traj_id"``, so that estimators give them the parent's
-advantage, and :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of each
-conversation by itself. Every row of a child has
+A child that is trained by its parent's return joins the parent's trajectory: its rows stand among
+the parent's rows, with the same ``"traj_id"``, so that estimators give them the parent's advantage,
+and :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of each conversation
+separately. Every row of a child has
 
 - ``"child_id"``, int64, its conversation, and ``"parent_id"``, the ``traj_id`` of its parent;
-- ``"depth"``, int64, 1 for a child of a parent that is none itself;
-- ``"agent"``, a path of names, ``"/delegate"``: what stands before the first slash is the parent's.
+- ``"depth"``, int64, 1 for a child of a parent that is not a child itself;
+- ``"agent"``, a path of names, ``"/delegate"``: the part before the first slash belongs to the
+  parent.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from torch import Tensor
 
 from torchrl_llm.data.rollouts import sampled_tokens
 
-# Of these the child has its own, whatever the parent's row says; the rest is the parent's.
+# A child in the parent's trajectory has these flags off: only rows of the parent end it.
 _ENDS = ("done", "terminated", "truncated")
-_OWN = -2  # and below: trajectories of children that are their own
+_OWN = -2  # and below: separate trajectories of children
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,8 +35,8 @@ class ChildRows:
     Args:
         rows: in the order of its turns, without batch dimension.
         child_id: number of the conversation.
-        parent_id: ``traj_id`` of the parent; -1 where it has none.
-        depth: 1 for a child of a parent that is none itself.
+        parent_id: ``traj_id`` of the parent; -1 if it has none.
+        depth: 1 for a child of a parent that is not a child itself.
         agent: path of names.
         trained_by: ``"parent"``, ``"own"`` or ``"both"``.
     """
@@ -53,11 +54,11 @@ class ChildRows:
         return sum(map(sampled_tokens, self.rows))
 
     def riding(self, parent: TensorDict) -> Iterator[TensorDict]:
-        """The rows as part of the parent's trajectory, or as one of their own.
+        """The rows as part of the parent's trajectory, or as a separate one.
 
         Args:
-            parent: the row of the parent that called; columns that a child lacks are neutral ones
-                like its.
+            parent: the row of the parent that made the call; a child gets its missing columns with
+                neutral values.
         """
         rides = self.trained_by != "own"
         agent = str(parent["agent"]) if "agent" in parent.keys() else ""
@@ -89,7 +90,7 @@ class ChildRows:
 
 
 def is_own_child(row: TensorDictBase) -> bool:
-    """Whether a row is of a child that is a trajectory of its own.
+    """Whether a row is of a child with a separate trajectory.
 
     Args:
         row: without batch dimension.
@@ -98,7 +99,7 @@ def is_own_child(row: TensorDictBase) -> bool:
 
 
 def _filled(row: TensorDict, like: TensorDict) -> TensorDict:
-    """A row with the columns of another one that it lacks, neutral: nothing happened there."""
+    """A row, with neutral values in the columns that only ``like`` has."""
     made = row.copy()
     for name, value in like.items():
         if name == "next":

@@ -3,8 +3,8 @@
 TorchRL's environments copy every non-tensor leaf at each step. A :class:`Column` keeps its cells in
 one Python list and only builds per-row ``NonTensorData`` when an operation asks for them.
 
-Next: :mod:`torchrl_llm.data.chat` is what is in a cell, :mod:`torchrl_llm.data.history` wraps a
-column of chats for people.
+Next: :mod:`torchrl_llm.data.chat` is the content of a cell, :mod:`torchrl_llm.data.history` wraps a
+column of chats for users.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def new_node(source: dict[str, Any]) -> TensorDict:
     Args:
         source: name to tensor, cell or node; the tensordict keeps this very dict.
     """
-    # What TensorDict._new_unsafe does without its options, at half its cost.
+    # The same as TensorDict._new_unsafe without its options, at half its cost.
     node = TensorDict.__new__(TensorDict)
     node.__dict__.update(_device=None, _tensordict=source, _batch_size=_ROW, _td_dim_names=None)
     return node
@@ -48,7 +48,7 @@ def cell(value: Any) -> NonTensorData:
     """``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
 
     Args:
-        value: a string, a chat, any object that nobody changes.
+        value: a string, a chat, any object that is never changed.
     """
     new = NonTensorData.__new__(NonTensorData)
     new.__dict__.update(
@@ -60,7 +60,7 @@ def cell(value: Any) -> NonTensorData:
 
 
 def mapped_with_its_rows(memmap: Any) -> Any:
-    """A ``_memmap_`` that refuses to map a place for rows that come later, as storages do."""
+    """A ``_memmap_`` that raises if a storage reserves space for later rows."""
 
     @wraps(memmap)
     def mapped(self: Any, *args: Any, like: bool = False, **kwargs: Any) -> Any:
@@ -77,9 +77,9 @@ def mapped_with_its_rows(memmap: Any) -> Any:
 class Column(NonTensorStack):
     """A one-dimensional column of Python objects: chats, strings, anything immutable.
 
-    It behaves as tensordict's ``NonTensorStack`` and is an instance of it; what is not overridden
-    here builds cells and is correct, only slower. Never assign items in place (rows may share
-    cells): build a new column and ``set`` it.
+    It behaves as tensordict's ``NonTensorStack`` and is an instance of it; methods that are not
+    overridden here build cells: they are correct, but slower. Never assign items in place (rows may
+    share cells): build a new column and ``set`` it.
 
     Example:
         >>> column = Column.of(["a", "b", "c"])
@@ -101,7 +101,7 @@ class Column(NonTensorStack):
 
     @property
     def tensordicts(self) -> list[NonTensorData]:
-        """The cells; built on demand, and from then on they are the truth."""
+        """The cells; built on demand, and authoritative from then on."""
         state = self.__dict__
         if state["_cells"] is None:
             state["_cells"], state["_items"] = [cell(x) for x in state["_items"]], None
@@ -141,7 +141,7 @@ class Column(NonTensorStack):
         return self._clone(False)
 
     def empty(self, recurse: bool = False, **kwargs: Any) -> NonTensorStack:
-        """The same column: objects are no entries that could be left out."""
+        """The same column: its objects are not entries, so none is removed."""
         items = None if kwargs else self._flat()
         return super().empty(recurse, **kwargs) if items is None else type(self).of(items)
 
@@ -154,7 +154,7 @@ class Column(NonTensorStack):
         pad: int | bool | None = None,
         update_batch_size: bool = False,
     ) -> Any:
-        """Rows of this column where ``condition`` holds, of ``other`` where it does not.
+        """Rows of this column where ``condition`` holds, rows of ``other`` elsewhere.
 
         An environment that resets some of its rows merges every column this way at every step.
         """
@@ -203,7 +203,7 @@ class Column(NonTensorStack):
         return tuple(cell(x) for x in self.__dict__["_items"])
 
     # A column has no device, no lock of its own over immutable cells, and no names: tensordict asks
-    # each of these for every leaf at every step, and the inherited answers build the cells.
+    # each of these for every leaf at every step, and the inherited methods build the cells.
     @property
     def device(self) -> None:
         """Always ``None``."""
@@ -211,7 +211,7 @@ class Column(NonTensorStack):
 
     @device.setter
     def device(self, value: Any) -> None:
-        """Accepted and without meaning, as for every non-tensor leaf."""
+        """Accepted and ignored, as for every non-tensor leaf."""
 
     @property
     def is_locked(self) -> bool:
@@ -229,7 +229,7 @@ class Column(NonTensorStack):
         self.__dict__["_is_locked"] = False
         return []
 
-    # Whatever is set stays without meaning.
+    # Setting these has no effect.
     _is_shared = _is_memmap = property(lambda self: False, lambda self, value: None)
 
     def to(self, *args: Any, **kwargs: Any) -> Column:
@@ -258,10 +258,10 @@ class Column(NonTensorStack):
 
 
 def set_as_column(self: Any, key: str, value: Any, **how: Any) -> Any:
-    """``_set_str`` of tensorclasses of columns: a list of one value per row becomes one.
+    """``_set_str`` of tensorclasses of columns: a list of one value per row becomes a column.
 
-    TorchRL's ``step_mdp`` reads a column through its tensorclass, which gives it as a list, and
-    sets that list where the column should be.
+    TorchRL's ``step_mdp`` reads a column through its tensorclass, which returns a list, and sets
+    that list in place of the column.
     """
     node = self._tensordict
     if isinstance(value, list) and node.batch_dims == 1 and len(value) == node.batch_size[0]:
@@ -305,7 +305,7 @@ def build_node(fields: dict[str, Any], batch: tuple[int, ...] | None) -> TensorD
 
     Args:
         fields: name to value, to a list of values, or to nested lists.
-        batch: the wanted batch size, ``None`` for the one that the values imply.
+        batch: the requested batch size, ``None`` for the one that the values imply.
 
     Raises:
         DataError: lengths or batch size do not fit.

@@ -1,4 +1,4 @@
-"""Names of columns in tables of other people: those that are found, and what holds a conversation.
+"""Column names of public datasets: finding columns, and reading conversations from cells.
 
 Next: :class:`torchrl_llm.data.demonstrations.Demonstrations` and
 :class:`torchrl_llm.envs.datasets.RowsEnv` read rows by them.
@@ -15,20 +15,20 @@ from torchrl_llm.data.table_cells import plain_value
 from torchrl_llm.errors import DataError
 
 PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
-"""Columns that hold the user's message where none is named, the first that is there."""
+"""Default columns of the user's message; the first one that exists is used."""
 
 MESSAGES = ("messages", "conversations")
 """Columns that hold whole conversations, likewise."""
 
 _BEFORE = ("system", "history")
 
-# Roles of the conversations of ShareGPT, whose messages have ``from`` and ``value``.
+# Roles of ShareGPT conversations, whose messages have ``from`` and ``value``.
 _SHAREGPT = {"human": "user", "observation": "tool"}
 _SHAREGPT |= dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model"), "assistant")
 
 
 def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
-    """The first of some names that a row has as a column, ``None`` where it has none.
+    """The first of some names that is a column of a row, ``None`` if none is.
 
     Args:
         row: of the table.
@@ -40,14 +40,14 @@ def first_column(row: Mapping[str, Any], names: Iterable[str]) -> str | None:
 def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[str, ...]:
     """The columns that make up the user's message.
 
-    Below an ``instruction`` stands its ``input`` (Alpaca) or ``context`` (Dolly).
+    The ``input`` (Alpaca) or ``context`` (Dolly) follows its ``instruction``.
 
     Args:
         row: of the table.
-        named: the column that was named, which stands alone.
+        named: a column that the user named; it is then the only one.
 
     Returns:
-        Names; none where no column is a prompt by its name.
+        Names; empty if no column has a usual name of a prompt.
     """
     found = named or first_column(row, PROMPTS)
     below = first_column(row, ("input", "context"))
@@ -57,14 +57,14 @@ def prompt_columns(row: Mapping[str, Any], named: str | None = None) -> tuple[st
 
 
 def columns_before(row: Mapping[str, Any], *used: str | None) -> tuple[str, ...]:
-    """The columns with what stands before the user's message, as Alpaca's rows may have them.
+    """The columns with messages before the user's message, as in some Alpaca rows.
 
     Args:
         row: of the table.
         used: columns that are something else.
 
     Returns:
-        Of ``system`` (a text) and ``history`` (the turns before) those that are there.
+        ``system`` (a text) and ``history`` (earlier turns), those that exist.
     """
     return tuple(name for name in _BEFORE if name in row and name not in used)
 
@@ -72,16 +72,16 @@ def columns_before(row: Mapping[str, Any], *used: str | None) -> tuple[str, ...]
 def joined_prompt(
     row: Mapping[str, Any], columns: Sequence[str], before: Sequence[str] = ()
 ) -> Any:
-    """What a row asks: the cells of its prompt, joined by an empty line where there are several.
+    """The prompt of a row: its cells, joined by an empty line if there are several.
 
     Args:
         row: of the table.
         columns: of :func:`prompt_columns`.
-        before: of :func:`columns_before`; where one of them holds something, messages are returned.
+        before: of :func:`columns_before`; if one of them is not empty, messages are returned.
 
     Raises:
-        DataError: what stands before is no text and no turns, or the prompt has another system
-            message.
+        DataError: a column before the prompt holds neither text nor turns, or the prompt has a
+            different system message.
     """
     parts = [row.get(name) for name in columns]
     texts = [str(part) for part in parts if part or part == 0]
@@ -100,7 +100,7 @@ def joined_prompt(
 
 
 def _earlier(name: str, value: Any) -> list[dict[str, Any]]:
-    """The messages of a cell of ``system``, or of ``history``."""
+    """The messages in a cell of ``system`` or ``history``."""
     if isinstance(value, str) and name == "system":
         return [{"role": name, "content": value}] if value.strip() else []
     value = _loaded(value) if isinstance(value, str) and value.strip() else value
@@ -125,14 +125,14 @@ def _text(role: str, content: Any) -> dict[str, Any]:
 
 
 def check_named(row: Mapping[str, Any], **named: str | None) -> None:
-    """Refuse columns that were named and are not there.
+    """Raise for named columns that do not exist.
 
     Args:
         row: of the table.
-        named: key of the group ``data`` to the name that it gives; ``None`` where it gives none.
+        named: key of the group ``data`` to its column name; ``None`` if it is not set.
 
     Raises:
-        DataError: names the columns that there are.
+        DataError: a column is missing; the error names the existing ones.
     """
     for key, name in named.items():
         if name is not None and name not in row:
@@ -140,14 +140,14 @@ def check_named(row: Mapping[str, Any], **named: str | None) -> None:
 
 
 def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
-    """The messages that a value of a table holds.
+    """The messages in a cell of a table.
 
     Args:
-        value: a list of messages, of which each has ``role`` and ``content``, or ``from`` and
-            ``value`` (ShareGPT, with calls as JSON in messages from ``function_call``); such a list
-            as JSON, as in a CSV file; or, with a ``role``, what the one message says: a text or a
+        value: a list of messages, each with ``role`` and ``content``, or ``from`` and ``value``
+            (ShareGPT, with calls as JSON in messages from ``function_call``); such a list as JSON,
+            as in a CSV file; or, with a ``role``, the content of a single message: a text or a
             number.
-        role: whose message a text or a number is.
+        role: role of the message if the value is a text or a number.
 
     Raises:
         DataError: anything else.
@@ -165,7 +165,7 @@ def as_messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
 
 
 def chat_in(value: Any) -> list[dict[str, Any]] | None:
-    """The messages that a cell holds, as they are or as JSON; ``None`` where it holds others.
+    """The messages in a cell, plain or as JSON; ``None`` if it holds anything else.
 
     Args:
         value: of a table.
@@ -179,11 +179,11 @@ def chat_in(value: Any) -> list[dict[str, Any]] | None:
 
 
 def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:
-    """A list of mappings, as it is or as JSON.
+    """A list of mappings, from a list or from JSON.
 
     Args:
         value: of a table.
-        expected: what it should be, for the error.
+        expected: description of a correct value, for the error.
 
     Raises:
         DataError: anything else.
@@ -196,10 +196,10 @@ def as_mappings(value: Any, expected: str) -> list[Mapping[str, Any]]:
 
 
 def as_tools(value: Any) -> list[dict[str, Any]]:
-    """The tools that a value of a table holds, as chat templates take them.
+    """The tools in a cell of a table, in the form that chat templates need.
 
     Args:
-        value: a list of schemas, as a list or as JSON; a schema may stand without the
+        value: a list of schemas, as a list or as JSON; a schema may lack the
             ``{"type": "function", "function": ...}`` around it.
 
     Raises:
@@ -219,7 +219,7 @@ def as_tools(value: Any) -> list[dict[str, Any]]:
 
 
 def _message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as this package has it, from the forms of ShareGPT and of OpenAI's older calls."""
+    """A message in the form of this package, from ShareGPT's form or OpenAI's older calls."""
     message = dict(message)
     if "from" in message and "value" in message:
         role, value = message.pop("from"), message.pop("value")
@@ -234,7 +234,7 @@ def _message(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _calls(value: Any) -> list[Any]:
-    """The calls that a message of the role ``function_call`` holds, one or a list of them."""
+    """The calls in a message of the role ``function_call``: one or a list."""
     calls = _loaded(value) if isinstance(value, str) else value
     calls = [calls] if isinstance(calls, Mapping) else calls
     return as_mappings(calls, "a tool call as JSON, with name and arguments")

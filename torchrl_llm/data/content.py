@@ -1,6 +1,6 @@
 """Items of a multimodal content: texts, pictures, files, calls, as users write and read them.
 
-Messages store each as a dict, which goes to templates, JSON and processors as it is.
+Messages store each as a dict, which templates, JSON and processors receive unchanged.
 
 Next: :mod:`torchrl_llm.data.messages` has the message around them.
 """
@@ -18,7 +18,7 @@ ContentType = Literal["text", "image", "audio", "video", "file", "function_call"
 
 
 class ContentBase(TensorClass["nocast", "shadow"]):
-    """One item of a multimodal content, or a stack of them, which is the content of a message.
+    """One item of a multimodal content, or a stack of items as the content of a message.
 
     Args:
         type: ``"text"``, ``"image"``, ``"audio"``, ``"video"``, ``"file"`` or ``"function_call"``.
@@ -32,7 +32,7 @@ class ContentBase(TensorClass["nocast", "shadow"]):
         function_args: its arguments.
 
     Raises:
-        DataError: the type is another one.
+        DataError: the type is unknown.
 
     Example:
         >>> from tensordict import lazy_stack
@@ -59,7 +59,7 @@ class ContentBase(TensorClass["nocast", "shadow"]):
 
 
 class ContentItem(dict):
-    """What a message stores of a :class:`ContentBase`: the fields that have a value."""
+    """The stored form of a :class:`ContentBase`: its fields that have a value."""
 
     def __reduce__(self) -> tuple:
         return rebuild_content, (dict(self),)
@@ -84,7 +84,7 @@ def content_items(part: ContentBase | Mapping[str, Any]) -> list[Mapping[str, An
 
 
 def as_written(content: Any) -> Any:
-    """The content of a message as it was given: a stack of :class:`ContentBase`, if it was that."""
+    """The content of a message in its original form, which may be a :class:`ContentBase`."""
     if not isinstance(content, list) or not content:
         return content
     if not all(isinstance(item, ContentItem) for item in content):

@@ -1,4 +1,4 @@
-"""Rules for conversations that can be learned from: order of turns, calls and results, flags.
+"""Rules for training conversations: order of turns, calls and results, flags.
 
 Not here: how rows of a table become messages (``torchrl_llm.data.column_names``). Next:
 :class:`torchrl_llm.data.demonstrations.Demonstrations` applies these rules to each row.
@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of the messages of a conversation."""
 
 FLAGS = ("weight", "train")
-"""Fields of an assistant message that say whether it is learned: 1 or ``True``, 0 or ``False``."""
+"""Flags of an assistant message, whether it is learned: 1 or ``True``, 0 or ``False``."""
 
 Messages = Sequence[Mapping[str, Any]]
 _TEXTS = {"content", "text", *REASONING_KEYS}
@@ -37,14 +37,14 @@ _MARK = re.compile("Qz[0-9]+zQ$")
 
 
 def check_conversation(messages: Messages) -> None:
-    """Refuse a conversation that nothing can be learned from, or that cannot have taken place.
+    """Reject a conversation with nothing to learn, or one that cannot have taken place.
 
     Args:
         messages: canonical messages.
 
     Raises:
         DataError: an unknown role, no turn of the assistant, an empty turn, two of the assistant in
-            a row, a system message that is not the first, a call whose arguments are no JSON
+            a row, a system message that is not the first, a call whose arguments are not a JSON
             object, a call without its result, or a result without its call.
     """
     before = None
@@ -83,9 +83,9 @@ def _has_arguments(call: Mapping[str, Any]) -> bool:
 
 
 def _check_results(messages: Messages) -> None:
-    """Each call that is not the end has a result; ids, where results have them, are those of calls.
+    """Each call except a final one needs a result; ids of results must be ids of calls.
 
-    Calls that are spelled out in a text are not seen, so results without an id may answer them.
+    Calls that are written in a text are not found, so results without an id may answer them.
     """
     ids: list[Any] = []
     caller = 0
@@ -111,14 +111,14 @@ def _check_results(messages: Messages) -> None:
 
 
 def learned_turns(messages: Messages) -> list[bool]:
-    """Which turns of the assistant are learned: all, but for those flagged with 0 or ``False``.
+    """Which turns of the assistant are learned: all except those flagged with 0 or ``False``.
 
     Args:
         messages: canonical messages.
 
     Raises:
-        DataError: another value, a message that is not the assistant's and flagged to be learned,
-            or no turn that is left.
+        DataError: a different value, a message of a different role that is flagged to be learned,
+            or no turn is left.
 
     Example:
         >>> turn = {"role": "assistant", "content": "a"}
@@ -151,7 +151,7 @@ def keep_turns(assistant: Tensor, learned: Sequence[bool]) -> Tensor:
         learned: whether each turn is learned.
 
     Raises:
-        TemplateError: the tokens do not fall into so many runs.
+        TemplateError: the number of token runs is not the number of turns.
 
     Example:
         >>> keep_turns(torch.tensor([0, 1, 1, 0, 1]).bool(), [False, True]).int().tolist()
@@ -170,7 +170,7 @@ def keep_turns(assistant: Tensor, learned: Sequence[bool]) -> Tensor:
 
 
 def with_marks(messages: Messages) -> list[dict[str, Any]]:
-    """The messages with a mark at the longest line of each text, by which it is told from others.
+    """The messages with a unique mark at the end of the longest line of each text.
 
     Args:
         messages: canonical messages.
@@ -202,16 +202,16 @@ def _longest_line(text: str) -> str:
 
 
 def check_written(messages: Messages, text: str) -> None:
-    """Refuse a rendering that lacks a content, a reasoning or a call of its messages.
+    """Reject a rendering that lacks content, reasoning or a call of its messages.
 
-    White space, and the escapes that JSON needs, may differ. Each text needs a place of its own.
+    White space, and the escapes that JSON needs, may differ. Each text needs a separate place.
 
     Args:
-        messages: canonical messages, of :func:`with_marks` or as they are.
-        text: what the chat template makes of them.
+        messages: canonical messages, with or without the marks of :func:`with_marks`.
+        text: their rendering by the chat template.
 
     Raises:
-        TemplateError: names the message and what is lacking.
+        TemplateError: a part is missing; the error names it and its message.
     """
     lines = []
     for number, message in enumerate(messages):
@@ -220,7 +220,7 @@ def check_written(messages: Messages, text: str) -> None:
             is_reasoning = value == reasoning_of(message)
             lines += [(number, _longest_line(each), True) for each in parts[:-1]]
             lines.append((number, _longest_line(parts[-1]), is_reasoning))
-    # The longest first, so that no text takes the place of one that it is a part of.
+    # The longest first, so that a text is not found inside a longer one.
     for number, line, is_thought in sorted(lines, key=lambda each: -len(each[1])):
         escaped = (json.dumps(line, ensure_ascii=ascii)[1:-1] for ascii in (True, False))
         found = next((form for form in (line, *escaped) if form in text), None)

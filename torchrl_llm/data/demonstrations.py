@@ -1,12 +1,13 @@
-"""Demonstrations: conversations of a table, as token ids and which of them are to be learned.
+"""Demonstrations: conversations of a table, as token ids with a mask of those to be learned.
 
-What is learned is what the assistant says, thinks and calls, in every turn, with the token that
-ends the turn. A turn with ``weight`` 0 or ``train`` false is left out. A special token that was
-added to the tokenizer and stands in such a turn is that token; elsewhere its text is plain.
+The learned tokens are the text, reasoning and calls of the assistant in every turn, and the token
+that ends the turn. A turn with ``weight`` 0 or ``train`` false is left out. In the assistant's
+turns, the text of a special token that was added to the tokenizer becomes that token; elsewhere it
+is plain text.
 
-Not here: how rows are read (:mod:`torchrl_llm.data.row_files`), and which conversations are refused
-(:mod:`torchrl_llm.data.conversation_rules`). Next:
-:class:`torchrl_llm.objectives.SFTLoss` learns them.
+Not here: how rows are read (:mod:`torchrl_llm.data.row_files`), and which conversations are
+rejected (:mod:`torchrl_llm.data.conversation_rules`). Next: :class:`torchrl_llm.objectives.SFTLoss`
+trains on them.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ COMPLETIONS = (
     "target",
     "label",
 )
-"""Columns that hold what is to be learned where none is named, the first that is there."""
+"""Default columns of the answer to learn; the first one that exists is used."""
 
-# What is shown of a demonstration, in characters from its beginning and its end.
+# Shown part of a demonstration: characters at its beginning and at its end.
 _SHOWN = 1200, 400
 
 
@@ -60,7 +61,7 @@ class DemonstrationColumns(NamedTuple):
         completion: with the answer, or the messages of it.
         messages: with whole conversations, instead of the two.
         tools: with the tools of a conversation, in the rows that have some.
-        before: with what stands before the prompt, or before the whole conversation.
+        before: with messages before the prompt, or before the whole conversation.
     """
 
     prompt: tuple[str, ...] = ()
@@ -81,9 +82,9 @@ class DemonstrationColumns(NamedTuple):
     ) -> Self:
         """The named columns, or those with usual names.
 
-        Without a name ``messages`` and ``conversations`` are looked for, then a prompt and a
+        Without names, it looks for ``messages`` and ``conversations``, then for a prompt and a
         completion. ``input`` or ``context`` next to ``instruction`` is a part of the prompt, and
-        ``system`` and ``history`` stand before it; ``system`` before a whole conversation, too.
+        ``system`` and ``history`` precede it; ``system`` may also precede a whole conversation.
 
         Args:
             row: the first of the table.
@@ -94,7 +95,7 @@ class DemonstrationColumns(NamedTuple):
 
         Raises:
             ConfigError: ``messages`` and one of the two.
-            DataError: a column that is not there.
+            DataError: a column does not exist.
 
         Example:
             >>> DemonstrationColumns.find({"question": "2+2?", "answer": "4"})[:2]
@@ -106,8 +107,8 @@ class DemonstrationColumns(NamedTuple):
         pair = prompt or completion
         if messages is not None and pair is not None:
             raise ConfigError(
-                f"data.messages={messages} has whole conversations, with what data.prompt and "
-                f"data.completion name; leave out {pair}"
+                f"data.messages={messages} has whole conversations, which already hold what "
+                f"data.prompt and data.completion name; leave out {pair}"
             )
         if pair is None and (messages := messages or first_column(row, MESSAGES)):
             before = columns_before(row, messages, tools, "history")
@@ -150,13 +151,13 @@ class DemonstrationColumns(NamedTuple):
         return found
 
     def read_tools(self, row: Mapping[str, Any]) -> list[Any] | None:
-        """The tools of a row, ``None`` where it has none.
+        """The tools of a row, ``None`` if it has none.
 
         Args:
             row: of the table.
 
         Raises:
-            DataError: a value that is no list of tools.
+            DataError: a value is not a list of tools.
         """
         value = row.get(self.tools)
         return as_tools(value) if value else None
@@ -167,9 +168,9 @@ class Demonstration(NamedTuple):
 
     Attributes:
         token_ids: int64 ``[T]``.
-        learned: bool ``[T]``, the tokens of the assistant; none of them where the conversation was
+        learned: bool ``[T]``, the tokens of the assistant; none of them if the conversation was
             dropped.
-        overlong: it was longer than it may be.
+        overlong: it was longer than the limit.
     """
 
     token_ids: Tensor
@@ -177,7 +178,7 @@ class Demonstration(NamedTuple):
     overlong: bool
 
     def row(self) -> TensorDict:
-        """The row of it that a loss reads, batch size ``[]``."""
+        """Its row for a loss, batch size ``[]``."""
         return TensorDict(
             tokens={"full": self.token_ids}, masks={"all_assistant_mask": self.learned}
         )
@@ -189,20 +190,20 @@ class Demonstrations(Sequence[Demonstration]):
     Args:
         rows: of the table.
         formatter: encodes; holds tokenizer and chat template.
-        columns: where a conversation is.
+        columns: names of the columns of a conversation.
         name: of the table, for errors.
         first_row: number of its first row, for errors.
-        held_out: whether its rows are held out, which errors then say.
-        system_prompt: first message of every conversation; ``None`` for what the rows have.
-        max_seq_len: tokens that a conversation may have; ``None`` for no limit.
-        on_overlong: what becomes of a longer one: ``"error"``, ``"drop"``, or ``"truncate"``, which
+        held_out: whether its rows are held out; errors then mention it.
+        system_prompt: first message of every conversation; ``None`` keeps the rows unchanged.
+        max_seq_len: most tokens of a conversation; ``None`` for no limit.
+        on_overlong: how a longer one is handled: ``"error"``, ``"drop"``, or ``"truncate"``, which
             keeps its first tokens.
 
     Raises:
-        DataError: when a row is read that cannot be learned from: no turn of the assistant, an
-            empty one, roles in an impossible order, a message that the template cannot express,
-            tools with a template that has no form for calls, or too many tokens. It names file and
-            line, where rows come from a file.
+        DataError: when a row is read that cannot be used: no turn of the assistant, an empty one,
+            roles in an impossible order, a message that the template cannot express, tools with a
+            template that has no form for calls, or too many tokens. It names file and line if rows
+            come from a file.
 
     Example:
         >>> from transformers import AutoTokenizer
@@ -290,7 +291,7 @@ class Demonstrations(Sequence[Demonstration]):
         except (DataError, TemplateError, TokenizerError) as error:
             raise DataError(f"{self.where(index)}: {error}") from error
         ids = encoded.token_ids
-        learned[:1] = False  # nothing stands before it that it could be predicted from
+        learned[:1] = False  # no token before it could predict it
         length, limit = ids.shape[0], self.max_seq_len
         if limit is None or length <= limit:
             return Demonstration(ids, learned, False)
@@ -304,7 +305,7 @@ class Demonstrations(Sequence[Demonstration]):
         return Demonstration(ids[:kept], learned[:kept], True)
 
     def where(self, index: int) -> str:
-        """Where a row stands: its file and line, or its number.
+        """The position of a row: its file and line, or its number.
 
         Args:
             index: of the row.
@@ -313,18 +314,18 @@ class Demonstrations(Sequence[Demonstration]):
         return f"{place} (held out)" if self._held_out else place
 
     def check(self, most: int) -> int:
-        """Read the first rows, so that a bad one is told of before anything else is done.
+        """Read the first rows, to report a bad one before anything else is done.
 
-        The conversations of rows that are in memory are all looked at, which takes little time.
+        The conversations of all rows in memory are checked, which takes little time.
 
         Args:
-            most: how many are made tokens at most.
+            most: how many rows are tokenized at most.
 
         Returns:
             How many of these are overlong.
 
         Raises:
-            DataError: a bad one, or nothing can be learned from any of them.
+            DataError: a row is bad, or none of them has anything to learn.
         """
         overlong, left = 0, 0
         for index in range(min(most, len(self))):
@@ -342,7 +343,7 @@ class Demonstrations(Sequence[Demonstration]):
         return overlong
 
     def show(self, index: int) -> str:
-        """A row as the model sees it, with ``[[`` and ``]]`` around what is learned.
+        """A row as the model sees it, with ``[[`` and ``]]`` around the learned parts.
 
         Args:
             index: of the row.
@@ -365,7 +366,7 @@ class Demonstrations(Sequence[Demonstration]):
 
 
 def learned_rows(demonstrations: Iterable[Demonstration]) -> LazyStackedTensorDict | None:
-    """Rows for a loss, without those of which nothing is learned; ``None`` where none is left.
+    """Rows for a loss, except those without learned tokens; ``None`` if none is left.
 
     Args:
         demonstrations: of a batch.

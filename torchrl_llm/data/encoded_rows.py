@@ -1,6 +1,6 @@
-"""Ids and assistant masks of rows that hold conversations alone, as a dataset does.
+"""Ids and assistant masks of rows that hold only conversations, as in a dataset.
 
-Rows that a policy wrote have ids, and these are what was sampled: they are never encoded again.
+Rows from a policy already have the sampled ids: they are never encoded again.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from torchrl_llm._log import tell_once
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError
 
-# What TorchRL's losses and transforms set for `apply_chat_template`, and what always holds here.
+# Arguments that TorchRL's losses and transforms pass to `apply_chat_template`, with their fixed
+# values here.
 _ALWAYS = {
     "tokenize": True,
     "return_assistant_tokens_mask": True,
@@ -44,15 +45,15 @@ def encode_rows(chats: Sequence[Any], formatter: ChatFormatter | None, asker: st
 
     Args:
         chats: ``B`` conversations, :class:`~torchrl_llm.data.chat.Chat` or lists of messages.
-        formatter: what encodes; ``None`` where neither model nor user gave a tokenizer.
-        asker: what to call the asker in the error.
+        formatter: encodes; ``None`` if neither model nor user gave a tokenizer.
+        asker: name of the caller in the error.
 
     Raises:
         ConfigError: without a formatter.
     """
     if formatter is None:
         raise ConfigError(
-            f"rows with conversations alone need a tokenizer: pass tokenizer= to {asker}"
+            f"rows that hold only conversations need a tokenizer: pass tokenizer= to {asker}"
         )
     rows = formatter.encode_batch(chats, add_generation_prompt=False)
     return EncodedRows([row.token_ids for row in rows], [row.assistant for row in rows])
@@ -61,19 +62,20 @@ def encode_rows(chats: Sequence[Any], formatter: ChatFormatter | None, asker: st
 def row_formatter(
     model: Any, tokenizer: Any, settings: Mapping[str, Any] | None
 ) -> ChatFormatter | None:
-    """The model's own formatter unless another one is described.
+    """The model's own formatter, unless the arguments describe a different one.
 
     Args:
-        model: what scores; its ``formatter`` or ``tokenizer`` is used.
+        model: the scorer; its ``formatter`` or ``tokenizer`` is used.
         tokenizer: encodes instead of the model's.
-        settings: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`. What TorchRL
-            passes to ``apply_chat_template`` besides is taken where it says what holds anyway.
+        settings: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`. Other
+            arguments that TorchRL passes to ``apply_chat_template`` are accepted if they equal the
+            fixed values.
 
     Returns:
-        ``None`` where there is no tokenizer.
+        ``None`` if there is no tokenizer.
 
     Raises:
-        ConfigError: for settings that cannot be kept, or that come without a tokenizer.
+        ConfigError: for settings that are not supported, or that come without a tokenizer.
     """
     settings = _checked(settings or {})
     if tokenizer is None and not settings:
@@ -91,7 +93,7 @@ def _checked(settings: Mapping[str, Any]) -> dict[str, Any]:
             continue
         if name not in ("padding", "return_dict", "return_tensors"):
             raise ConfigError(
-                f"tokenizer_kwargs {name}={value!r} cannot be kept: whole conversations are "
+                f"tokenizer_kwargs {name}={value!r} is not supported: whole conversations are "
                 f"encoded with their assistant mask ({name}={_ALWAYS[name]!r}); leave it out"
             )
         tell_once(f"tokenizer_kwargs {name}={value!r} has no effect: rows are ragged tensors")

@@ -1,4 +1,4 @@
-"""The small integer codes that travel with tokens and rows.
+"""The small integer codes that are stored with tokens and rows.
 
 They are ``IntEnum`` members so that a tensor of codes can be compared with them directly:
 ``trace.source == Source.SAMPLED``.
@@ -15,9 +15,9 @@ __all__ = ["FinishReason", "MaskReason", "Source", "TruncationReason"]
 
 
 class _Code(IntEnum):
-    """An ``IntEnum`` that is pickled by its value, as every Python does but 3.11.0 to 3.11.3.
+    """An ``IntEnum`` that is pickled by its value, also in Python 3.11.0 to 3.11.3.
 
-    These write ``getattr(class, name)``, which checkpoints and wires refuse to run.
+    These versions pickle ``getattr(class, name)`` by default, which checkpoints and wires reject.
     """
 
     def __reduce_ex__(self, protocol: object) -> tuple[type[IntEnum], tuple[int]]:
@@ -40,7 +40,7 @@ class Source(_Code):
 
 
 class MaskReason(_Code):
-    """Why a token takes no part in the loss (stored as int8); 0 means that it does."""
+    """Why a token is not part of the loss (stored as int8); 0 means that it is."""
 
     TRAINED = 0
     NOT_SAMPLED = 1
@@ -67,7 +67,7 @@ class FinishReason(_Code):
 
     @property
     def cut(self) -> bool:
-        """It met its limit of tokens before the model ended it."""
+        """It reached its token limit before the model ended it."""
         return self is FinishReason.LENGTH
 
     @classmethod

@@ -1,7 +1,7 @@
-"""Shows what failed in a reward, a tool or a world: the first of each kind, with its traceback.
+"""Logs failures of rewards, tools and worlds: the first of each kind, with its traceback.
 
-A failure is data, a row with its error, so that no run ends by one. Nobody reads that data while a
-run goes on, hence the text in the log: what Python would have printed, and the row.
+A failure is data, a row with its error, so no run ends because of it. Nobody reads that data during
+a run, so the log shows it too: the traceback that Python would have printed, and the row.
 
 Next: :mod:`torchrl_llm.trainers.reward_watch` counts failures over a run.
 """
@@ -27,13 +27,13 @@ from torchrl_llm.errors import TorchRLLLMError
 
 Frame = tuple[str, int, str]
 ERROR_KEYS = ("type", "message", "place", "source", "traceback")
-"""What rows hold under ``"error"``: the fields of a :class:`Failure`, in their order."""
+"""Keys of rows under ``"error"``: the fields of a :class:`Failure`, in their order."""
 
 WORLD = "environment"
-"""``Failure.source`` of what failed in the world that a model acts in."""
+"""``Failure.source`` of failures in the world that a model acts in."""
 
 PROGRAM = "program"
-"""``Failure.source`` of a program that owns its loop (:mod:`torchrl_llm.gateway`)."""
+"""``Failure.source`` of a program with its own loop (:mod:`torchrl_llm.gateway`)."""
 
 _OURS = str(Path(__file__).parents[1])
 _LIBRARIES = tuple(
@@ -60,15 +60,15 @@ _NO_REWARD = (
 
 
 class Failure(NamedTuple):
-    """What went wrong in one row.
+    """One failure in a row.
 
     Attributes:
-        kind: name of the exception's type; empty where all went well.
-        message: what it said, at most 2,000 characters of it.
+        kind: name of the exception's type; empty if nothing failed.
+        message: its text, at most 2,000 characters.
         place: where it was raised, see :func:`place_of`.
-        source: what failed: ``"reward"``, ``"component 'NAME'"`` of a reward, ``"tool 'NAME'"`` or
-            ``"environment"``.
-        traceback: what Python prints of it, without the frames of this package.
+        source: the part that failed: ``"reward"``, ``"component 'NAME'"`` of a reward,
+            ``"tool 'NAME'"`` or ``"environment"``.
+        traceback: as Python prints it, without the frames of this package.
     """
 
     kind: str = ""
@@ -83,7 +83,7 @@ class Failure(NamedTuple):
 
         Args:
             error: with its traceback.
-            source: what raised it.
+            source: the part that raised it.
 
         Example:
             >>> Failure.of(ZeroDivisionError("by zero")).traceback
@@ -91,7 +91,7 @@ class Failure(NamedTuple):
         """
         try:
             message = str(error)
-        except BaseException:  # an exception may not even have a text
+        except BaseException:  # even ``str`` of an exception can raise
             message = ""
         kind = type(error).__name__
         return cls(kind, _short(message), place_of(error), source, _printed(error))
@@ -100,13 +100,13 @@ class Failure(NamedTuple):
     def told(
         cls, kind: str, message: str, frames: Sequence[Frame] = (), source: str = "reward"
     ) -> Failure:
-        """The failure of an exception of another process, or of no exception at all.
+        """The failure of an exception in a different process, or one without an exception.
 
         Args:
             kind: name of its type.
-            message: what it said.
+            message: its text.
             frames: file, line and function of each frame, the innermost last.
-            source: what raised it.
+            source: the part that raised it.
 
         Example:
             >>> Failure.told("ToolTimeout", "No answer.", source="tool 'sql'").traceback
@@ -119,18 +119,18 @@ class Failure(NamedTuple):
         return cls(kind, _short(message), place_among(frames), source, text)
 
     def __str__(self) -> str:
-        """Its traceback, or what stands for it."""
+        """Its traceback; without one, its kind, message and place."""
         where = f" at {self.place}" if self.place else ""
         return self.traceback or f"{self.kind}: {self.message}{where}"
 
     @property
     def sort(self) -> tuple[str, str, str]:
-        """What makes two failures the same: source, type and place."""
+        """The key that equal failures share: source, type and place."""
         return self.source, self.kind, self.place
 
 
 NO_FAILURE = Failure(source="")
-"""What is said of a row in which nothing failed."""
+"""The value for a row in which nothing failed."""
 
 
 def place_of(error: BaseException) -> str:
@@ -140,8 +140,8 @@ def place_of(error: BaseException) -> str:
         error: with its traceback.
 
     Returns:
-        ``"<file>:<line>, in <function>"``; empty for our own errors about what a function of the
-        user's returned, which have no such place.
+        ``"<file>:<line>, in <function>"``; empty for this package's errors about the return value
+        of a user's function, which have no such place.
 
     Example:
         >>> place_of(ValueError("never raised"))
@@ -156,7 +156,7 @@ def place_of(error: BaseException) -> str:
 
 
 def place_among(frames: Sequence[Frame]) -> str:
-    """The innermost frame that is no library's, or the innermost of all.
+    """The innermost frame outside of libraries, or the innermost of all.
 
     Args:
         frames: file, line and function of each, the innermost last.
@@ -179,7 +179,7 @@ def _printed(error: BaseException) -> str:
     told = traceback.TracebackException.from_exception(error, limit=-_MOST_FRAMES)
     ours = isinstance(error, TorchRLLLMError) and not _of_user(told.stack)
     _leave_out_ours(told)
-    # A long message must not push out its type, nor the frames above it.
+    # A long message must not displace its type or the frames above it.
     return _last("".join(map(_short, told.format(chain=not ours))).rstrip("\n"))
 
 
@@ -210,12 +210,12 @@ def _last(text: str) -> str:
 
 
 def _storable(text: str) -> str:
-    """A text without passwords, and without lone surrogates, which nothing could store."""
+    """A text without passwords, and without lone surrogates, which cannot be stored."""
     return "\n".join(map(masked, text.encode("utf-8", "replace").decode().split("\n")))
 
 
 def failures_of(row: TensorDictBase) -> list[Failure]:
-    """What failed in a collected row: its reward or its world, parts of the reward, tools.
+    """Failures in a collected row: of its reward or world, of parts of the reward, of tools.
 
     Args:
         row: without batch dimension.
@@ -254,10 +254,10 @@ def _stored(node: TensorDictBase | None) -> Failure:
 def tell_failures(
     failures: Sequence[Failure], row_of: Callable[[int], TensorDictBase], num_rows: int
 ) -> None:
-    """Log failures of rows, those of a kind once in a process.
+    """Log failures of rows, each kind once per process.
 
     Args:
-        failures: those without a type are none.
+        failures: those without a type are ignored.
         row_of: index of a failure to the row that it happened in, without batch dimension.
         num_rows: rows of the batch.
     """
@@ -284,7 +284,7 @@ def tell_failures(
 
 
 def tell_failures_of(rows: Sequence[TensorDictBase]) -> None:
-    """Log what failed in collected rows, whose collectors may have logs of their own elsewhere.
+    """Log failures in collected rows, because collectors may log on different machines.
 
     Args:
         rows: each without batch dimension.
@@ -296,5 +296,5 @@ def tell_failures_of(rows: Sequence[TensorDictBase]) -> None:
 def _shown(row_of: Callable[[int], TensorDictBase], index: int) -> str:
     try:
         return row_text(row_of(index))
-    except Exception as error:  # what helps to understand a failure must not be one itself
+    except Exception as error:  # showing a failure must not cause a new one
         return f"  (the row cannot be shown: {type(error).__name__}: {error})"

@@ -2,7 +2,7 @@
 
 A :class:`History` looks like a tensor of messages: a message has shape ``[]``, a conversation
 ``[T]``, a batch ``[*B, T]``, or ``[*B, -1]`` where the number of messages differs. It is stored as
-one immutable :class:`~torchrl_llm.data.chat.Chat` a conversation, in a node of ``batch_size``
+one immutable :class:`~torchrl_llm.data.chat.Chat` per conversation, in a node of ``batch_size``
 ``[*B]``.
 
 Next: :mod:`torchrl_llm.data.text.templates` finds templates,
@@ -45,10 +45,10 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
     Messages are read by ``role``, ``content``, ``is_complete``, ``tool_calls`` and
     ``tool_responses``: one value for a message, a list for a conversation, nested for a batch.
 
-    Shape, indices and the functions of torch are over batch and messages, which come last:
+    Shape, indices and torch functions address batch and messages; messages are the last dimension:
     ``h[0]`` is a conversation, ``h[..., -1]`` the last message of each and ``h[..., :-1]`` all but
     that, ``torch.cat([h, g], -1)`` joins messages and ``h.unbind(-1)`` takes them apart. ``shape``
-    ends with -1 where the number of messages differs; what would need equally many then raises.
+    ends with -1 where the number of messages differs; functions that need equal numbers then raise.
     ``batch_size`` is the same, without the -1. ``==`` compares message by message, or row by row
     where their number differs.
 
@@ -64,7 +64,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         tool_responses: results that a message of role tool carries next to its content.
         tool_call_id: which call a tool message answers.
         name: name of the speaker or tool.
-        reasoning_content: reasoning, for templates that write it apart from the content.
+        reasoning_content: reasoning, for templates that write it separately from the content.
         batch_size: ``[n]`` for lists of ``n`` values makes a batch of single messages of them,
             which counts as a conversation wherever one is expected.
 
@@ -133,8 +133,8 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         r"""Read rendered text back into messages, to the character.
 
         The template is chosen as for :meth:`apply_chat_template`. A last turn without its end mark
-        gets ``is_complete=False``; a trailing generation prompt adds no message; tool calls leave
-        the content. What a model sampled is better read from its token ids.
+        gets ``is_complete=False``; a trailing generation prompt adds no message; tool calls are
+        removed from the content. To read sampled text, prefer its token ids.
 
         Args:
             text: one text (result: batch size ``[]``) or several (``[B]``).
@@ -210,7 +210,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
             dim: the dimension over batch and messages along which it is added.
 
         Raises:
-            ValueError: the number of messages is not that of the conversations.
+            ValueError: the number of messages differs from the number of conversations.
 
         Example:
             >>> h = History(role=["user"], content=["Hi"])
@@ -227,7 +227,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         added = grids.single_messages(history._tensordict)
         if added is None or len(added) != len(chats):
             raise ValueError(
-                f"append needs one message a conversation, shape {list(batch)}, got a history of "
+                f"append needs one message per conversation, shape {list(batch)}, got a history of "
                 f"shape {list(history.shape)}; use extend for several"
             )
         return self._grown(batch, [a + b for a, b in zip(chats, added, strict=True)], inplace)
@@ -236,7 +236,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         """Add the messages, or the rows, of another history with as many dimensions.
 
         Args:
-            history: what to add.
+            history: the messages or rows to add.
             inplace: change this history and return it.
             dim: dimension over batch and messages: 0 is the messages of one conversation, or the
                 rows of a batch; -1 is always the messages.
@@ -302,7 +302,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         strict: bool = True,
         **template_variables: Any,
     ) -> Any:
-        r"""Render the conversations with a chat template, and tokenize them if asked.
+        r"""Render the conversations with a chat template, and tokenize them on request.
 
         The template is the first of: ``chat_template``, ``chat_template_name``, one registered by
         :func:`add_chat_template` for the model, the tokenizer's own, the built-in one of the
@@ -311,22 +311,22 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         are plain characters.
 
         Args:
-            tokenizer: needed for ids; for text, only where neither text nor name is given.
+            tokenizer: needed for ids; for text, only if no template or name of one is given.
             add_generation_prompt: end with the header of the model's turn.
             chat_template: a Jinja text.
             chat_template_name: name of a template.
             continue_final_message: end with the content of the last message, its turn left open.
-            tokenize: ids instead of text; by default when a mask, tensors or a dict are asked for.
+            tokenize: ids instead of text; by default when a mask, tensors or a dict are requested.
             padding: pad the rows to one length on the tokenizer's side.
             truncation: cut rows to ``max_length`` (the tokenizer's by default) on its side.
             max_length: tokens, for truncation and ``padding="max_length"``.
-            return_tensors: ``"pt"`` for tensors where ``return_dict=False``.
+            return_tensors: ``"pt"`` for tensors if ``return_dict=False``.
             return_dict: a TensorDict with ``input_ids`` (int64), ``attention_mask`` (bool) and
-                ``assistant_masks`` (bool), each ``[T]``; default when ids are asked for.
+                ``assistant_masks`` (bool), each ``[T]``; default when ids are requested.
             return_assistant_tokens_mask: also the mask of the assistant's words, their end-of-turn
                 tokens included, whether or not the template has ``{% generation %}``.
             tools: JSON schemas or documented functions.
-            strict: refuse contents that read back as other messages (built-in families).
+            strict: reject contents that read back as different messages (built-in families).
             **template_variables: variables of the template, such as ``enable_thinking``; a name
                 that the template does not use is an error.
 
@@ -336,7 +336,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
             ids, or tensors.
 
         Raises:
-            TemplateError: no template; a message that it refuses or cannot express; an unknown
+            TemplateError: no template; a message that it rejects or cannot express; an unknown
                 argument.
             TokenizerError: ids without a fast tokenizer.
 
@@ -376,7 +376,7 @@ class History(HistoryFields, HistoryGrid, TensorClass["nocast"]):
         return options.finish(encoded, tokenizer, bool(batch))
 
 
-# -- the constructor and what is generated otherwise ----------------------------------------------
+# -- replacements of generated methods -------------------------------------------------------------
 
 _generated_init = History.__init__
 
@@ -417,7 +417,7 @@ def _init(
     object.__setattr__(self, "_non_tensordict", {})
 
 
-# The tensorclass decorator writes its own operators into the class, so ours follow it.
+# The tensorclass decorator writes its own operators into the class, so these are set after it.
 History.__init__ = _init
 History.__deepcopy__ = lambda self, memo: self.clone()  # cells never change; no link to a batch
 History._set_str = cells.set_as_column

@@ -15,17 +15,17 @@ from torchrl_llm.functional import adapted_kl_coefficient
 
 
 class KLController(ABC):
-    """Says how much a divergence costs.
+    """The coefficient of a divergence penalty, updated from measured divergences.
 
-    Hand one to a KL transform as its coefficient: every batch of rows is penalised with the present
-    ``coef``, then :meth:`update` sees the divergences of these rows.
+    Pass one to a KL transform as its coefficient: every batch of rows is penalised with the current
+    ``coef``, then :meth:`update` receives the divergences of these rows.
 
     Args:
         coef: the first coefficient.
         model: an object whose ``kl_coef`` is kept equal to the coefficient.
 
     Attributes:
-        coef: the present coefficient.
+        coef: the current coefficient.
 
     Raises:
         ConfigError: for a negative coefficient, or a model without ``kl_coef``.
@@ -45,26 +45,27 @@ class KLController(ABC):
 
     @abstractmethod
     def update(self, kl_values: Sequence[float]) -> float:
-        """Take notice of measured divergences.
+        """Update the coefficient from measured divergences.
 
         Args:
-            kl_values: one for each response, nats, of the sampling policy from the reference.
+            kl_values: one per response, in nats: divergence of the sampling policy from the
+                reference.
 
         Returns:
-            The coefficient from now on.
+            The new coefficient.
         """
 
     def state_dict(self) -> dict[str, float]:
-        """The present coefficient."""
+        """The current coefficient."""
         return {"coef": self.coef}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Restore the coefficient of :meth:`state_dict`."""
         self._set(float(state["coef"]))
 
 
 class ConstantKLController(KLController):
-    """The same coefficient always.
+    """A constant coefficient.
 
     Args:
         kl_coef: the coefficient.
@@ -88,16 +89,16 @@ class AdaptiveKLController(KLController):
     r"""Raises the coefficient while the divergence is above a target, lowers it while below.
 
     arXiv:1909.08593 section 2.2, with the gain :math:`K_\beta = n / \mathrm{horizon}` of that
-    paper's code for an update of ``n`` responses, so that an update counts for as much as it has
-    seen, whatever the cut into batches. Here the gain ends at 1: one update changes the coefficient
-    by a fifth at most, where the paper's code could turn its sign.
+    paper's code for an update of ``n`` responses, so that an update counts in proportion to its
+    number of responses, regardless of the batch size. Here the gain is at most 1: one update
+    changes the coefficient by at most a fifth, whereas the paper's code could change its sign.
 
     TorchRL's controller of this name takes penalties (divergence times coefficient, negated); this
     one takes divergences.
 
     Args:
         init_kl_coef: the first coefficient, above 0.
-        target: the divergence that is wanted, nats a response; 6 in the paper.
+        target: the desired divergence, in nats per response; 6 in the paper.
         horizon: responses over which an error counts in full; 10000 in the paper's code.
         model: an object whose ``kl_coef`` follows.
 
@@ -123,7 +124,7 @@ class AdaptiveKLController(KLController):
         self.target, self.horizon = target, horizon
 
     def update(self, kl_values: Sequence[float]) -> float:
-        """See :class:`KLController`; no divergences change nothing.
+        """See :class:`KLController`; an empty sequence changes nothing.
 
         Raises:
             DataError: when one is NaN or infinite.

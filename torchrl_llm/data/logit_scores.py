@@ -1,6 +1,6 @@
 """Scores of given tokens from logits, for every scorer that has the logits of its model.
 
-:class:`ModuleScorer` makes a scorer of any module that gives logits or a distribution.
+:class:`ModuleScorer` makes a scorer from any module that returns logits or a distribution.
 
 Shape legend: ``B`` rows, ``T`` tokens of the longest row, ``V`` vocabulary, ``N`` scored tokens.
 """
@@ -26,15 +26,15 @@ from torchrl_llm.functional import entropy_from_logits, restrict_logits, selecti
 
 
 def only_support(extras: ScoreExtras | None, why: str, *, has_logits: bool = True) -> ScoreExtras:
-    """What is asked of a scorer that has logits alone; ``ScoreExtras()`` for nothing.
+    """The extras requested from a scorer that has only logits; ``ScoreExtras()`` for none.
 
     Args:
-        extras: as asked.
-        why: reason why there is no more, for the error.
+        extras: as requested.
+        why: reason for this limit, for the error.
         has_logits: the scorer has them for the whole vocabulary, and knows the greedy token.
 
     Raises:
-        ConfigError: more than that and the support is asked for.
+        ConfigError: more than the support, or than support and greedy token, is requested.
     """
     extras = ScoreExtras() if extras is None else extras
     if replace(extras, support=None, greedy=extras.greedy and not has_logits) != ScoreExtras():
@@ -58,7 +58,7 @@ def score_logits(
         temperature: a number, or float32 ``[N]``.
         entropy: also return the entropy of each distribution.
         extras: whose support the distributions are restricted to, and whether the greedy token is
-            asked for.
+            requested.
 
     Example:
         >>> logits = torch.tensor([[0.0, 0.0, 9.0]])
@@ -78,20 +78,20 @@ def score_logits(
 
 
 class ModuleScorer(TokenScorer):
-    """Scores tokens with any module that gives logits or a distribution, ``[B, T, V]`` at once.
+    """Scores tokens with any module that returns logits or a distribution, ``[B, T, V]`` at once.
 
-    The rows are padded on the right. The module is given
+    The rows are padded on the right. The module receives
 
     - as a ``TensorDictModule``: ``("tokens", "full")`` and ``"input_ids"``, int64 ``[B, T]``,
       ``("masks", "all_attention_mask")``, bool, and ``"attention_mask"``, int64; it writes a key
-      whose last part is ``"logits"``, at each position those of the next token, as models do;
-    - where it has ``get_dist``: the same; the distribution at each position is that of the token
+      whose last part is ``"logits"``, at each position the logits of the next token, as models do;
+    - if it has ``get_dist``: the same; the distribution at each position is the one of the token
       *at* it, as TorchRL's losses read it;
     - as any other module: ``input_ids=`` and ``attention_mask=``; it returns logits of the next
       token, or something that has them as ``logits``.
 
     Args:
-        module: the module; it is kept as it is.
+        module: the module; it is not changed.
 
     Raises:
         ConfigError: for a module that reads other keys, or writes no logits.
@@ -121,7 +121,7 @@ class ModuleScorer(TokenScorer):
         if not isinstance(module, TensorDictModuleBase):
             if not (self._has_dist or _takes_ids(module)):
                 raise ConfigError(
-                    "what scores tokens must be a TokenScorer (a policy wrapper or a "
+                    "the scorer of tokens must be a TokenScorer (a policy wrapper or a "
                     "CausalScorer), have get_dist, or be a module that takes input_ids and "
                     f"attention_mask and returns logits, got {type(module).__name__}"
                 )
@@ -223,20 +223,19 @@ def _of_distribution(
     entropy: bool,
     extras: ScoreExtras,
 ) -> TokenScores:
-    """Scores by a distribution that shows no logits."""
+    """Scores from a distribution that does not expose logits."""
     plain = bool((torch.as_tensor(temperature) == 1.0).all())
     if not plain or extras.support is not None or extras.greedy:
         raise ConfigError(
-            f"rows that were sampled at a temperature, or with top-k, top-p or min-p, are scored "
-            f"by logits, and greedy tokens found by them, which a {type(dist).__name__} does not "
-            "have"
+            "greedy tokens, and scores of rows that were sampled at a temperature or with top-k, "
+            f"top-p or min-p, need logits, which a {type(dist).__name__} does not have"
         )
     log_probs = dist.log_prob(ids_BT)[select_BT].float()
     return TokenScores(log_probs, dist.entropy()[select_BT].float() if entropy else None)
 
 
 def as_scorer(actor: Any) -> TokenScorer:
-    """What scores tokens: the actor itself, or its logits, of which the log tells once.
+    """The scorer of an actor: the actor itself, or one by its logits, which is logged once.
 
     Args:
         actor: a :class:`~torchrl_llm.data.scoring.TokenScorer`, or a module as
@@ -249,12 +248,12 @@ def as_scorer(actor: Any) -> TokenScorer:
         return actor
     if not isinstance(actor, nn.Module):
         raise ConfigError(
-            "what scores tokens must be a TokenScorer (a policy wrapper or a CausalScorer), or a "
-            f"module that gives logits or a distribution, got {type(actor).__name__}"
+            "the scorer of tokens must be a TokenScorer (a policy wrapper or a CausalScorer), or a "
+            f"module that returns logits or a distribution, got {type(actor).__name__}"
         )
     scorer = ModuleScorer(actor)
     tell_once(
         f"a {type(actor).__name__} is scored by its logits, [B, T, V] at once; a policy wrapper or "
-        "CausalScorer makes those of the tokens that count, in pieces"
+        "CausalScorer computes only the needed logits, in pieces"
     )
     return scorer

@@ -1,7 +1,7 @@
-"""Message dict: its keys, content items and tool calls, its reasoning and what it says.
+"""Message dict: its keys, content items and tool calls, its reasoning and its spoken text.
 
-A message is a plain dict: ``role``, ``content`` (a string or a list of content items) and, where
-they have a value, ``is_complete`` (only when false), ``tool_calls``, ``tool_responses``,
+A message is a plain dict: ``role``, ``content`` (a string or a list of content items) and, if they
+have a value, ``is_complete`` (only when false), ``tool_calls``, ``tool_responses``,
 ``tool_call_id``, ``name``, ``reasoning_content`` and anything else that a template reads.
 
 Next: :mod:`torchrl_llm.data.text` renders messages, and reads them from sampled ids.
@@ -116,7 +116,7 @@ def reasoning_of(message: Mapping[str, Any]) -> str | None:
 
 
 def calls_of(message: Mapping[str, Any]) -> list[Any]:
-    """The tool calls of a message; a single one may stand without a list."""
+    """The tool calls of a message; a single one need not be in a list."""
     calls = message.get("tool_calls")
     if not calls:
         return []
@@ -124,7 +124,7 @@ def calls_of(message: Mapping[str, Any]) -> list[Any]:
 
 
 def texts_of(message: Mapping[str, Any]) -> list[str]:
-    """Reasoning, text parts and called names of a message: what a template copies as it is."""
+    """Reasoning, text parts and called names of a message: the parts that a template copies."""
     reasoning, content = reasoning_of(message), message.get("content")
     texts = [reasoning] if reasoning else []
     if isinstance(content, str):
@@ -139,12 +139,12 @@ def texts_of(message: Mapping[str, Any]) -> list[str]:
 
 
 def message_text(message: dict[str, Any]) -> str:
-    """The text of a message: what the model wrote where that is known, else its content.
+    """The text of a message: the model's raw output if it is known, else its content.
 
     Args:
-        message: a message dict. Where reasoning or tool calls were split off, ``raw`` (the decoded
-            sample) is the text; else the content is all of it. The text items of a list content are
-            joined; separate reasoning without ``raw`` is put back in ``<think>`` marks.
+        message: a message dict. If reasoning or tool calls were split off, ``raw`` (the decoded
+            sample) is the text; else the content is the whole text. The text items of a list
+            content are joined; separate reasoning without ``raw`` is put back in ``<think>`` marks.
 
     Example:
         >>> message_text({"role": "assistant", "content": "4", "reasoning_content": "2+2"})
@@ -161,22 +161,22 @@ def message_text(message: dict[str, Any]) -> str:
     return f"<think>{reasoning}</think>{content}" if reasoning else content
 
 
-# -- what is thought and what is said --------------------------------------------------------------
+# -- reasoning and spoken text ---------------------------------------------------------------------
 
 
 def split_thoughts(text: str) -> list[tuple[str, bool]]:
-    """Cut a text into what is thought and what is said.
+    """Split a text into thoughts and spoken parts.
 
-    A thought is ``<think>`` ... ``</think>``, or what stands in front of a first ``</think>``
-    without an opening, which the prompt may have written. Neither mark opens or ends anything
-    inside double quotes: there it is an argument of a call. A thought that does not end is said,
-    for a model may call a tool while it thinks.
+    A thought is ``<think>`` ... ``</think>``, or the text before a first ``</think>`` without an
+    opening mark, which may be in the prompt. Neither mark opens or ends anything inside double
+    quotes: there it is an argument of a call. A thought that does not end counts as spoken, because
+    a model may call a tool while it thinks.
 
     Args:
         text: any text.
 
     Returns:
-        The pieces in order, which make up the text, and whether each is a thought.
+        The pieces of the whole text in order, each with whether it is a thought.
 
     Example:
         >>> split_thoughts("<think>no</think> yes")
@@ -202,9 +202,10 @@ def split_thoughts(text: str) -> list[tuple[str, bool]]:
 
 
 def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
-    """Whether a place is inside a string in double quotes, which ends with its line at last.
+    """Whether a place is inside a double-quoted string, which ends with its line at the latest.
 
-    It was ``quoted`` at ``seen``; each character is counted once, for any number of places.
+    ``quoted`` is the result at ``seen``, so each character is counted once for any number of
+    places.
     """
     line = text.rfind("\n", seen, at) + 1
     begin = line or seen
@@ -213,7 +214,7 @@ def _quoted(text: str, seen: int, at: int, quoted: bool) -> bool:
 
 
 def thoughts_of(message: Mapping[str, Any]) -> list[str]:
-    """Reasoning of a message: its own field, or what a ``<think>`` block in its content holds."""
+    """Reasoning of a message: its own field, or the text of a ``<think>`` block in its content."""
     own = reasoning_of(message)
     content = message.get("content")
     if own or not isinstance(content, str) or "</think>" not in content:
@@ -222,10 +223,10 @@ def thoughts_of(message: Mapping[str, Any]) -> list[str]:
 
 
 def spoken_text(message: Mapping[str, Any]) -> str:
-    """What a message says outside its reasoning: the text in which calls are looked for.
+    """The text of a message without its reasoning: the part that is searched for calls.
 
-    Reasoning is what was split off as such, and what
-    :func:`~torchrl_llm.data.messages.split_thoughts` takes for it.
+    Reasoning is the text that was split off as such, and the thoughts that
+    :func:`~torchrl_llm.data.messages.split_thoughts` finds.
 
     Example:
         >>> spoken_text({"role": "assistant", "content": "<think>no</think> yes"})

@@ -1,7 +1,8 @@
 """Nodes and cells of rows, without the checks of the public constructors, and memory of rows.
 
 A row is a plain tensordict without batch dimension. These few functions build and read its parts at
-a fraction of what tensordict's own take, and :func:`own_rows` makes rows safe to keep for long.
+a fraction of the cost of tensordict's own functions, and :func:`own_rows` makes rows safe to keep
+for long.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from tensordict import NonTensorData, TensorDict, TensorDictBase, is_tensorclass
 from torch import Tensor
 
 Path = tuple[str, ...]
-# A storage of this many bytes may be shared: copying flags and ids one by one costs more than a
-# kept row can waste by it.
+# Storages of up to this many bytes may be shared: copying flags and ids one by one costs more than
+# the memory that a kept row can waste.
 SHARED_BYTES = 4096
 _ROW = torch.Size([])
 
 
 def plain_node(value: Any) -> Any:
-    """The tensordict under a tensorclass; anything else as it is.
+    """The tensordict under a tensorclass; anything else unchanged.
 
     Args:
         value: a node of a row or batch.
@@ -33,7 +34,7 @@ def leaf(row: TensorDict, path: Path) -> Any:
     """The value at a path of a row, or ``None``: ``row.get(path, None)`` at a tenth of its cost.
 
     Args:
-        row: a row of plain tensordicts, with tensorclasses in it or not.
+        row: a row of plain tensordicts, with or without tensorclasses in it.
         path: the key as a tuple.
     """
     value: Any = row
@@ -63,7 +64,7 @@ def new_node(source: dict[str, Any]) -> TensorDict:
     Args:
         source: name to tensor, cell or node; the tensordict keeps this very dict.
     """
-    # What TensorDict._new_unsafe does without its options, at half its cost.
+    # The same as TensorDict._new_unsafe without its options, at half its cost.
     node = TensorDict.__new__(TensorDict)
     node.__dict__.update(_device=None, _tensordict=source, _batch_size=_ROW, _td_dim_names=None)
     return node
@@ -73,7 +74,7 @@ def cell(value: Any) -> NonTensorData:
     """``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
 
     Args:
-        value: a string, a chat, any object that nobody changes.
+        value: a string, a chat, any object that is never changed.
     """
     new = NonTensorData.__new__(NonTensorData)
     new.__dict__.update(
@@ -110,10 +111,11 @@ def set_copied(row: TensorDict, path: Path, value: Any) -> None:
 
 
 def own_rows(rows: Iterable[TensorDictBase]) -> list[TensorDictBase]:
-    """Give each row memory of its own, copying only tensors that are parts of a larger storage.
+    """Give each row its own memory, copying only tensors that are parts of a larger storage.
 
     A row that is a view keeps its whole batch alive and drags it into every pickle. Storages of up
-    to 4 KiB may stay shared, and a ``response`` that is the end of its ``full`` stays so.
+    to 4 KiB may stay shared, and a ``response`` that is a view of the end of its ``full`` stays a
+    view.
 
     Args:
         rows: tensordicts without batch dimension; their tensors are replaced in place.
@@ -147,7 +149,7 @@ def _own(node: TensorDict) -> None:
 
 
 def _tail(leaves: dict[str, Any]) -> int:
-    """How many values of ``full`` the response is a view of, at its end; 0 where it is none."""
+    """How many values at the end of ``full`` the response is a view of; 0 if it is not a view."""
     full, response = leaves.get("full"), leaves["response"]
     if type(full) is not Tensor or type(response) is not Tensor or not response.nbytes:
         return 0

@@ -1,11 +1,11 @@
-"""Rows longer than training may have: refused, dropped, or cut, and what of them is still told.
+"""Rows that are too long for training: rejected, dropped, or cut, and how they are reported.
 
-A row's length is that of prompt, turns and tools together. The row of a turn holds the whole
-conversation up to that turn, so a trajectory is judged turn by turn, before its turns are joined,
-and what filters, advantage estimators and forwards get is cut already.
+The length of a row includes prompt, turns and tools. The row of a turn holds the whole conversation
+up to that turn, so a trajectory is checked turn by turn, before its turns are joined. Filters,
+advantage estimators and forward passes receive rows that are already cut.
 
-Not here: prompts that leave no room for an answer, which are the policy's to judge
-(``on_overlong`` of :class:`~torchrl_llm.modules.policies.LLMWrapperBase`). Next:
+Not here: prompts that leave no room for an answer, which the policy handles (``on_overlong`` of
+:class:`~torchrl_llm.modules.policies.LLMWrapperBase`). Next:
 :class:`~torchrl_llm.trainers.batch_source.BatchSource` counts what is cut.
 
 Shape legend: ``T`` tokens of a row, ``R`` of its response, ``L`` tokens that it may have.
@@ -31,16 +31,16 @@ from torchrl_llm.data.token_facts import FACTS
 from torchrl_llm.errors import OverlongError
 
 OnOverlong = Literal["error", "drop", "truncate"]
-"""What becomes of something too long; what exactly is said where the choice is made."""
+"""Handling of overlong items; each class that offers this choice documents the details."""
 
 
 class FittedRows(NamedTuple):
     """A batch after :meth:`LengthRule.fit`.
 
     Attributes:
-        marked: the rows as they were collected, their tokens that are not trained marked OVERLONG.
-        kept: the rows for training, none longer than it may be.
-        dropped: of each of these, whether it fills its place in its group and nothing else.
+        marked: the collected rows, with the tokens that are not trained marked OVERLONG.
+        kept: the rows for training, none above the limit.
+        dropped: for each of these, whether it only fills its place in its group.
         cut_tokens: sampled tokens that ``kept`` no longer has.
         overlong: conversations that were too long.
     """
@@ -60,13 +60,13 @@ class FittedRows(NamedTuple):
 @checked
 @dataclass(frozen=True, kw_only=True)
 class LengthRule:
-    """How long a row may be that is trained, and what becomes of a longer one.
+    """The maximum length of a training row, and the handling of longer ones.
 
     Attributes:
         max_seq_len: tokens of a row: prompt, turns and tools.
         on_overlong: ``error`` raises. ``drop`` takes the conversation out of training and out of
-            its group's baseline. ``truncate`` trains its first tokens (:func:`cut_row`), and leaves
-            its reward where it is.
+            its group's baseline. ``truncate`` trains its first tokens (:func:`cut_row`), and keeps
+            its reward.
 
     Raises:
         ConfigError: for a length below 2, or an unknown rule.
@@ -83,7 +83,7 @@ class LengthRule:
     on_overlong: OnOverlong = "error"
 
     def fit(self, rows: Sequence[TensorDict]) -> FittedRows:
-        """Judge the rows of a batch, one a turn; none of them is changed.
+        """Check the rows of a batch, one per turn; none of them is changed.
 
         Args:
             rows: with ``("tokens", "full")``; those of one ``traj_id`` are one conversation.
@@ -126,16 +126,17 @@ class LengthRule:
 
 
 def cut_row(row: TensorDict, max_length: int) -> TensorDict:
-    """The first tokens of a row, with all that is known of them and nothing of the others.
+    """The first tokens of a row, with all facts about them and none about the other tokens.
 
-    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, the kept ids,
-    and what is called as the columns of the tokens are (``("next", "ref_log_probs", "full")``).
-    Rewards per token that stood on what is cut off fall on the last token of the response that is
-    left: the return of each token that is trained stays what it was. A reward of the row stays.
+    Every per-token fact (:class:`~torchrl_llm.data.token_facts.TokenFact`) is cut, as are the ids
+    of the support and the columns with the names of token columns
+    (``("next", "ref_log_probs", "full")``). Per-token rewards of removed tokens are added to the
+    last remaining token of the response, so the return of each trained token does not change. A
+    reward of the row stays.
 
     The row becomes ``truncated``, for the reason ``MAX_SEQ_LEN`` unless it has one; ``terminated``
-    stays, the task was over. ``"cut_tokens"``, int64, says how many sampled tokens were cut off.
-    Text and conversation are left whole.
+    does not change, because the task was over. ``"cut_tokens"``, int64, says how many sampled
+    tokens were cut off. Text and conversation are left whole.
 
     Args:
         row: without batch dimension; it is not changed.
@@ -186,7 +187,7 @@ def cut_row(row: TensorDict, max_length: int) -> TensorDict:
 
 
 def _copy(row: TensorDict) -> TensorDict:
-    """The row anew, with the same nodes, of which ``set_copied`` makes others."""
+    """A copy of the row with the same nodes; ``set_copied`` replaces those that it changes."""
     return new_node(dict(row._tensordict))
 
 
@@ -196,7 +197,7 @@ def _length(row: TensorDict) -> int:
 
 
 def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The nodes of a row, its ``next`` and what hangs below that, and what is in each."""
+    """The nodes of a row, including all nodes below ``next``, each with its content."""
     waiting: list[tuple[Path, Any]] = [((), row)]
     for path, node in waiting:
         inner = plain_node(node)
@@ -207,7 +208,7 @@ def _nodes(row: TensorDict) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def _token_rewards(row: TensorDict, size: int) -> Iterator[tuple[Path, Tensor]]:
-    """Rewards of each of several tokens of a response."""
+    """Per-token rewards of a response with more than one token."""
     for path, node in _nodes(row):
         for name, values in node.items() if path[:1] == ("next",) and size > 1 else ():
             named = any("reward" in part for part in (*path, name))
@@ -229,7 +230,7 @@ def _flags(row: TensorDict) -> dict[Path, Tensor]:
 
 
 def _marked(row: TensorDict, start: int) -> TensorDict:
-    """A row whose sampled tokens from ``start`` on are overlong; those masked before stay so."""
+    """A row whose sampled tokens from ``start`` are overlong; masked ones keep their reason."""
     row = _copy(row)
     mask_trained(row, MaskReason.OVERLONG, start=start)
     return row

@@ -1,7 +1,7 @@
-"""Pairs of a better and a worse answer, out of rollouts of a run or answers of an evaluation.
+"""Pairs of a better and a worse answer, from rollouts of a run or answers of an evaluation.
 
-What tells them apart is the reward; the answers to one prompt are compared with one another.
-``torchrl-llm export --pairs`` is the command, :mod:`torchrl_llm.data.chat_export` reads and writes.
+The reward ranks them; only answers to the same prompt are compared. ``torchrl-llm export --pairs``
+is the command, :mod:`torchrl_llm.data.chat_export` reads and writes.
 
 Next: ``torchrl_llm.data.preferences`` reads the pairs.
 """
@@ -30,7 +30,7 @@ class SampledPair:
     Attributes:
         chosen: the conversation with the higher reward.
         rejected: the other.
-        shared: how many messages they begin with in common.
+        shared: number of messages at the beginning that both have.
     """
 
     chosen: SampledChat
@@ -38,7 +38,7 @@ class SampledPair:
     shared: int
 
     def row(self) -> dict[str, Any]:
-        """What is written of it: messages, the tools if any, and the difference of the rewards."""
+        """Its columns: messages, the tools if any, and the difference of the rewards."""
         tools = {"tools": self.chosen.tools} if self.chosen.tools else {}
         return {
             "prompt": self.chosen.messages[: self.shared],
@@ -59,7 +59,7 @@ class PairFilter:
             each group; ``"all"``: every two of a group with different rewards.
         duplicates: keep pairs that are equal, message for message.
         counts: after a run ``groups``, ``written``, and how many groups or pairs were left out for
-            which reason.
+            each reason.
 
     Example:
         >>> said = [[{"role": "user", "content": "?"}, {"role": "assistant", "content": t}]
@@ -77,7 +77,7 @@ class PairFilter:
         """The pairs, group by group.
 
         Args:
-            chats: with a reward; those of a group follow each other.
+            chats: with a reward; those of a group must be adjacent.
         """
         seen: set[str] = set()
         for _, group in groupby(chats, key=lambda chat: chat.group):
@@ -93,16 +93,16 @@ class PairFilter:
                     yield pair
 
     def _pairs(self, group: Sequence[SampledChat]) -> list[tuple[SampledChat, SampledChat]]:
-        """Those that are compared, the better one first."""
+        """The pairs to compare, each with the better answer first."""
         ranked = sorted(group, key=lambda chat: -chat.reward)
         pairs = list(combinations(ranked, 2))
         if self.which == "best-worst":
             pairs = [(ranked[0], min(group, key=lambda chat: chat.reward))]
-        # Sums of float32 rewards.
+        # Rewards are sums of float32 values, so equal ones may differ slightly.
         return [(a, b) for a, b in pairs if not isclose(a.reward, b.reward, rel_tol=1e-6)]
 
     def _reason(self, pair: SampledPair, seen: set[str]) -> str | None:
-        """Why a pair is left out."""
+        """Why a pair is left out; ``None`` if it is not."""
         row = pair.row()
         if row["chosen"] == row["rejected"]:
             return "pairs of equal answers"

@@ -1,8 +1,8 @@
 """Preferences of a table: pairs of a chosen and a rejected answer, or answers with a label.
 
-Each answer is a conversation of which only the answer counts; see
+Each answer is a conversation in which only the answer counts; see
 :class:`~torchrl_llm.data.demonstrations.Demonstrations`. Next:
-:class:`torchrl_llm.objectives.DPOLoss` and its kin compare them.
+:class:`torchrl_llm.objectives.DPOLoss` and related losses compare them.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ PAIRS = (
     ("better", "worse"),
     ("response_j", "response_k"),
 )
-"""Columns that hold the two answers where none is named, the first two that are there."""
+"""Default columns of the two answers; the first pair that exists is used."""
 
 LABELS = ("label", "labels", "is_good", "desirable", "kto_tag")
-"""Columns that say whether an answer is a good one, likewise."""
+"""Columns of the label, whether an answer is good, likewise."""
 
 _GOOD = {True: True, False: False, "true": True, "false": False, "1": True, "0": False}
-# Anthropic's hh-rlhf and its kin write a conversation as one text.
+# Anthropic's hh-rlhf and similar datasets write a conversation as one text.
 _TURN = re.compile(r"(?:^|\n\n)(Human|Assistant): ?")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 
@@ -56,12 +56,12 @@ class PreferenceColumns(NamedTuple):
     Attributes:
         answers: with the two answers, the chosen one first; or with the one answer that has a
             label. An answer is a text, its messages, or the whole conversation.
-        label: that says whether the answer is a good one; ``None`` for pairs.
-        prompt: those with what is answered, joined by an empty line; none where each answer is a
-            whole conversation.
-        margin: with a number that says how much better the chosen answer is.
+        label: with the label, whether the answer is good; ``None`` for pairs.
+        prompt: those of the prompt, joined by an empty line; none if each answer is a whole
+            conversation.
+        margin: with a number, how much better the chosen answer is.
         tools: with the tools of a conversation, in the rows that have some.
-        before: with what stands before the prompt.
+        before: with messages before the prompt.
     """
 
     answers: tuple[str, ...]
@@ -93,12 +93,12 @@ class PreferenceColumns(NamedTuple):
             rejected: likewise.
             completion: likewise; the one answer of a row, instead of the two.
             label: likewise.
-            margin: likewise; ``margin`` where rows have it.
+            margin: likewise; without a name ``margin``, if rows have it.
             tools: likewise.
 
         Raises:
             ConfigError: half of a pair, or a pair and a label.
-            DataError: a column that is not there.
+            DataError: a column does not exist.
 
         Example:
             >>> PreferenceColumns.find({"question": "2+2?", "chosen": "4", "rejected": "5"})[:3]
@@ -143,7 +143,7 @@ class PreferenceColumns(NamedTuple):
         return cls(answers, label, asked, margin, tools, before)
 
     def read(self, row: Mapping[str, Any]) -> list[list[dict[str, Any]]]:
-        """The conversation of each answer; only the answer is to be learned of it.
+        """The conversation of each answer; only the answer in it is learned.
 
         Args:
             row: of the table.
@@ -158,13 +158,13 @@ class PreferenceColumns(NamedTuple):
     def parts(
         self, row: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], list[list[dict[str, Any]]]]:
-        """The messages in front of the answers, and those of each answer.
+        """The messages before the answers, and the messages of each answer.
 
         Args:
             row: of the table.
 
         Raises:
-            DataError: as of :meth:`read`.
+            DataError: as for :meth:`read`.
         """
         said = [_said(name, row.get(name)) for name in self.answers]
         whole = {messages[0]["role"] != "assistant" for messages in said}
@@ -182,11 +182,11 @@ class PreferenceColumns(NamedTuple):
             raise DataError(f"the conversation in the column {silent[0]!r} ends without an answer")
         if not prompt:
             raise DataError(
-                "there is nothing in front of the answers: name data.prompt, or give whole "
+                "there is no prompt before the answers: name data.prompt, or give whole "
                 "conversations"
             )
         if not are_answers:
-            raise DataError("the conversations must go on with the assistant where they part")
+            raise DataError("the conversations must continue with the assistant where they differ")
         return prompt, said
 
     def _prompt(self, row: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -204,7 +204,7 @@ class PreferenceColumns(NamedTuple):
             row: of the table.
 
         Raises:
-            DataError: something else than true or false, 1 or 0.
+            DataError: anything other than true or false, 1 or 0.
         """
         value = row.get(self.label)
         said = value.strip().lower() if isinstance(value, str) else value
@@ -214,13 +214,13 @@ class PreferenceColumns(NamedTuple):
         return found
 
     def read_margin(self, row: Mapping[str, Any]) -> float:
-        """How much better the chosen answer of a row is, 0 where that is not said.
+        """How much better the chosen answer of a row is, 0 if it is not given.
 
         Args:
             row: of the table.
 
         Raises:
-            DataError: no number.
+            DataError: it is not a number.
         """
         value = row.get(self.margin) if self.margin else None
         try:
@@ -243,7 +243,7 @@ def _said(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _dialogue(text: str) -> list[dict[str, Any]] | None:
-    """The messages of a text with ``Human:`` and ``Assistant:``; ``None`` where it is none."""
+    """The messages of a text with ``Human:`` and ``Assistant:``; ``None`` if it is not one."""
     parts = _TURN.split(text)
     if len(parts) < 3 or parts[0].strip() or parts[1] != "Human":
         return None
@@ -253,7 +253,7 @@ def _dialogue(text: str) -> list[dict[str, Any]] | None:
 
 
 def shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
-    """How many messages they begin with in common, before the last turn of the assistant.
+    """The number of messages that all have at their beginning, before the last assistant turn.
 
     Args:
         conversations: whole ones, each a list of messages.
@@ -267,18 +267,18 @@ def shared_messages(conversations: Sequence[Sequence[Any]]) -> int:
         shared == min(map(len, conversations))
         or any(each[shared]["role"] == "tool" for each in conversations)
     ):
-        shared -= 1  # the same answer twice, one that begins with it, or what a call brought
+        shared -= 1  # equal answers, one that begins with the other, or a call's result
     return shared
 
 
 def _check_prompt(prompt: Sequence[Any], begin: Sequence[Any]) -> None:
-    """Refuse a prompt that is not the one of the conversations next to it."""
+    """Reject a prompt that is not the prompt of the conversations in the same row."""
     known = [message.get("content") for message in begin]
     odd = [m["content"] for m in prompt if m.get("content") not in known]
     if odd:
         raise DataError(
-            f"the answers are whole conversations, and the prompt {odd[0]!r:.100} is no part of "
-            "what they begin with; leave the column out of the data"
+            f"the answers are whole conversations, and the prompt {odd[0]!r:.100} is not in "
+            "their common beginning; leave the column out of the data"
         )
 
 
@@ -302,7 +302,7 @@ class Preference(NamedTuple):
     Attributes:
         index: of the row; the answers of a pair share it.
         answers: the chosen and the rejected one, or the one that has a label.
-        good: whether each of them is a good one.
+        good: whether each of them is good.
         margin: how much better the chosen one is.
     """
 
@@ -313,11 +313,11 @@ class Preference(NamedTuple):
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its answers are there, or one was dropped for its length."""
+        """Whether no answer was dropped because of its length."""
         return all(bool(answer.learned.any()) for answer in self.answers)
 
     def rows(self) -> Iterator[TensorDict]:
-        """The rows of it that a loss reads, batch size ``[]``."""
+        """Its rows for a loss, batch size ``[]``."""
         index = torch.tensor(self.index)
         for answer, good in zip(self.answers, self.good, strict=True):
             row = answer.row()
@@ -332,11 +332,11 @@ class Preferences(Sequence[Preference]):
     Args:
         rows: of the table.
         formatter: encodes; holds tokenizer and chat template.
-        columns: where a preference is.
+        columns: names of the columns of a preference.
         settings: further arguments of :class:`~torchrl_llm.data.demonstrations.Demonstrations`.
 
     Raises:
-        DataError: when a row is read that is none; it names file and line.
+        DataError: when a row is read that is not a preference; the error names file and line.
 
     Example:
         >>> from torchrl_llm.modules import load_tokenizer
@@ -373,13 +373,13 @@ class Preferences(Sequence[Preference]):
             raise DataError(f"{self._answers[0].where(index)}: {error}") from error
 
     def check(self, most: int) -> None:
-        """Read the first rows, so that a bad one is told of before anything else is done.
+        """Read the first rows, to report a bad one before anything else is done.
 
         Args:
             most: how many at most.
 
         Raises:
-            DataError: a bad one, or nothing can be learned from any of them.
+            DataError: a row is bad, or none of them has anything to learn.
         """
         for answers in self._answers:
             answers.check(most)
@@ -390,7 +390,7 @@ class Preferences(Sequence[Preference]):
             )
 
     def show(self, index: int) -> str:
-        """A row as the model sees it, with ``[[`` and ``]]`` around what is compared.
+        """A row as the model sees it, with ``[[`` and ``]]`` around the compared parts.
 
         Args:
             index: of the row.
@@ -402,7 +402,7 @@ class Preferences(Sequence[Preference]):
 
 
 def preference_rows(preferences: Iterable[Preference]) -> LazyStackedTensorDict | None:
-    """Rows for a loss, without those of which an answer was dropped; ``None`` where none is left.
+    """Rows for a loss, except those with a dropped answer; ``None`` if none is left.
 
     Args:
         preferences: of a batch.

@@ -1,7 +1,7 @@
 """Rows of different length: one-dimensional lazy stacks of plain tensordicts.
 
-A ragged column lives as one tensor per row. These few functions are the only place that builds,
-reads, writes or pads such columns; measured choices behind them are in the design page of the docs.
+A ragged column lives as one tensor per row. Only these functions build, read, write or pad such
+columns; the design page of the docs has the measurements behind their choices.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``T`` the longest row.
 """
@@ -20,21 +20,21 @@ from tensordict.utils import NestedKey
 from torch import Tensor
 
 _ROW = torch.Size([])
-# NumPy has no bfloat16 and no float of eight bits, which torch cannot pickle either: their bits go.
+# NumPy has no bfloat16 and no 8-bit floats, so these are pickled as integers with the same bits.
 _FLOATS = (torch.float16, torch.float32, torch.float64)
 _BITS = {1: torch.uint8, 2: torch.int16}
 
 
 @dataclass(slots=True, eq=False)
 class RaggedColumn:
-    """Tensors of one dtype as one tensor, of which each is read without the others.
+    """Tensors of one dtype in one tensor; each can be read without the others.
 
-    A tensor costs a pickle some 20 microseconds and 400 bytes whatever it holds; as columns, a
-    thousand cost as much as one.
+    Pickling a tensor costs some 20 microseconds and 400 bytes regardless of its size; in one
+    column, a thousand tensors cost as much as one.
 
     Args:
-        values: ``[B, ...]`` where ``lengths`` is ``None``, else all tensors joined along their
-            first dimension.
+        values: ``[B, ...]`` if ``lengths`` is ``None``, else all tensors joined along their first
+            dimension.
         lengths: size of the first dimension of each.
 
     Example:
@@ -49,10 +49,10 @@ class RaggedColumn:
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> RaggedColumn:
-        """Copy tensors that differ in their first dimension alone."""
+        """Copy tensors that differ only in their first dimension."""
         if not tensors:
             return cls(torch.zeros(0), [])
-        # Asking each tensor for its shape takes longer than to copy them all.
+        # Asking each tensor for its shape takes longer than copying all of them.
         lengths = [t.size(0) for t in tensors] if tensors[0].dim() else []
         if len(set(lengths)) < 2:
             return cls(torch.stack(list(tensors)))
@@ -84,7 +84,7 @@ class RaggedColumn:
 
 def _rebuilt(values: Any, lengths: list[int] | None, dtype: torch.dtype) -> RaggedColumn:
     if isinstance(values, numpy.ndarray):
-        # Arrays of Ray's object store are read-only, which torch would warn of.
+        # Arrays of Ray's object store are read-only, about which torch would warn.
         values = torch.from_numpy(values if values.flags.writeable else values.copy())
     return RaggedColumn(values.view(dtype), lengths)
 
@@ -158,13 +158,13 @@ def read_rows(td: Any, key: NestedKey, default: Any = ...) -> list[Tensor]:
 def row_values(
     td: Any, key: NestedKey, reduce: Callable[[Tensor], Tensor], default: Any = ...
 ) -> Tensor:
-    """One number of each row.
+    """One number per row.
 
     Args:
         td: as of :func:`read_rows`.
         key: name of the column.
-        reduce: makes a scalar of a row's tensor, as ``torch.sum``; it gives back that of a row with
-            one element, so that rows which all have one are not asked.
+        reduce: makes a scalar of a row's tensor, as ``torch.sum``; for one element it must return
+            that element, so it is not called if all rows have one.
         default: as of :func:`read_rows`.
 
     Returns:
@@ -212,7 +212,7 @@ def _missing(key: NestedKey, default: Any) -> Any:
 
 
 def write_rows(td: Any, key: NestedKey, values: Sequence[Tensor]) -> None:
-    """Set one tensor a row; the column may be ragged.
+    """Set one tensor per row; the column may be ragged.
 
     Args:
         td: a tensordict or tensorclass with one batch dimension ``[B]``. A dense one gets a lazy
@@ -248,7 +248,7 @@ def pad_rows(
 
     Args:
         rows: ``B`` tensors ``[T_b]``.
-        value: what fills the gaps.
+        value: fills the padding.
         side: where the padding goes.
 
     Returns:
@@ -264,7 +264,7 @@ def pad_rows(
 
 
 def are_aligned(columns: Sequence[Tensor], rows: Sequence[Tensor]) -> bool:
-    """Whether a column has one entry for each of the ids, or other entries, of each row.
+    """Whether a column has one entry for each entry (an id, for example) of each row.
 
     Args:
         columns: ``B`` tensors ``[T_b, ...]``.
@@ -296,7 +296,7 @@ def spread_rows(rows: Sequence[Tensor], mask: Tensor, value: float | int | bool 
     Args:
         rows: ``B`` tensors ``[T_b, ...]``.
         mask: bool ``[B, T]``, true where the entries of a row belong.
-        value: what fills the gaps.
+        value: fills the padding.
 
     Returns:
         ``[B, T, ...]`` of the rows' dtype and device.

@@ -1,8 +1,8 @@
 """The record of a conversation's tokens: ids, and for each id where it came from.
 
-A :class:`TokenRecord` belongs to one conversation and is immutable. It rides inside the
-:class:`~torchrl_llm.data.chat.Chat` whose first ``num_messages`` messages it encodes, so whatever
-carries the chat carries the record. Its columns are the wired facts of
+A :class:`TokenRecord` belongs to one conversation and is immutable. It is stored in the
+:class:`~torchrl_llm.data.chat.Chat` whose first ``num_messages`` messages it encodes, so it is
+copied and sent with the chat. Its columns are the wired facts of
 :data:`~torchrl_llm.data.token_facts.FACTS`. Batches of records become the ``tokens``,
 ``log_probs``, ``masks`` and ``trace`` columns (:mod:`torchrl_llm.data.views`).
 
@@ -31,18 +31,17 @@ class Completion(NamedTuple):
     """One sampled response.
 
     Attributes:
-        token_ids: int64 ``[R]`` on the CPU, every sampled token, the one that ended it included.
+        token_ids: int64 ``[R]`` on the CPU, every sampled token, including the one that ended it.
         log_probs: float32 ``[R]`` in nats, log p(x_t | x_<t) under the distribution that was
             sampled (temperature and truncation applied); greedy: under temperature 1.
         finish_reason: how it ended, decided by the last id and the length, never by text or pads.
-        support: the ids that truncation kept for each token, int32 on the CPU; ``None`` where it
-            was not asked for.
+        support: the ids that truncation kept for each token, int32 on the CPU; ``None`` if it was
+            not requested.
         versions: int32 ``[R]``, version of the weights that sampled each token, from a backend that
-            counts versions itself because its weights may change within a response; ``None`` where
-            the updater of the weights counts.
-        facts: columns ``[R]`` of further per-token facts on the CPU, by the names that they were
-            registered with (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for
-            none.
+            counts versions itself because its weights may change within a response; ``None`` if the
+            weight updater counts.
+        facts: columns ``[R]`` of further per-token facts on the CPU, by their registered names
+            (:func:`~torchrl_llm.data.token_facts.register_fact`); ``None`` for none.
     """
 
     token_ids: Tensor
@@ -68,11 +67,11 @@ class TokenRecord:
         num_messages: how many messages of the chat these ids encode.
         finish_reason: how the last response ended; ``None`` while the ids are a prompt.
         response_start: index of the first token of the last response, ``None`` without one.
-        fork_cause: why these ids do not extend the ids before them; ``None`` where they do.
+        fork_cause: why these ids do not extend the ids before them; ``None`` if they do.
         support: the ids that truncated sampling kept for each of the ``T`` tokens (none where not
-            sampled); ``None`` where nobody asked for it.
-        earlier_turns: turns of the conversation before what these ids hold, where a fork gave them
-            up; the next turn has at least this number.
+            sampled); ``None`` if it was not requested.
+        earlier_turns: number of model turns before a fork dropped their ids; the next turn has at
+            least this number.
         facts: columns of facts that were registered with
             :func:`~torchrl_llm.data.token_facts.register_fact`, by name; one that is missing has
             its default at every token.
@@ -127,7 +126,7 @@ class TokenRecord:
             token_ids: int64 ``[T]``.
             source: integer codes ``[T]``.
             num_messages: messages that the ids encode.
-            fork_cause: why an earlier record of the same conversation was given up.
+            fork_cause: why an earlier record of the same conversation was dropped.
             earlier_turns: how many of the model's turns that record had.
         """
         return cls(
@@ -141,11 +140,11 @@ class TokenRecord:
     def forked(cls, cause: str, *, earlier_turns: int = 0) -> TokenRecord:
         """Record of no tokens, for a conversation whose messages were rewritten.
 
-        It covers no message: whoever continues it encodes the whole conversation again, and the new
+        It covers no message: to continue it, the whole conversation is encoded again, and the new
         record keeps the cause.
 
         Args:
-            cause: why the earlier ids were given up.
+            cause: why the earlier ids were dropped.
             earlier_turns: how many of the model's turns the conversation had by then.
 
         Example:
@@ -162,7 +161,7 @@ class TokenRecord:
 
         Args:
             columns: all built-in columns, ``[T]`` each, and any registered ones.
-            rest: the fields that are no columns.
+            rest: the fields that are not columns.
         """
         if len(columns) == len(RECORD_COLUMNS):
             return cls(**columns, **rest)
@@ -175,15 +174,15 @@ class TokenRecord:
 
     @property
     def num_turns(self) -> int:
-        """How many turns of the model the conversation has, those among them that were given up."""
+        """How many model turns the conversation has, including those whose ids were dropped."""
         held = int(self.turn.max()) + 1 if self.turn.numel() else 0
         return max(held, self.earlier_turns)
 
     @property
     def continues(self) -> bool:
-        """Whether an answer to this prompt goes on with the response that the prompt ends with.
+        """Whether an answer to this prompt continues the response at the end of the prompt.
 
-        A prompt that was only cut is a prompt as it is; one that was followed by anything lost its
+        A cut response at the end is continued; a record with anything after its response has no
         finish reason.
         """
         reason = self.finish_reason
@@ -215,28 +214,28 @@ class TokenRecord:
             log_probs: float32 ``[R]`` in nats.
             policy_version: version of the weights that sampled it.
             finish_reason: how the response ended.
-            support: the ids that truncated sampling kept for each token, where recorded.
+            support: the ids that truncated sampling kept for each token, if recorded.
             facts: columns ``[R]`` of registered facts by name.
 
         Raises:
-            DataError: a fact is not registered, or of another dtype or length.
+            DataError: a fact is not registered, or has a different dtype or length.
         """
         response = Completion(token_ids, log_probs.float(), finish_reason, support, None, facts)
         return respond_records([self], [response], policy_version)[0]
 
     def support_with(self, more: Support | None, count: int) -> Support | None:
-        """The support of these tokens and ``count`` that follow; ``None`` where neither has one."""
+        """The support of these tokens and ``count`` that follow; ``None`` if neither has one."""
         if self.support is None and more is None:
             return None
         parts = ((self.support, self.token_ids.shape[0]), (more, count))
         return Support.join([Support.whole(size) if s is None else s for s, size in parts])
 
     def cut(self, start: int, stop: int, **changes: Any) -> TokenRecord:
-        """The record of the tokens from ``start`` to before ``stop``.
+        """The record of the tokens from ``start`` up to, but not including, ``stop``.
 
         Args:
             start: index of the first token kept.
-            stop: index behind the last.
+            stop: index after the last.
             changes: fields that are not columns of tokens.
         """
         columns = {name: getattr(self, name)[start:stop] for name in RECORD_COLUMNS}
@@ -270,7 +269,7 @@ def extend_records(
         num_messages: ``B`` numbers of messages that old and new ids encode together.
 
     Returns:
-        ``B`` records, whose tensors are views of one tensor a field.
+        ``B`` records, whose tensors are views of one tensor per field.
     """
     if not records:
         return []
@@ -302,20 +301,19 @@ def extend_records(
 def respond_records(
     prompts: Sequence[TokenRecord], completions: Sequence[Completion], policy_version: int
 ) -> list[TokenRecord]:
-    """Append a completion to each prompt; which adds one message.
+    """Append a completion to each prompt, which adds one message.
 
     Args:
         prompts: ``B`` records.
         completions: ``B`` sampled responses.
-        policy_version: version of the weights that sampled them, where a completion does not tell
-            it.
+        policy_version: version of the weights that sampled them, if a completion has no versions.
 
     Returns:
-        ``B`` records, whose tensors are views of one tensor a field. All registered facts are among
-        them, with their defaults where neither prompt nor completion has them.
+        ``B`` records, whose tensors are views of one tensor per field. They contain all registered
+        facts, with defaults if neither prompt nor completion has them.
 
     Raises:
-        DataError: a completion's fact is not registered, or of another dtype or length.
+        DataError: a completion's fact is not registered, or has a different dtype or length.
 
     Example:
         >>> prompt = TokenRecord.from_prompt(torch.tensor([5]), torch.tensor([1]), 1)
@@ -387,13 +385,13 @@ def _given_facts(
 
 
 def _filled(fact: TokenFact, rows: Sequence[Tensor | None], sizes: Sequence[int]) -> list[Tensor]:
-    """Rows of a fact, with its default where a row has none."""
+    """Rows of a fact, with its default if a row has none."""
     pairs = zip(rows, sizes, strict=True)
     return [fact.filled(size) if row is None else row for row, size in pairs]
 
 
 def _turn(prompt: TokenRecord) -> int:
-    # A response that was cut goes on in the same turn; one that was only forced begins a turn.
+    # A cut response continues in the same turn; one without sampled tokens begins a new turn.
     begun = prompt.continues and bool((prompt.turn[prompt.response_start :] >= 0).any())
     return prompt.num_turns - begun
 

@@ -1,12 +1,12 @@
-"""Rollouts of a run, as they were kept: files of blocks, one a step, that are read where they lie.
+"""Stored rollouts of a run: files with one block per step, which are memory-mapped for reading.
 
 A folder holds segments, ``steps_00000001.rows``, named for their first step: blocks, messages of
 :mod:`torchrl_llm.data.wire`, one after the other. A segment grows only at its end, and the next one
-begins when it is full, so the older ones may be deleted. What a killed process has half written is
-at the end of the last one, and is not read.
+begins when it is full, so the older ones may be deleted. A block that a killed process left half
+written is at the end of the last segment, and is not read.
 
-:class:`RolloutStore` reads, also while a run writes: what it finds is what was whole when it was
-opened. :class:`RolloutWriter` is for the one process that writes.
+:class:`RolloutStore` reads, also while a run writes: it holds the blocks that were complete when it
+was opened. :class:`RolloutWriter` is for the one process that writes.
 
 Next: :class:`torchrl_llm.collectors.StoredCollector` feeds a buffer with it,
 :mod:`torchrl_llm.data.chat_export` makes chats of it.
@@ -35,9 +35,9 @@ from torchrl_llm.data.wire import PackedRows, encode, pack_rows
 from torchrl_llm.errors import DataError
 
 FOLDER = "rollouts"
-"""Where a run keeps them, in its folder."""
+"""Name of the folder of rollouts in the folder of a run."""
 CHANGED = (("trace", "mask_reason"), ("next", "reward_valid"))
-"""What training changes; below ``"collected"`` is what a row was collected with, where it did."""
+"""Keys that training may change; the original of a changed value is below ``"collected"``."""
 SEGMENT_BYTES = 1 << 26
 """Bytes after which the next segment begins."""
 _SUFFIX = ".rows"
@@ -46,7 +46,7 @@ _CALLS = ("next", "tools", "calls")
 
 
 class _Place(NamedTuple):
-    """Where the block of a step is: in which file, and in its bytes."""
+    """Position of a step's block: its file, and its bytes in the file."""
 
     step: int
     num_rows: int
@@ -59,20 +59,20 @@ class _Place(NamedTuple):
 class RolloutStore:
     """The rollouts of a run, opened for reading.
 
-    Rows are as the collector gave them, one a turn, with ``"step"`` and what became of them:
+    Rows are as the collector returned them, one per turn, with ``"step"`` and their outcome:
     ``"fate"`` (``trained``, ``filtered``, ``invalid``, ``stale``, ``truncated``, ``overlong``, or
-    ``pending`` where the row still waited for its group), ``("trace", "mask_reason")`` as training
-    saw it, ``"advantage"`` where it was trained, and what the buffer's transforms wrote besides.
+    ``pending`` if the row still waited for its group), ``("trace", "mask_reason")`` as used in
+    training, ``"advantage"`` if it was trained, and further columns of the buffer's transforms.
     Times (``..._seconds``) are not kept.
 
-    Its tensors are views of the file: clone what is to be changed. A run that still writes may be
-    read; what it writes after the store was opened is not seen.
+    Its tensors are views of the file: clone them before changing them. A run that still writes may
+    be read; the store does not contain later rows.
 
     Args:
         folder: of a run, or its ``rollouts``.
 
     Raises:
-        DataError: no rollouts are there, or they are damaged.
+        DataError: there are no rollouts, or they are damaged.
 
     Example:
         >>> import tempfile, torch
@@ -106,7 +106,7 @@ class RolloutStore:
         with opened as file:
             if not os.fstat(file.fileno()).st_size:
                 return
-            # A private copy: whoever changes a row changes neither the file nor what others read.
+            # A private copy: changing a row changes neither the file nor the rows of other readers.
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         for place in _scan(path, data):
             if self._places and place.step <= (last := self._places[-1].step):
@@ -114,7 +114,7 @@ class RolloutStore:
             self._places.append(place)
 
     def _drop_torn_end(self) -> None:
-        """A power cut may leave the last block with the right length and no contents."""
+        """Drop a last block that a power cut left with its full length and no contents."""
         if not self._places:
             return
         last = self._places[-1]
@@ -158,20 +158,20 @@ class RolloutStore:
             except DataError as error:
                 raise DataError(f"step {place.step} of {place.path}: {error}") from None
             if len(block) != place.num_rows:
-                raise DataError(f"step {place.step} of {place.path} has another number of rows")
+                raise DataError(f"step {place.step} of {place.path} has a different number of rows")
             self._blocks[number] = block
             if len(self._blocks) > _OPEN_BLOCKS:
                 self._blocks.popitem(last=False)
         return block
 
     def about(self, step: int) -> dict[str, Any]:
-        """What was written with a step: ``kept`` (``sample`` or ``all``) and ``collected``, rows.
+        """Values of a step: ``kept`` (``sample`` or ``all``) and ``collected``, a number of rows.
 
         Args:
             step: one of :meth:`steps`.
 
         Raises:
-            DataError: no rows of that step are here.
+            DataError: the store has no rows of that step.
         """
         return dict(self._block(self._number(step)).about)
 
@@ -188,14 +188,14 @@ class RolloutStore:
         step: int | Iterable[int] | None = None,
         where: Callable[[TensorDict], bool] | None = None,
     ) -> Iterator[TensorDict]:
-        """Rows one after the other, without holding them all.
+        """Iterate over rows, without holding all of them in memory.
 
         Args:
             step: of one step, or of several; ``None`` for all.
-            where: row to whether it is wanted; ``None`` for all.
+            where: function of a row, true for rows to return; ``None`` for all.
 
         Raises:
-            DataError: no rows of that step are here, or they are damaged.
+            DataError: the store has no rows of that step, or they are damaged.
         """
         steps = self.steps() if step is None else [step] if isinstance(step, int) else step
         for number in map(self._number, steps):
@@ -213,25 +213,25 @@ class RolloutStore:
 
         Args:
             step: of one step, or of several; ``None`` for all.
-            where: row to whether it is wanted, ``lambda row: row["fate"] == "filtered"``; ``None``
-                for all.
+            where: function of a row, true for rows to return,
+                ``lambda row: row["fate"] == "filtered"``; ``None`` for all.
 
         Raises:
-            DataError: no such rows are here, or they are damaged.
+            DataError: the store has no such rows, or they are damaged.
         """
         found = list(self.iterate(step, where))
         if not found:
-            raise DataError(f"no row of {self.folder} is wanted: the filter leaves none")
+            raise DataError(f"the filter leaves no row of {self.folder}")
         return lazy_rows(found)
 
     def trajectories(self, step: int) -> list[list[TensorDict]]:
-        """The turns of each trajectory of a step; rows without ``traj_id`` are one each.
+        """The turns of each trajectory of a step; each row without ``traj_id`` is its own.
 
         Args:
             step: one of :meth:`steps`.
 
         Raises:
-            DataError: no rows of that step are here, or they are damaged.
+            DataError: the store has no rows of that step, or they are damaged.
         """
         found: dict[Any, list[TensorDict]] = {}
         for number, row in enumerate(self.iterate(step)):
@@ -240,16 +240,16 @@ class RolloutStore:
 
 
 class RolloutWriter:
-    """The one process that writes a folder of rollouts; it cuts what was half written.
+    """Writes a folder of rollouts, from a single process; it removes half-written blocks.
 
     Args:
         folder: made when the first rows are written.
 
     Attributes:
-        damaged: what :meth:`cut` found to be damaged, a line each.
+        damaged: one line for each damage that :meth:`cut` found.
 
     Raises:
-        OSError: the folder cannot be read or mended.
+        OSError: the folder cannot be read or repaired.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -261,16 +261,16 @@ class RolloutWriter:
     def append(
         self, step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | None = None
     ) -> None:
-        """Write the rows of a step behind all others.
+        """Write the rows of a step after all others.
 
         Args:
-            step: its number, above those before.
+            step: its number, above those of earlier steps.
             rows: tensordicts without batch dimension, at least one.
             about: plain values to go with them.
 
         Raises:
             DataError: no rows, or a value that has no safe form; the message names its key.
-            OSError: the disk is full or the folder read-only; what was there before is whole.
+            OSError: the disk is full or the folder read-only; earlier blocks stay intact.
         """
         data = _block(step, rows, about)
         if self._path is None or self._size + len(data) > SEGMENT_BYTES:
@@ -289,7 +289,7 @@ class RolloutWriter:
         self._path, self._size = path, size + len(data)
 
     def flush(self) -> None:
-        """Have what was written on the disk, for a checkpoint that counts on it."""
+        """Force written blocks to the disk, for a checkpoint that depends on them."""
         if self._path is not None:
             with self._path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -299,14 +299,14 @@ class RolloutWriter:
         return {path.name: path.stat().st_size for path in _segments(self.folder)}
 
     def cut(self, step: int, sizes: Mapping[str, int] | None = None) -> int | None:
-        """Continue behind a step: drop the rows of later ones, and what was half written.
+        """Continue after a step: drop the rows of later steps and half-written blocks.
 
-        A damaged segment goes to a folder ``damaged_rollouts_<step>`` next to this one; its whole
-        blocks stay here too. ``damaged`` then has a line for each.
+        A damaged segment goes to a folder ``damaged_rollouts_<step>`` next to this one; its intact
+        blocks also stay here. ``damaged`` then has a line for each.
 
         Args:
-            step: the last one that counts.
-            sizes: what :meth:`sizes` was behind that step.
+            step: the last one to keep.
+            sizes: result of :meth:`sizes` after that step.
 
         Returns:
             The last step that is left, ``None`` without any.
@@ -336,7 +336,7 @@ class RolloutWriter:
                 continue
             whole = b"".join(blocks.values())
             if harm is not None or len(whole) < len(data):
-                # Not in place: whoever reads has the file mapped.
+                # Not in place: readers have the file mapped.
                 with replacing(path) as draft:
                     draft.write_bytes(whole)
             last, self._path, self._size = max(blocks), path, len(whole)
@@ -362,7 +362,7 @@ def _block(step: int, rows: Iterable[TensorDict], about: Mapping[str, Any] | Non
 
 
 def _rollouts_of(folder: Path) -> Path:
-    """The folder with the segments, of a run or itself."""
+    """The folder with the segments: the one of a run, or the given folder itself."""
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}")
     inner = folder / FOLDER
@@ -379,7 +379,7 @@ def _segments(folder: Path) -> list[Path]:
 
 
 def _sound_blocks(path: Path, data: bytes, step: int) -> tuple[dict[int, bytes], str | None]:
-    """The blocks up to a step that are what was written, and what is wrong with others."""
+    """The intact blocks up to a step, and the error in others."""
     blocks, wrong = {}, []
     try:
         for place in _scan(path, data):

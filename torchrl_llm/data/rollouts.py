@@ -1,8 +1,8 @@
-"""From rollouts to rows: a batch that an environment stepped becomes one tensordict a turn.
+"""From rollouts to rows: a batch from an environment becomes one tensordict per turn.
 
-Environments work on batches: a dense root with lazy nodes for what is ragged, and columns for what
-is no tensor. Buffers and losses work on rows: plain tensordicts without batch dimension, stacked
-lazily. This is the one place where the first turns into the second.
+Environments work on batches: a dense root with lazy nodes for ragged values, and columns for
+objects that are not tensors. Buffers and losses work on rows: plain tensordicts without batch
+dimension, stacked lazily. Only this module converts the first form to the second.
 
 Shape legend: ``B`` rows of the environment, ``T`` steps of the rollout.
 """
@@ -77,11 +77,10 @@ def split_rollout(rollout: Any) -> LazyStackedTensorDict:
 
 
 def row_list(data: Any) -> list[TensorDict]:
-    """The rows of whatever a transform of a replay buffer is given.
+    """The rows of any input of a replay buffer's transform.
 
     Args:
-        data: a lazy stack of rows, whose rows are returned as they are; or a rollout, which is
-            split.
+        data: a lazy stack of rows, whose rows are returned unchanged; or a rollout, which is split.
     """
     if isinstance(data, LazyStackedTensorDict) and data.batch_dims == 1:
         rows = data.tensordicts
@@ -111,11 +110,11 @@ def unpadded(rows: list[TensorDict]) -> list[TensorDict]:
     """Rows without padding, as a policy without ``pad_output`` writes them.
 
     Args:
-        rows: without batch dimension; ``("masks", "all_attention_mask")`` tells what is padding.
+        rows: without batch dimension; ``("masks", "all_attention_mask")`` is false for padding.
 
     Returns:
-        The same rows where none is padded, else copies of those that are: the columns of prompt,
-        response and whole, ``advantage`` and rewards per token are cut.
+        The same rows if none is padded. Padded rows are copied, with the columns of prompt,
+        response and full sequence, ``advantage`` and per-token rewards cut.
 
     Example:
         >>> mask = torch.tensor([False, True, True, False])
@@ -159,7 +158,7 @@ def _unpadded(row: TensorDict, mask: Tensor) -> TensorDict:
 
 
 def ends_trajectory(row: TensorDict) -> bool:
-    """Whether a trajectory ends with this turn; a row that does not say so is one by itself.
+    """Whether a trajectory ends with this turn; a row without this flag is one by itself.
 
     Args:
         row: a turn, without batch dimension.
@@ -175,12 +174,12 @@ def ends_trajectory(row: TensorDict) -> bool:
 def mask_trained(
     row: TensorDict, reason: MaskReason, *, start: int = 0, where: Tensor | None = None
 ) -> None:
-    """Give the tokens of a row that would be trained a reason why they are not.
+    """Mask those tokens of a row that would be trained, with a reason.
 
     Args:
-        row: without batch dimension; its mask reasons are replaced, not changed. Without any it
-            stays as it is.
-        reason: theirs from now on; tokens that are masked already keep their own.
+        row: without batch dimension; its mask reasons are replaced, not changed. A row without mask
+            reasons does not change.
+        reason: their new reason; tokens that are already masked keep theirs.
         start: index of the first token that may get it.
         where: bool ``[T]``, the tokens that may get it; all if not given.
     """
@@ -193,7 +192,7 @@ def mask_trained(
 
 
 def invalidate_reward(row: TensorDict) -> None:
-    """Say that a row has no reward, so that it is in no group's baseline.
+    """Mark a row as without a valid reward, so that no group's baseline includes it.
 
     Args:
         row: without batch dimension; its flag is replaced, not changed.
@@ -204,7 +203,7 @@ def invalidate_reward(row: TensorDict) -> None:
 
 
 def sampled_tokens(row: TensorDictBase) -> int:
-    """How many tokens of a row the policy sampled in the turns that this row stands for.
+    """How many tokens of a row the policy sampled in the turns that this row represents.
 
     These are the sampled tokens of the response: earlier turns of the same conversation stand
     before it and belong to their own rows, unless the rows were joined.
@@ -224,7 +223,7 @@ def count_sampled(response: Tensor, source: Tensor | None) -> int:
     Args:
         response: ``[R]``.
         source: codes of :class:`~torchrl_llm.data.enums.Source` of the whole row, which ends with
-            the response; without them all of it was.
+            the response; without codes all of it counts as sampled.
     """
     if source is None or not response.numel():
         return response.numel()
@@ -242,7 +241,7 @@ def _unwrap(value: Any) -> tuple[type | None, Any]:
 def _split(node: Any, cls: type | None, cells: dict[int, NonTensorData]) -> list[Any]:
     if isinstance(node, LazyStackedTensorDict):
         rows = node.tensordicts if node.stack_dim == 0 else node.unbind(0)
-        # Rows of a stack are alike; where they hold tensors only there is nothing to look into.
+        # Rows of a stack have the same structure; nodes with only tensors need no recursion.
         first = rows[0]
         if type(first) is TensorDict and all(
             isinstance(value, Tensor) for value in first._tensordict.values()
@@ -259,7 +258,7 @@ def _split(node: Any, cls: type | None, cells: dict[int, NonTensorData]) -> list
 
 def _parts(value: Any, count: int, cells: dict[int, NonTensorData]) -> Any:
     if isinstance(value, Tensor):
-        # The environment may go on writing into its tensors, so rows never share them.
+        # The environment may continue to write into its tensors, so rows never share them.
         small = value.nbytes <= SHARED_BYTES
         return value.clone().unbind(0) if small else torch.unbind_copy(value, 0)
     if isinstance(value, NonTensorStack):
@@ -285,7 +284,7 @@ def _shared_cell(item: Any, cells: dict[int, NonTensorData]) -> NonTensorData:
 
 
 def _plain_row(row: Any) -> Any:
-    """A row of a lazy stack: same leaves, nodes of its own, so that nobody else sees new keys."""
+    """A row of a lazy stack: same leaves, but new nodes, so that new keys stay in this row."""
     _, node = _unwrap(row)
     if not isinstance(node, TensorDict):
         return row

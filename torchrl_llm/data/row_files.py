@@ -2,8 +2,9 @@
 
 Every dataset of this package is **a sequence of rows, each a dict**, with ``len()`` and integer
 indexing. Task environments expect ``query`` (the user's message, or a list of messages) and
-whatever their reward reads, usually ``answer``. A generated task is the same thing with rows made
-on the fly by index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a file.
+whatever their reward reads, usually ``answer``. A generated task is a dataset whose rows are
+computed from their index (:class:`GeneratedRows`), so it can be shuffled, split and resumed like a
+file.
 
 Next: :class:`torchrl_llm.envs.transforms.DataLoadingPrimer` hands the rows to an environment.
 """
@@ -33,22 +34,22 @@ def load_rows(
     """Rows of a dataset, wherever it is.
 
     Args:
-        source: a sequence of dicts (used as it is; of a list or tuple every row is checked, of
-            another sequence, a ``datasets.Dataset`` for example, the first); the path of a file (a
-            ``Path``, or a string that ends in ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or
-            ``.parquet``, of text also with ``.gz``, or names an existing file: JSON lines then); a
-            folder; a sequence of such paths, whose rows follow each other; or the id of a dataset
-            on the Hugging Face hub.
+        source: a sequence of dicts (used unchanged; every row of a list or tuple is checked, but
+            only the first one of other sequences, such as a ``datasets.Dataset``); the path of a
+            file (a ``Path``, or a string that ends in ``.jsonl``, ``.json``, ``.csv``, ``.tsv`` or
+            ``.parquet``, text formats also with ``.gz``; any other existing file is read as JSON
+            lines); a folder; a sequence of such paths, whose rows follow each other; or the id of a
+            dataset on the Hugging Face hub.
         columns: names that rows must have.
         name: configuration of a hub dataset.
-        split: split of a hub dataset or a folder; ``None`` takes ``train`` where there is one.
+        split: split of a hub dataset or a folder; ``None`` uses ``train`` if it exists.
 
     Returns:
         A sequence of dicts.
 
     Raises:
         DataError: for a missing, malformed or empty source, or a missing column.
-        MissingExtraError: when a hub dataset is asked for without the ``datasets`` package.
+        MissingExtraError: when a hub dataset is requested without the ``datasets`` package.
 
     Example:
         >>> load_rows([{"query": "Hi"}], columns=["query"])
@@ -73,7 +74,7 @@ def load_rows(
     first = source[0]
     if isinstance(first, (str, Path)):
         return [row for path in source for row in load_rows(Path(path), columns=columns)]
-    # Another kind of sequence may compute its rows, or read them.
+    # Other sequences may compute their rows, or read them.
     for number, row in enumerate(source if isinstance(source, (list, tuple)) else [first]):
         where = f"row {number} of the dataset"
         if not isinstance(row, Mapping):
@@ -98,8 +99,8 @@ def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
         rows: of :func:`load_rows`.
 
     Returns:
-        As many rows: a list of a list, another sequence of another, whose columns of floats are
-        looked at and whose rows are made plain as they are read.
+        As many rows: a list for a list. For another sequence it is a sequence that converts each
+        row when it is read; float columns are inspected at once.
     """
     if isinstance(rows, (list, tuple)):
         if not (columns := table_cells.uncertain_columns(rows)):
@@ -119,7 +120,7 @@ def plain_rows(rows: Sequence[Row]) -> Sequence[Row]:
 
 
 def _check_not_columns(source: Any) -> None:
-    """Refuse columns where a ``DatasetDict`` or another mapping of splits to rows is meant."""
+    """Reject a mapping of columns; a ``DatasetDict`` or a mapping of splits to rows passes."""
     if isinstance(source, Mapping):
         values = next(iter(source.values()), ())
         is_plain = isinstance(values, (list, tuple)) and len(values) > 0
@@ -152,7 +153,7 @@ def _load_hub(
 
 
 class MappedRows(Sequence):
-    """Another sequence's rows, each passed through a function when it is read.
+    """Rows of a sequence, each passed through a function when it is read.
 
     Args:
         rows: the rows.
@@ -180,8 +181,8 @@ class GeneratedRows(MappedRows):
     """A finite dataset whose rows are computed from their index.
 
     Args:
-        make_row: index to row. It must depend on nothing but the index, or a resumed run would
-            see other rows; give train and held-out sets index ranges of their own.
+        make_row: index to row. It must depend only on the index, otherwise a resumed run would see
+            different rows; use separate index ranges for train and held-out sets.
         num_rows: length of the dataset.
         offset: added to every index before ``make_row`` sees it.
 
@@ -199,25 +200,25 @@ class GeneratedRows(MappedRows):
 
 
 class RowLoader:
-    """Iterates over a sequence of rows, one epoch an iteration, from a position that can be saved.
+    """Iterates over rows, one epoch per iteration, from a position that can be saved.
 
     Args:
         rows: the dataset.
-        shuffle: whether each epoch has an order of its own, a function of ``seed`` and its number.
+        shuffle: whether each epoch has its own order, a function of ``seed`` and its number.
         seed: seed of the orders; ``None`` draws one from torch's generator.
         batch_size: how many rows ``collate_fn`` sees at a time.
         collate_fn: list of rows to one mapping of columns, each with a value per row, as for
-            ``torch.utils.data.DataLoader``; ``None`` hands the rows out as they are.
-        order: follows results, instead of passes over all rows. Rows then have their index in the
-            dataset as ``"row_id"``, under which results are recorded.
+            ``torch.utils.data.DataLoader``; ``None`` returns the rows unchanged.
+        order: an order that follows results, instead of passes over all rows. Rows then have their
+            index in the dataset as ``"row_id"``, under which results are recorded.
 
     Raises:
         ConfigError: an order with ``shuffle=False`` or a ``collate_fn``, which it would ignore.
 
     Attributes:
-        part: which of several loaders over the same order this is, and how many they are: every so
-            manieth row is its own, or so many of each batch. Their positions are those of all of
-            them together. ``(0, 1)`` for one alone; may be set at the start.
+        part: ``(number, count)`` of this loader among several over the same order: it reads every
+            ``count``-th row, of the order or of each batch. Its position counts the rows of all of
+            them together. ``(0, 1)`` for a single loader; may be set at the start.
 
     Example:
         >>> loader = RowLoader([{"query": q} for q in "abc"], shuffle=False)
@@ -241,7 +242,7 @@ class RowLoader:
         if batch_size < 1:
             raise DataError(f"rows are read at least one at a time, got batch_size={batch_size}")
         if order is not None and not (shuffle and collate_fn is None):
-            raise ConfigError("an order hands rows out one by one: no shuffle=False, no collate_fn")
+            raise ConfigError("an order draws rows one by one: no shuffle=False, no collate_fn")
         self.rows = rows
         self.shuffle = shuffle
         self.seed = int(torch.randint(2**31, ())) if seed is None else seed
@@ -264,7 +265,7 @@ class RowLoader:
         order = self._order()
         first, step = self.part
         if self.collate_fn is None:
-            # The next rows of all parts follow each other from ``index``, also over the end.
+            # The next rows of all parts are adjacent from ``index``, also across epochs.
             while self.index + first < len(order):
                 row = self.rows[order[self.index + first]]
                 self.index += step
@@ -284,7 +285,7 @@ class RowLoader:
         return shuffled(len(self.rows), self.seed, self.epoch).tolist()
 
     def _ordered(self, order: RowOrder) -> Iterator[Row]:
-        """What an order draws in a pass; passes of which it wants nothing are left out."""
+        """Rows that an order draws in a pass; passes without any are skipped."""
         first, step = self.part
         drawn = False
         while True:
@@ -306,13 +307,13 @@ class RowLoader:
                 return
 
     def reset(self, seed: int | None = None) -> None:
-        """Start over, with another seed if one is given; an order keeps its results."""
+        """Start over, with a new seed if one is given; an order keeps its results."""
         self.seed = self.seed if seed is None else seed
         self.epoch = self.index = 0
 
     def state_dict(self) -> dict[str, int]:
-        """Seed and position; an order has a state of its own."""
-        if self.index < 0:  # a later part comes to the end of an epoch before the others
+        """Seed and position; an order has its own state."""
+        if self.index < 0:  # a later part reaches the end of an epoch before the others
             return {
                 "seed": self.seed,
                 "epoch": self.epoch - 1,
@@ -321,5 +322,5 @@ class RowLoader:
         return {"seed": self.seed, "epoch": self.epoch, "index": self.index}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position; an iterator that is running must be made again."""
+        """Continue at a saved position; a running iterator must be created again."""
         self.seed, self.epoch, self.index = state["seed"], state["epoch"], state["index"]

@@ -1,10 +1,10 @@
-"""Orders of rows that follow results: prompts at the edge of what is known, or a queue that ends.
+"""Orders of rows that follow results: prompts of medium difficulty, or a queue that ends.
 
-An order decides which row :class:`~torchrl_llm.data.row_files.RowLoader` hands out next, from its
+An order decides which row :class:`~torchrl_llm.data.row_files.RowLoader` returns next, from its
 position in the data and from the results so far. Each row carries its index as ``"row_id"``, and
-results come back under it. Without results every order is a shuffled pass over all rows.
+results are recorded under it. Without results every order is a shuffled pass over all rows.
 
-Next: :class:`torchrl_llm.trainers.curriculum.Curriculum` reads results off the rows of a step.
+Next: :class:`torchrl_llm.trainers.curriculum.Curriculum` reads results from the rows of a step.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def shuffled(num_rows: int, seed: int, epoch: int) -> Tensor:
 class RowOrder(ABC):
     """Base of the orders that follow results.
 
-    A draw is a function of seed, position and results, so that a run that goes on from a saved
-    position and the saved results draws what it would have drawn. What is known of a row is the
-    success rate of its visits; the results of one step are one visit.
+    A draw is a function of seed, position and results, so a run that resumes from the saved
+    position and results draws the same rows. An order stores the success rate over the visits of
+    each row; the results of one step are one visit.
 
     Args:
-        memory: how much the results of the visits before weigh against those of a new one.
+        memory: weight of the results of earlier visits, relative to those of a new one.
     """
 
     @checked
@@ -67,7 +67,7 @@ class RowOrder(ABC):
         self._facts = {name: torch.zeros(num_rows, dtype=t) for name, t in self._columns().items()}
 
     def _columns(self) -> dict[str, torch.dtype]:
-        """What is kept of each row, all zero before its first visit."""
+        """The stored facts of each row, all zero before its first visit."""
         return {"rate": torch.float64, "count": torch.float64, "visits": torch.int64}
 
     @abstractmethod
@@ -80,14 +80,14 @@ class RowOrder(ABC):
             index: place in it.
 
         Returns:
-            Index of the row, and the place behind it; ``None`` where the pass is over. Some pass
-            within reach must have a row.
+            Index of the row, and the place after it; ``None`` if the pass is over. One of the next
+            passes must have a row.
         """
 
     def record(
         self, results: Mapping[int, Sequence[float]], values: Mapping[int, float] | None = None
     ) -> None:
-        """Learn how answers to rows went.
+        """Record the results of answers to rows.
 
         Args:
             results: index of a row to the success of each answer, in [0, 1].
@@ -95,7 +95,7 @@ class RowOrder(ABC):
                 :class:`~torchrl_llm.objectives.SPOAdvantage`; it takes the place of the mean.
 
         Raises:
-            DataError: a success outside [0, 1], or a row that is not there.
+            DataError: a success outside [0, 1], or a row that does not exist.
         """
         for row, successes in results.items():
             if not 0 <= row < self.num_rows or not all(0 <= s <= 1 for s in successes):
@@ -123,7 +123,7 @@ class RowOrder(ABC):
 
     @abstractmethod
     def active(self) -> float:
-        """Share of the rows that are drawn at present."""
+        """Share of the rows that are currently drawn."""
 
     def metrics(self) -> dict[str, float]:
         """``train/curriculum_...``: share of rows seen and drawn, and success rate of the seen."""
@@ -146,28 +146,28 @@ class RowOrder(ABC):
             state: of an order of the same kind.
 
         Raises:
-            DataError: it is of another number of rows.
+            DataError: it is of a different number of rows.
         """
         if len(state["rate"]) != self.num_rows:
             raise DataError(
                 f"the results are those of {len(state['rate'])} rows, and the dataset has "
-                f"{self.num_rows}; a run goes on with the data that it began with"
+                f"{self.num_rows}; a run resumes with the data that it began with"
             )
         self.epoch = int(state["epoch"])
         self._facts = {name: state[name].clone() for name in self._facts}
 
 
 class _Passes(RowOrder):
-    """A shuffled pass after the other, from which rows are left out."""
+    """Shuffled passes, one after the other, that skip some rows."""
 
     _pass: tuple[tuple[int, int], Tensor] | None = None
 
     @abstractmethod
     def wanted(self) -> Tensor:
-        """Which rows are drawn at present, bool ``[N]``."""
+        """Which rows are currently drawn, bool ``[N]``."""
 
     def draw(self, seed: int, epoch: int, index: int) -> tuple[int, int] | None:
-        """The next row of the pass that is wanted; see the base class."""
+        """The next wanted row of the pass; see the base class."""
         self.epoch = epoch
         if self._pass is None or self._pass[0] != (seed, epoch):
             self._pass = (seed, epoch), shuffled(self.num_rows, seed, epoch)
@@ -182,21 +182,22 @@ class _Passes(RowOrder):
         return self.wanted()
 
     def active(self) -> float:
-        """Share of the rows that are drawn at present."""
+        """Share of the rows that are currently drawn."""
         return self.wanted().double().mean().item()
 
 
 class BandOrder(_Passes):
     """Rows whose success rate is in a band; others rest, and are tried again later.
 
-    All answers to a prompt that is always or never solved have one reward, and teach nothing by
-    comparison. Such rows are left out of the next passes, and none for ever: models change.
+    All answers to a prompt that is always or never solved have the same reward, so comparing them
+    teaches nothing. Such rows are skipped in the next passes, but not forever, because models
+    change.
 
     Args:
         low: least success rate.
         high: greatest success rate.
-        revisit: passes that a row outside the band is left out of.
-        memory: see :class:`RowOrder`. When a row is tried again, what was known is forgotten.
+        revisit: number of passes that skip a row outside the band.
+        memory: see :class:`RowOrder`. When a row is tried again, its earlier results are forgotten.
 
     Raises:
         ConfigError: for an impossible band, or rows that would never rest.
@@ -227,7 +228,7 @@ class BandOrder(_Passes):
         return super()._columns() | {"rests_until": torch.int64}
 
     def wanted(self) -> Tensor:
-        """Which rows are drawn at present, bool ``[N]``."""
+        """Which rows are currently drawn, bool ``[N]``."""
         return self._facts["rests_until"] <= self.epoch
 
     def _kept(self, row: int) -> float:
@@ -240,10 +241,10 @@ class BandOrder(_Passes):
 
 
 class QueueOrder(_Passes):
-    """Rows until each is solved, or was visited so many times; then the queue has ended.
+    """A queue of rows; each leaves it when solved, or after a number of visits.
 
     Args:
-        solved: success rate of a visit with which a row leaves the queue.
+        solved: success rate of a visit at which a row leaves the queue.
         visits: visits after which it leaves in any case; ``None`` for no limit.
 
     Raises:
@@ -281,11 +282,11 @@ class QueueOrder(_Passes):
 
     def _drawn(self) -> Tensor:
         wanted = self.wanted()
-        # Whoever still draws from an empty queue gets any row, until the run has ended.
+        # An empty queue returns any row, until the run has ended.
         return wanted if bool(wanted.any()) else torch.ones_like(wanted)
 
     def ended(self) -> str | None:
-        """What became of the rows, where the queue is empty; ``None`` before."""
+        """The outcome of the rows if the queue is empty; ``None`` before."""
         if bool(self.wanted().any()):
             return None
         solved = int(self._facts["solved"].sum())
@@ -298,15 +299,15 @@ class WeightedOrder(RowOrder):
     r"""Rows drawn at random, by how uncertain their success is: SPO's prioritised sampling.
 
     arXiv:2509.13232, section 3.3: row :math:`i` with the probability
-    :math:`\propto \sqrt{v_i (1 - v_i)} + \epsilon`, with replacement. As many draws as there are
-    rows are a pass. Deviation: without a tracker's :math:`v` it is the mean of the visits.
+    :math:`\propto \sqrt{v_i (1 - v_i)} + \epsilon`, with replacement. A pass has as many draws as
+    there are rows. Deviation: without a tracker, :math:`v` is the mean of the visits.
 
     Args:
         floor: :math:`\epsilon`, the smallest weight.
         memory: see :class:`RowOrder`.
 
     Raises:
-        ConfigError: a floor that is not above 0, with which rows would be lost.
+        ConfigError: a floor that is not above 0: rows could never be drawn again.
 
     Example:
         >>> order = WeightedOrder()

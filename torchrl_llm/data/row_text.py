@@ -1,4 +1,4 @@
-"""Rows as text for people: what was asked, what was answered, what was expected."""
+"""Rows as readable text: prompt, response and expected answer."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ VERDICTS = ("-> wrong", "-> right")
 
 
 def row_text(row: TensorDictBase, *, indent: str = "  ") -> str:
-    """What was asked, answered and expected in one row, each shortened to 300 characters.
+    """Prompt, response and expected answer of one row, each shortened to 300 characters.
 
     Args:
-        row: without batch dimension, as a policy left it or a collector delivers it.
+        row: without batch dimension, from a policy or a collector.
         indent: before each line.
 
     Returns:
-        Lines ``query:``, ``prompt:`` (the last message that the model read, where it is another
-        than the query), ``response:`` and ``answer:``, as far as the row has them.
+        Lines ``query:``, ``prompt:`` (the last message that the model read, if it differs from the
+        query), ``response:`` and ``answer:``, those that the row has.
 
     Example:
         >>> from tensordict import TensorDict
@@ -50,7 +50,7 @@ def row_text(row: TensorDictBase, *, indent: str = "  ") -> str:
 
 
 def _last_turn(row: TensorDictBase) -> tuple[str | None, str | None]:
-    """What the model read last, and what it wrote."""
+    """The last message that the model read, and its response."""
     history = row.get(("history", "full"), None)
     if history is None:
         return _value(row, ("text", "prompt")), _value(row, ("text", "response"))
@@ -70,13 +70,13 @@ def _content(query: Any) -> str | None:
 
 
 def _value(row: TensorDictBase, key: str | tuple[str, str]) -> Any:
-    """A cell of a column of objects; ``None`` where there is no such column."""
+    """A cell of a column of objects; ``None`` if there is no such column."""
     value = row.get(key, None)
     return getattr(value, "data", value)
 
 
 def _shortened(text: str) -> str:
-    """On one line; line breaks are written as they are in Python."""
+    """On one line; line breaks are escaped as in Python."""
     text = text.replace("\n", "\\n")
     if not text.strip():
         return "(empty)"

@@ -1,8 +1,8 @@
 """Transforms that add columns to rows, the same in an environment and in a replay buffer.
 
-A subclass says once which columns follow from which (:meth:`RowTransform.columns`). In an
-environment they are written as it steps; in a replay buffer as rows are written, so that whatever
-was appended before (credit, joining of turns) finds them.
+A subclass computes the columns in one method (:meth:`RowTransform.columns`). An environment writes
+them at each step. A replay buffer writes them together with the rows, so that transforms that were
+appended earlier (credit, joining of turns) can read them.
 
 Next: :mod:`torchrl_llm.envs.transforms.retrieve_scores` is one.
 
@@ -34,13 +34,13 @@ Path = tuple[str, ...]
 def pieces_under_budget(
     asked: Sequence[int], lengths: Sequence[int], budget: int | None
 ) -> list[list[int]]:
-    """Neighbours under a budget: rows of a group stand together and share their prompt.
+    """Pieces of neighbouring rows under a budget: rows of a group are adjacent and share a prompt.
 
     Args:
         asked: indices of rows.
         lengths: tokens of each row.
-        budget: tokens of a piece with the padding of a padded layout; ``None`` for one piece. A row
-            that is longer goes alone.
+        budget: tokens of a piece, including the padding of a padded layout; ``None`` for one piece.
+            A longer row is a piece by itself.
 
     Example:
         >>> pieces_under_budget([0, 1, 3], [2, 3, 9, 4], 6)
@@ -63,7 +63,7 @@ def unparted_rows(rows: TensorDictBase, pair_key: NestedKey = "pair_id") -> list
 
     Args:
         rows: ``[B]``.
-        pair_key: int64, a number a row, where rows are of pairs.
+        pair_key: int64, one number per row, if rows belong to pairs.
 
     Example:
         >>> from tensordict import TensorDict
@@ -78,11 +78,12 @@ def unparted_rows(rows: TensorDictBase, pair_key: NestedKey = "pair_id") -> list
 
 
 class RowView:
-    """Columns of rows, whether ``next`` hangs below them or is still being made by an environment.
+    """Columns of rows, whether ``next`` is in the rows or an environment is still making it.
 
     Args:
         root: rows ``[B]``.
-        next_rows: what an environment is about to put under ``"next"``; ``None`` where it is there.
+        next_rows: rows that an environment will put under ``"next"``; ``None`` if ``"next"``
+            exists.
     """
 
     def __init__(self, root: TensorDictBase, next_rows: TensorDictBase | None = None) -> None:
@@ -104,8 +105,9 @@ class RowView:
         """The ``B`` tensors of a column.
 
         Args:
-            path: the column; what begins with ``"next"`` is looked for there.
-            advice: how the column comes into being; without it a missing column is ``None``.
+            path: the column; one that begins with ``"next"`` is read from the next rows.
+            advice: how to create the column, for the error; without it a missing column gives
+                ``None``.
 
         Raises:
             DataError: the column is missing, and there is advice.
@@ -129,17 +131,17 @@ class RowView:
         return texts if texts is None or isinstance(texts, list) else texts.tolist()
 
     def stepped(self) -> list[bool]:
-        """Which rows an environment steps; all of them outside of one."""
+        """Which rows an environment steps; all of them outside of an environment."""
         mask = None if self.next_rows is None else self.root.get("_step", None)
         if mask is None:
             return [True] * len(self)
         return mask.reshape(len(self), -1).any(-1).tolist()
 
     def sampled(self) -> list[Tensor]:
-        """The tokens that the policy sampled in the turn that a row stands for.
+        """The tokens that the policy sampled in the turn that a row represents.
 
-        Earlier turns of the same conversation are not among them, unless the turns were joined;
-        nor are templates, tools and prefilled text.
+        Tokens of templates, tools and prefilled text are excluded. Earlier turns of the same
+        conversation are excluded, too, unless the turns were joined.
 
         Returns:
             ``B`` bool tensors ``[T_b]``, all false for a row that is not stepped.
@@ -175,11 +177,11 @@ class RowTransform(Transform):
 
     - In an environment the columns are written at each step; those under ``"next"`` only.
     - In a replay buffer (``buffer.append_transform(transform)``) they are written with the rows,
-      as an inverse transform: before those that were appended earlier see the rows.
+      as an inverse transform: before transforms that were appended earlier see the rows.
     - Called on rows, it writes into them, in place.
 
-    Rows that have the columns pass unchanged, so that a buffer that runs its transforms on samples,
-    too, does nothing twice.
+    Rows that have the columns pass unchanged, so a buffer that also runs its transforms on samples
+    computes nothing twice.
 
     Example:
         >>> from tensordict import TensorDict
@@ -211,10 +213,10 @@ class RowTransform(Transform):
     @property
     @abstractmethod
     def written(self) -> Path:
-        """The column whose presence says that this transform has been at work."""
+        """The column whose presence shows that this transform has already run."""
 
     def is_written(self, row: TensorDictBase) -> bool:
-        """Whether the columns are there.
+        """Whether the columns exist.
 
         Args:
             row: one row, or dense rows.
@@ -253,21 +255,21 @@ class RowTransform(Transform):
 
     def _inv_call(self, tensordict: TensorDictBase | None) -> TensorDictBase | None:
         if tensordict is None or not tensordict.batch_dims or self._in_environment():
-            # A single row is one that is being read; an environment inverts actions this way.
+            # A single row is being read, not written; an environment inverts actions this way.
             return tensordict
         rows = row_list(tensordict)
         missing = [row for row in rows if not self.is_written(row)]
         if missing:
             for path, values in self.columns(RowView(lazy_rows(missing))).items():
                 for row, value in zip(missing, values, strict=True):
-                    # Nodes under the root may be those of whoever wrote the rows.
+                    # Nodes under the root may belong to the writer of the rows.
                     set_copied(row, path, value)
         return lazy_rows(rows)
 
     def _in_environment(self) -> bool:
         try:
             return isinstance(self.container, EnvBase)
-        except ValueError:  # a Compose that is in no environment, as that of a replay buffer
+        except ValueError:  # a Compose outside of an environment, as in a replay buffer
             return False
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -285,7 +287,7 @@ class RowTransform(Transform):
         return tensordict_reset
 
     def empty_columns(self) -> Mapping[Path, Tensor]:
-        """What a row has in the columns before its first step; nothing by default."""
+        """Values of the columns before a row's first step; none by default."""
         return {}
 
 
@@ -309,5 +311,5 @@ def _write(td: Any, path: Path, values: list[Tensor]) -> None:
 
 
 def _belongs_to_node(path: Path) -> bool:
-    """Whether a column is in a node, which is ragged even where lengths happen to agree."""
+    """Whether a column is in a node, which is ragged even if the lengths happen to agree."""
     return len(path) - (path[0] == "next") > 1
