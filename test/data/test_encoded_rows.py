@@ -254,7 +254,7 @@ def test_a_class_of_the_users_own_is_sent_once_both_ends_know_it():
         assert isinstance(back["board"], GBoard)
         assert back["board"].cells.tolist() == [1, 1, 1]
         other = type("GBoard", (), {})
-        with pytest.raises(ConfigError, match="no tensorclass"):
+        with pytest.raises(ConfigError, match="not a tensorclass"):
             safe_class(other)
     finally:
         torchrl_llm.data.safe_values._CLASSES.pop("GBoard")

@@ -85,7 +85,7 @@ BROKEN = {
     "a missing value": ("a,b\n1,2\n3\n", "line 3 has 1 values for the 2 columns"),
     "an unquoted comma": ("a,b\n1,2,3\n", "line 2 has 3 values.*needs quotes"),
     "an open quote": ('a,b\n"1,2\n', "line 2 is not CSV"),
-    "another delimiter": ("a;b\n1;2,5\n", "one column, 'a;b': ',' stands between.*not ';'"),
+    "another delimiter": ("a;b\n1;2,5\n", "one column, 'a;b': the separator is ','.*not ';'"),
     "a missing column": ("b\n1\n", "lacks the column 'a'; it has \\['b'\\]"),
 }
 

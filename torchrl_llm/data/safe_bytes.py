@@ -1,13 +1,12 @@
-"""Tensors and plain values as bytes that may come from anyone: reading them runs no code.
+"""Tensors and plain values as bytes that are safe to read from untrusted sources.
 
-A message is a head of fixed size and a safetensors file: the tensors under their names, the plain
-values as JSON in its metadata. The head has the checksum that safetensors lacks, and its length, so
-that messages may follow each other in a file and are read where they lie. Whatever is wrong with
-the bytes is a :class:`~torchrl_llm.errors.DataError`.
+Reading runs no code. A message is a head of fixed size and a safetensors file: the tensors by name,
+the plain values as JSON in its metadata. The head has the checksum that safetensors lacks and the
+length, so that a file can contain consecutive messages, which are read in place. Any error in the
+bytes raises a :class:`~torchrl_llm.errors.DataError`.
 
-The number of bytes bounds what reading costs: no two tensors share any, and what a message claims
-without bytes of its own (the rows of an empty tensor, see ``claims``) is paid for by spaces at the
-end of its header.
+The number of bytes bounds the cost of reading: no two tensors share bytes, and for objects without
+their own bytes (the rows of an empty tensor, see ``claims``) the header is padded with spaces.
 
 Next: :mod:`torchrl_llm.data.wire` for rows.
 """
@@ -27,21 +26,21 @@ from torch import Tensor
 
 from torchrl_llm.errors import DataError
 
-# Magic and version, two tags, bytes of all, CRC-32 of all behind the head, CRC-32 of the head.
+# Magic and version, two tags, total bytes, CRC-32 of the bytes after the head, CRC-32 of the head.
 _HEAD = struct.Struct("<8sqqqII")
 HEAD_BYTES = _HEAD.size
-"""Bytes of the head of a message."""
+"""Size of the head of a message in bytes."""
 _MAGIC = b"tensors1"
 _ALIGN = 8
 _MAX_EMPTY = 1 << 24
 _MAX_DIMS = 16
 MAX_DEPTH = 256
-"""Most lists and dicts within each other."""
+"""Maximum nesting depth of lists and dicts."""
 _MAX_HEADER = 1 << 28
 _ERROR_CHARS = 200
 CLAIM_BYTES = 8
-"""Bytes of a message for each thing that it claims without bytes of its own."""
-# By their names in safetensors.
+"""Bytes of a message per claim, that is, per object without its own bytes."""
+# Dtypes by their names in safetensors.
 _DTYPES = {
     **{"BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16},
     **{"I32": torch.int32, "I64": torch.int64, "F16": torch.float16, "BF16": torch.bfloat16},
@@ -52,16 +51,16 @@ MALFORMED = (
     *(KeyError, TypeError, ValueError, IndexError, AttributeError, RuntimeError),
     *(RecursionError, ArithmeticError),
 )
-"""What building something of values that nobody vouches for may raise."""
+"""Exceptions that may occur when objects are built from untrusted values."""
 
 
 class Head(NamedTuple):
-    """What the head of a message says.
+    """The fields of the head of a message.
 
     Attributes:
-        tags: numbers that its writer gave it.
+        tags: numbers chosen by the writer.
         num_bytes: length of the whole message.
-        crc: CRC-32 of what stands behind the head.
+        crc: CRC-32 of the bytes after the head.
     """
 
     tags: tuple[int, int]
@@ -70,10 +69,10 @@ class Head(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What :func:`from_bytes` read.
+    """Result of :func:`from_bytes`.
 
     Attributes:
-        head: of the message.
+        head: the head of the message.
         about: the plain values.
         tensors: by name, views of the buffer or of its copy.
     """
@@ -84,13 +83,13 @@ class Message(NamedTuple):
 
 
 def check(holds: bool, what: str) -> None:
-    """Raise a ``ValueError`` that says ``what`` where something does not hold."""
+    """Raise a ``ValueError`` with the text ``what`` unless ``holds``."""
     if not holds:
         raise ValueError(what)
 
 
 def told(what: str, error: Exception) -> DataError:
-    """An error about bytes of others, which decide how long its text would be."""
+    """An error about untrusted bytes, with its text cut to a maximum length."""
     return DataError(f"{what}: {type(error).__name__}: {error}"[:_ERROR_CHARS])
 
 
@@ -106,12 +105,12 @@ def to_bytes(
     Args:
         about: ``None``, bools, numbers, strings, and lists and dicts of them with string keys.
         tensors: dense, of any usual dtype and device, by name.
-        tags: numbers from 0, to be read without the rest.
-        claims: things that a reader builds of ``about`` alone; the message is made long enough for
-            them, with ``CLAIM_BYTES`` each.
+        tags: numbers from 0, which can be read without the rest.
+        claims: number of objects that a reader builds from ``about`` alone; the message is padded
+            to ``CLAIM_BYTES`` for each.
 
     Raises:
-        DataError: something that cannot be written.
+        DataError: a value cannot be written.
 
     Example:
         >>> data = to_bytes({"name": "x"}, {"ids": torch.arange(3)})
@@ -121,7 +120,7 @@ def to_bytes(
     """
     header: dict[str, Any] = {}
     parts, size = [], 0
-    # The largest dtypes first, so that each tensor is aligned and no gap is between them.
+    # The largest dtypes first, so that each tensor is aligned without gaps.
     for name, tensor in sorted((tensors or {}).items(), key=lambda item: -item[1].itemsize):
         if tensor.dtype not in _NAMES or tensor.layout != torch.strided:
             raise DataError(f"a {tensor.layout} tensor of {tensor.dtype} cannot be written safely")
@@ -153,7 +152,7 @@ def read_head(buffer: Any, start: int = 0) -> Head | None:
         start: where the message begins.
 
     Returns:
-        What it says; ``None`` where the buffer ends before the head or the message does.
+        The head; ``None`` if the buffer ends before the head or the message does.
 
     Raises:
         DataError: no message begins here.
@@ -170,12 +169,12 @@ def read_head(buffer: Any, start: int = 0) -> Head | None:
 
 
 def is_sound(buffer: Any, start: int, head: Head) -> bool:
-    """Whether a message is what was written, by its checksum.
+    """Whether the checksum of a message is correct.
 
     Args:
         buffer: bytes or a memory map.
         start: where the message begins.
-        head: what its head says.
+        head: its head.
     """
     with memoryview(buffer) as view, view[start + HEAD_BYTES : start + head.num_bytes] as body:
         return zlib.crc32(body) == head.crc
@@ -185,18 +184,18 @@ def from_bytes(buffer: Any, start: int = 0) -> Message:
     """Read what :func:`to_bytes` wrote.
 
     Args:
-        buffer: from anyone: bytes, which are copied, or what may be written to, as a memory map.
+        buffer: untrusted: bytes, which are copied, or a writable buffer such as a memory map.
         start: where the message begins.
 
     Raises:
-        DataError: the bytes are not of this format, cut short or damaged.
+        DataError: the bytes are not in this format, truncated or damaged.
     """
     buffer = bytearray(buffer) if isinstance(buffer, bytes) else buffer
     head = read_head(buffer, start)
     if head is None or not is_sound(buffer, start, head):
         raise DataError(
-            f"a message of {len(buffer) - start} bytes is damaged or cut short: it is shorter than "
-            "it says, or its checksum is wrong; let the other end send it again"
+            f"a message of {len(buffer) - start} bytes is damaged or truncated: it is shorter than "
+            "its head states, or its checksum is wrong; let the sender send it again"
         )
     try:
         return Message(head, *_read(buffer, start + HEAD_BYTES, head.num_bytes - HEAD_BYTES))
@@ -233,10 +232,10 @@ def _read(buffer: Any, start: int, size: int) -> tuple[Any, dict[str, Tensor]]:
 
 
 def check_depth(value: Any) -> None:
-    """Refuse what functions that call themselves could not walk through.
+    """Raise if values are nested too deeply for recursive functions.
 
     Raises:
-        ValueError: it is nested too deep.
+        ValueError: the nesting is too deep.
     """
     level = [value]
     for _ in range(MAX_DEPTH):
@@ -252,5 +251,5 @@ def check_depth(value: Any) -> None:
 
 
 def _empty_rows(shape: Any) -> int:
-    """How many tensors or lists an empty tensor falls into; 0 for one that has bytes."""
+    """Number of tensors or lists into which an empty tensor can be split; 0 if it has bytes."""
     return 0 if all(shape) else math.prod(itertools.takewhile(bool, shape))

@@ -1,12 +1,12 @@
-"""State of a run as plain values and tensors, which a file may hold and reading runs no code.
+"""State of a run as plain values and tensors, for files that can be read without running code.
 
-A state is nested dicts, lists, tuples and sets of tensors, plain values, NumPy's arrays, rows
-(packed or as tensordicts), chats and the enums of :mod:`torchrl_llm.data.enums`. It becomes JSON,
-and tensors that the JSON refers to by name. Rows become the bytes of
-:func:`~torchrl_llm.data.wire.encode`, a tensor each.
+A state consists of nested dicts, lists, tuples and sets of tensors, plain values, NumPy arrays,
+rows (packed or as tensordicts), chats and the enums of :mod:`torchrl_llm.data.enums`. It is
+converted to JSON and tensors, to which the JSON refers by name. Rows become byte tensors with the
+result of :func:`~torchrl_llm.data.wire.encode`.
 
-A tensor that is spread over ranks (a DTensor) is not among them: it stays where it is, under a
-name, and comes back as :class:`Spread`.
+A tensor that is sharded over ranks (a DTensor) is not included: the state has its name only, and
+reading returns a :class:`Spread`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torchrl_llm.errors import CheckpointError, DamagedCheckpointError, DataErro
 
 
 class Spread(NamedTuple):
-    """A tensor of a state that is read by all ranks together.
+    """A tensor of a state that all ranks read together.
 
     Attributes:
-        name: of it in the files of the ranks.
-        shape: of the whole of it.
-        dtype: of it.
+        name: its name in the files of the ranks.
+        shape: its global shape.
+        dtype: its dtype.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Spread(NamedTuple):
 
 
 class PlainState(NamedTuple):
-    """A state in the form that files hold.
+    """A state in the form for files.
 
     Attributes:
-        plain: what JSON can hold.
-        tensors: on any device, by the names that ``plain`` has for them.
-        spread: tensors over ranks, by name.
+        plain: values that JSON can represent.
+        tensors: on any device, by the names used in ``plain``.
+        spread: sharded tensors, by name.
     """
 
     plain: Any
@@ -60,7 +60,7 @@ def state_to_plain(state: Any) -> PlainState:
         state: nested dicts and so on, see above.
 
     Raises:
-        CheckpointError: it holds an object of another kind; the message says where.
+        CheckpointError: it contains an object of an unsupported type; the message has its location.
 
     Example:
         >>> plain, tensors, _ = state_to_plain({"count": 3, "weights": torch.ones(2)})
@@ -74,20 +74,20 @@ def state_to_plain(state: Any) -> PlainState:
 
 
 def state_from_plain(plain: Any, tensors: dict[str, Tensor]) -> Any:
-    """The state again; the tensors are those that are given.
+    """Convert plain values back to a state, with the given tensors.
 
     Args:
-        plain: of :func:`state_to_plain`, from anyone.
-        tensors: as there.
+        plain: from :func:`state_to_plain`, untrusted.
+        tensors: as in :class:`PlainState`.
 
     Raises:
-        DamagedCheckpointError: it is no state.
+        DamagedCheckpointError: the values are not a state.
     """
     try:
         return _StateReader(tensors).value(plain)
     except (*MALFORMED, DataError) as error:
         said = f"{type(error).__name__}: {error}"[:200]
-        raise DamagedCheckpointError(f"this is no state of a run: {said}") from None
+        raise DamagedCheckpointError(f"this is not the state of a run: {said}") from None
 
 
 class _StateWriter(ValueWriter):
@@ -137,14 +137,14 @@ class _StateReader(ValueReader):
         super().__init__(tensors, 1 << 60)
 
     def tensor(self, name: Any) -> Tensor:
-        return self.view(name)  # each is used once, and weights are large
+        return self.view(name)  # each tensor is used once, and weights are large
 
     def value(self, value: Any) -> Any:
         match value:
             case ["spread", str(name), list(shape), str(dtype)]:
                 kind = getattr(torch, dtype)
                 if not isinstance(kind, torch.dtype):
-                    raise ValueError(f"{dtype} is no type of tensors")
+                    raise ValueError(f"{dtype} is not a dtype of tensors")
                 return Spread(name, tuple(map(int, shape)), kind)
             case ["rows", place]:
                 return self._rows(place)

@@ -1,10 +1,10 @@
-"""Values of rows as JSON and a list of tensors; reading them runs no code.
+"""Values of rows as JSON and named tensors; reading them runs no code.
 
-Written are tensors, ``None``, bools, numbers, dates and times, strings, bytes, lists, tuples, sets
-and dicts of them, NumPy's arrays and numbers, chats with their token records, the enums of
+Supported are tensors, ``None``, bools, numbers, dates and times, strings, bytes, lists, tuples,
+sets and dicts of them, NumPy arrays and numbers, chats with their token records, the enums of
 :mod:`torchrl_llm.data.enums`, and nodes that are tensordicts, lazy stacks, columns or known
-tensorclasses. What is read is checked before anything is built of it, and classes are looked up by
-name among those of :func:`safe_class`.
+tensorclasses. The reader checks values before it builds objects from them, and looks up classes by
+name among the known classes (see :func:`safe_class`).
 
 Next: :mod:`torchrl_llm.data.wire` for rows, :mod:`torchrl_llm.data.safe_state` for checkpoints.
 """
@@ -38,14 +38,14 @@ from torchrl_llm.data.token_facts import FACTS, RECORD_COLUMNS, added_facts
 from torchrl_llm.errors import ConfigError, DataError
 
 MAX_ROWS = 1 << 20
-"""Most rows of a message."""
+"""Maximum number of rows of a message."""
 # A lazy stack of lazy stacks takes twice as long to build with each dimension.
 _MAX_BATCH_DIMS = 4
-# Values of one hash are compared one by one, and whoever writes a message can choose their hashes.
+# Values with equal hashes are compared one by one, and the writer of a message can choose them.
 _MAX_EQUAL_HASHES = 64
-# Tensors may be used in several places, each of which costs a claim for so many of their bytes.
+# Tensors may be used several times; each use costs one claim per this many bytes.
 _BYTES_PER_CLAIM = 32
-# Each as a text, and what reads it.
+# The functions that write each type as text and read it.
 _SCALARS: dict[type, tuple[Callable[[Any], str], Callable[[str], Any]]] = {
     Decimal: (str, Decimal),
     date: (date.isoformat, date.fromisoformat),
@@ -67,14 +67,14 @@ _Class = TypeVar("_Class", bound=type)
 
 
 def safe_class(cls: _Class) -> _Class:
-    """Let rows with nodes of a tensorclass be sent and received; a decorator.
+    """Decorator that allows rows with nodes of a tensorclass to be sent and received.
 
     Args:
-        cls: a tensorclass whose fields are tensors and plain values; both ends must know it by the
-            same name.
+        cls: a tensorclass whose fields are tensors and plain values; sender and receiver must
+            register it by the same name.
 
     Raises:
-        ConfigError: it is no tensorclass, or the name is taken.
+        ConfigError: not a tensorclass, or the name is taken.
 
     Example:
         >>> from tensordict import TensorClass
@@ -85,14 +85,14 @@ def safe_class(cls: _Class) -> _Class:
         True
     """
     if not _is_tensorclass(cls):
-        raise ConfigError(f"{cls!r} is no tensorclass")
+        raise ConfigError(f"{cls!r} is not a tensorclass")
     if _CLASSES.setdefault(cls.__name__, cls) is not cls:
-        raise ConfigError(f"another class is known as {cls.__name__!r}")
+        raise ConfigError(f"a different class is registered as {cls.__name__!r}")
     return cls
 
 
 def class_name(cls: type | None) -> str | None:
-    """The name by which :func:`class_of` finds a tensorclass; ``None`` for none.
+    """The name by which :func:`class_of` finds a tensorclass; ``None`` for ``None``.
 
     Raises:
         DataError: the class is not known.
@@ -103,7 +103,7 @@ def class_name(cls: type | None) -> str | None:
 
 
 def class_of(name: str | None) -> type | None:
-    """The tensorclass of a name; ``None`` for none.
+    """The tensorclass of a name; ``None`` for ``None``.
 
     Raises:
         KeyError: the name is not known.
@@ -112,7 +112,7 @@ def class_of(name: str | None) -> type | None:
 
 
 def use_of(tensor: Tensor) -> int:
-    """What a use of a tensor claims, see :func:`~torchrl_llm.data.safe_bytes.to_bytes`."""
+    """Number of claims of a use of a tensor, see :func:`~torchrl_llm.data.safe_bytes.to_bytes`."""
     return 1 + tensor.nbytes // _BYTES_PER_CLAIM
 
 
@@ -120,8 +120,8 @@ class ValueWriter:
     """Turns values into JSON that refers to tensors by their names in ``tensors``.
 
     Attributes:
-        tensors: that the values hold, by name.
-        claims: what a reader builds of the JSON alone.
+        tensors: the tensors of the values, by name.
+        claims: number of objects that a reader builds from the JSON alone.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class ValueWriter:
         self.claims = 0
 
     def tensor(self, tensor: Tensor, name: str = "") -> str:
-        """Keep a tensor; the name that it got, which begins with the one that is given."""
+        """Store a tensor and return its name, which begins with the given one."""
         self.claims += use_of(tensor)
         while not name or name in self.tensors:
             name = f"{name}#{len(self.tensors)}"
@@ -192,20 +192,20 @@ class ValueWriter:
 
 
 class ValueReader:
-    """Builds values of JSON that nobody vouches for, checking each part first.
+    """Builds values from untrusted JSON, checking each part first.
 
-    Its methods raise one of :data:`~torchrl_llm.data.safe_bytes.MALFORMED` for what is malformed.
+    Its methods raise one of :data:`~torchrl_llm.data.safe_bytes.MALFORMED` for malformed input.
 
     Args:
-        tensors: that the JSON refers to; each use of one has memory of its own.
-        claims: how much may be built.
+        tensors: the tensors that the JSON refers to; each use copies.
+        claims: number of objects that may be built.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], claims: int) -> None:
         self._tensors, self._claims_left = tensors, claims
 
     def claim(self, count: int) -> None:
-        """Count what is about to be built."""
+        """Count objects before they are built."""
         self._claims_left -= count
         check(self._claims_left >= 0, "more rows than its bytes can hold")
 
@@ -216,11 +216,11 @@ class ValueReader:
         return tensor
 
     def tensor(self, name: Any) -> Tensor:
-        """The tensor of a name, in memory of its own."""
+        """A copy of the tensor of a name."""
         return self.view(name).clone()
 
     def value(self, value: Any) -> Any:
-        """What :meth:`ValueWriter.value` wrote."""
+        """Read a value written by :meth:`ValueWriter.value`."""
         if type(value) is not list:
             check(type(value) is not dict, "a JSON object where a value should be")
             return value
@@ -253,7 +253,7 @@ class ValueReader:
         raise ValueError("an unknown kind of value")
 
     def node(self, node: Any) -> Any:
-        """What :meth:`ValueWriter.node` wrote."""
+        """Read a node written by :meth:`ValueWriter.node`."""
         match node:
             case ["tensor", place]:
                 return self.tensor(place)
@@ -283,7 +283,7 @@ class ValueReader:
 
 
 def naturals(values: Any, limit: int) -> list[int]:
-    """The values, which must be a list of numbers from 0 to before ``limit``."""
+    """The values, which must be a list of whole numbers from 0 to ``limit - 1``."""
     check(type(values) is list, "expected a list of numbers")
     check(set(map(type, values)) <= {int}, "no whole number")
     check(not values or (min(values) >= 0 and max(values) < limit), "a number out of range")
@@ -297,7 +297,7 @@ def typed(value: Any, kind: type) -> Any:
 
 
 def checked_record(record: TokenRecord) -> TokenRecord:
-    """The record, with aligned columns, or whatever reads it would read past its end.
+    """The record, after a check that its columns are aligned, so that no read goes past its end.
 
     Raises:
         ValueError: it is malformed.

@@ -1,7 +1,7 @@
-"""State of an object by the names of its attributes: saved, and taken up again.
+"""State of an object by the names of its attributes, for saving and resuming.
 
-Not for modules and environments, whose ``state_dict`` is torch's. How a state becomes bytes is in
-:mod:`torchrl_llm.data.safe_state`.
+Not for modules and environments, which have torch's ``state_dict``.
+:mod:`torchrl_llm.data.safe_state` converts a state to bytes.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ _PACKED, _ROW = "packed", "row of packed"
 
 
 class SavedState:
-    """Gives a class ``state_dict`` and ``load_state_dict`` by the names of what it must remember.
+    """Gives a class ``state_dict`` and ``load_state_dict``, given the names of attributes.
 
     Attributes:
         saved: attributes with plain values, tensors, and containers of them, which are copied; or
-            with objects that are a ``SavedState`` themselves.
+            with a ``SavedState``.
         saved_rows: attributes with rows in any containers; all rows are packed together.
 
     Example:
@@ -40,7 +40,7 @@ class SavedState:
     saved_rows: ClassVar[tuple[str, ...]] = ()
 
     def state_dict(self) -> dict[str, Any]:
-        """What :meth:`load_state_dict` continues after."""
+        """The state, for :meth:`load_state_dict`."""
         state = {name.lstrip("_"): _taken(getattr(self, name), None) for name in self.saved}
         rows: list[TensorDictBase] = []
         for name in self.saved_rows:
@@ -48,10 +48,10 @@ class SavedState:
         return {**state, _PACKED: pack_rows(rows)} if rows else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken.
+        """Restore the state of :meth:`state_dict`.
 
         Args:
-            state: of an object that was built alike.
+            state: of an object that was constructed in the same way.
         """
         rows = unpack_row_list(state[_PACKED]) if _PACKED in state else []
         for name in (*self.saved, *self.saved_rows):
@@ -63,7 +63,7 @@ class SavedState:
 
 
 def _taken(value: Any, rows: list[TensorDictBase] | None) -> Any:
-    """A value with containers of its own; rows go to ``rows``, where there is a list of them."""
+    """A value with copied containers; rows are moved to the list ``rows``, if given."""
     if isinstance(value, SavedState):
         return value.state_dict()
     if isinstance(value, TensorDictBase):
@@ -79,7 +79,7 @@ def _taken(value: Any, rows: list[TensorDictBase] | None) -> Any:
 
 
 def _given(value: Any, now: Any, rows: list[TensorDictBase]) -> Any:
-    """What :func:`_taken` took, in containers like those that are there now."""
+    """The value from :func:`_taken`, in containers of the same types as in ``now``."""
     if type(value) is tuple:
         if len(value) == 2 and value[0] == _ROW:
             return rows[value[1]]

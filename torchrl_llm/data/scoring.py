@@ -1,6 +1,6 @@
-"""What a loss asks of a model: the log-probs of given tokens, and what goes with them.
+"""Interface between losses and models: log-probs and other scores of given tokens.
 
-Losses live above this file and models next to it, so that no loss ever names a wrapper class.
+Losses depend on this interface only, never on a wrapper class.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N`` selected tokens, ``D`` hidden size,
 ``V`` vocabulary, ``S`` kept ids of all selected tokens together.
@@ -25,8 +25,9 @@ class Support(NamedTuple):
     """The ids that truncated sampling (top-k, top-p, min-p) kept for each token.
 
     Attributes:
-        token_ids: int32 or int64 ``[S]``, the kept ids of one token after the other.
-        counts: int32 or int64 ``[N]``, how many were kept for each; 0 means the whole vocabulary.
+        token_ids: int32 or int64 ``[S]``, the kept ids of all tokens, concatenated.
+        counts: int32 or int64 ``[N]``, number of kept ids of each token; 0 means the whole
+            vocabulary.
 
     Example:
         >>> support = Support(torch.tensor([4, 5, 6]), torch.tensor([2, 0, 1]))
@@ -39,23 +40,23 @@ class Support(NamedTuple):
 
     @classmethod
     def whole(cls, num_tokens: int) -> Support:
-        """That of tokens which may be any of the vocabulary: no ids, int32 counts of 0."""
+        """The support of tokens without truncation: no ids, int32 counts of 0."""
         none = torch.zeros(0, dtype=torch.int32)
         return cls(none, torch.zeros(num_tokens, dtype=torch.int32))
 
     @classmethod
     def join(cls, parts: Sequence[Support]) -> Support:
-        """Supports of runs of tokens that follow each other; at least one."""
+        """Concatenate the supports of consecutive tokens; at least one."""
         return cls(*(torch.cat(column) for column in zip(*parts, strict=True)))
 
     @classmethod
     def of_rows(
         cls, token_ids: Sequence[Tensor], counts: Sequence[Tensor], select: Sequence[Tensor]
     ) -> Support:
-        """That of the selected tokens of rows.
+        """The support of the selected tokens of rows.
 
         Args:
-            token_ids: ``B`` tensors ``[S_b]``; what stands behind the counted ids is padding.
+            token_ids: ``B`` tensors ``[S_b]``; everything after the counted ids is padding.
             counts: ``B`` tensors ``[T_b]``.
             select: ``B`` bool tensors ``[T_b]``.
         """
@@ -63,11 +64,11 @@ class Support(NamedTuple):
         return cls.join([cls(ids[: int(c.sum())], c).take(mask) for ids, c, mask in rows])
 
     def take(self, index: Tensor) -> Support:
-        """That of the tokens at int64 ``[M]`` positions, in this order, or of a bool ``[N]``."""
+        """The support of tokens, by int64 positions ``[M]``, in this order, or bool ``[N]``."""
         return Support(*take_support(self.token_ids, self.counts, index))
 
     def span(self, start: int, stop: int) -> Support:
-        """That of the tokens from ``start`` to before ``stop``, views of this one."""
+        """The support of the tokens from ``start`` to ``stop - 1``, as views."""
         first, size = int(self.counts[:start].sum()), int(self.counts[start:stop].sum())
         return Support(self.token_ids[first : first + size], self.counts[start:stop])
 
@@ -77,16 +78,16 @@ class Support(NamedTuple):
 
 
 class HeadStates(NamedTuple):
-    """The distributions of another model in the form that costs least: before its head.
+    """The distributions of another model in the cheapest form: the states before its head.
 
     Attributes:
         hidden: ``[N, D]``, without gradient, the states that predict the selected tokens.
         weight: ``[V, D]`` of the head.
-        bias: ``[V]`` or ``None``.
+        bias: ``[V]`` of the head, or ``None``.
         scale: factor on the logits.
         softcap: cap of the scaled logits, or ``None``.
-        low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``, what an adapter of the head adds:
-            ``u @ B.T``; or ``None``.
+        low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``; an adapter adds ``u @ B.T`` to the head's
+            output; or ``None``.
     """
 
     hidden: Tensor
@@ -99,10 +100,9 @@ class HeadStates(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoreExtras:
-    """What a scorer is asked for besides log-probs, all from one forward.
+    """Requested outputs of a scorer besides log-probs, all from one forward.
 
-    A scorer that cannot give what is asked raises
-    :class:`~torchrl_llm.errors.ConfigError`.
+    A scorer that does not support a request raises :class:`~torchrl_llm.errors.ConfigError`.
 
     Attributes:
         values: also return the value head's estimate of the state before each selected token.
@@ -110,17 +110,17 @@ class ScoreExtras:
             tokens.
         teachers: also return the divergence over the whole vocabulary between the model and
             each token's teacher; several teachers cover disjoint tokens, see ``teacher_index``.
-        teacher_index: int64 ``[N]``, which of the teachers each token has, -1 for none; ``None``
-            when there is one teacher for all. The states of teacher ``k`` are those of the tokens
-            with index ``k``, in order.
+        teacher_index: int64 ``[N]``, index of the teacher of each token, -1 for none; ``None`` if
+            there is one teacher for all. Teacher ``k`` has the states of the tokens with index
+            ``k``, in order.
         divergence: ``"reverse"``, KL(model || teacher), or ``"forward"``, KL(teacher || model).
-        states: also return the model's own states before its head, detached: this is what a
-            teacher is asked for.
+        states: also return the model's own states before its head, detached, as requested from a
+            teacher.
         greedy: also return whether each selected token is the most likely one.
-        log_probs: ``False`` where the log-probs are not wanted: those returned are then empty,
-            ``[0]``, and the model's head is not run for them.
-        detach_log_probs: log-probs and entropy are wanted as numbers only, without a gradient, for
-            which nothing then has to be kept.
+        log_probs: if ``False``, the returned log-probs are empty, ``[0]``, and the model's head is
+            not run for them.
+        detach_log_probs: return log-probs and entropy without a gradient, which saves the memory
+            for it.
     """
 
     values: bool = False
@@ -134,7 +134,7 @@ class ScoreExtras:
     detach_log_probs: bool = False
 
     def of_rows(self, select: Sequence[Tensor]) -> Iterator[ScoreExtras]:
-        """The same for each row by itself, with the row's part of the support.
+        """The same extras for each row separately, with the row's part of the support.
 
         Args:
             select: ``B`` bool tensors ``[T_b]``, the selected tokens.
@@ -152,13 +152,13 @@ class TokenScores(NamedTuple):
     Attributes:
         log_probs: float32 ``[N]`` in nats, log p(x_t | x_<t) at the row's temperature.
         entropy: float32 ``[N]`` in nats, entropy of the distribution that x_t was drawn from;
-            ``None`` when it was not asked for.
-        values: float32 ``[N]``, value of the state before x_t; ``None`` when not asked for.
+            ``None`` if not requested.
+        values: float32 ``[N]``, value of the state before x_t; ``None`` if not requested.
         divergence: float32 ``[N]`` in nats, over the whole vocabulary, 0 for tokens without
-            teacher; ``None`` when not asked for.
-        states: the states before the head and the head itself, without gradient; ``None`` when not
-            asked for.
-        greedy: bool ``[N]``, whether x_t is the most likely token; ``None`` when not asked for.
+            teacher; ``None`` if not requested.
+        states: the states before the head and the head itself, without gradient; ``None`` if not
+            requested.
+        greedy: bool ``[N]``, whether x_t is the most likely token; ``None`` if not requested.
     """
 
     log_probs: Tensor
@@ -170,11 +170,11 @@ class TokenScores(NamedTuple):
 
     @classmethod
     def join(cls, parts: Sequence[TokenScores], *, entropy: bool) -> TokenScores:
-        """Log-probs (and entropies) of runs of tokens that follow each other; there may be none.
+        """Concatenate log-probs (and entropies) of consecutive tokens; there may be none.
 
         Args:
-            parts: the scores of each run.
-            entropy: whether they have entropies.
+            parts: the scores of each part.
+            entropy: whether the parts have entropies.
         """
         none = torch.zeros(0)
         log_probs = torch.cat([none, *(part.log_probs for part in parts)])
@@ -182,16 +182,16 @@ class TokenScores(NamedTuple):
 
 
 class TokenScorer(ABC):
-    """Anything that can score given token ids, with gradients where it trains.
+    """Anything that can score given token ids, with gradients during training.
 
     Attributes:
-        tokenizer: what made the ids, where the scorer knows it; ``None`` otherwise. Two scorers
-            may score the same ids only when theirs agree.
-        vocab_size: how many ids there are, where the scorer knows it; ``None`` otherwise.
-        layouts: the ways in which it can lay rows of different length out for a forward (see
-            ``torchrl_llm.modules.backends.layouts``); empty where there is one way only.
-        layout: the one it uses, to be set to another of ``layouts``; scores and gradients are the
-            same to rounding. ``None`` where there is one way only.
+        tokenizer: the tokenizer of the ids, if known; ``None`` otherwise. Two scorers may score the
+            same ids only if their tokenizers agree.
+        vocab_size: number of ids, if known; ``None`` otherwise.
+        layouts: supported layouts of rows of different length in a forward (see
+            ``torchrl_llm.modules.backends.layouts``); empty if there is only one.
+        layout: the current layout, may be set to any of ``layouts``; scores and gradients are the
+            same up to rounding. ``None`` if there is only one.
     """
 
     tokenizer: Any = None
@@ -217,19 +217,19 @@ class TokenScorer(ABC):
                 prefix and must not be selected.
             temperature: one value, or float32 ``[B]``, one per row.
             entropy: also return the entropy at each selected position.
-            extras: what else is wanted.
+            extras: other requested outputs.
 
         Returns:
-            The scores of the ``N`` selected positions, row after row.
+            The scores of the ``N`` selected positions, row by row.
 
         Raises:
-            ConfigError: when it cannot give what ``extras`` asks for.
+            ConfigError: it does not support a request of ``extras``.
         """
 
     def naive_scorer(self) -> TokenScorer | None:
-        """The same weights scored the slow and obvious way, to compare with; ``None`` without one.
+        """A slow, simple scorer with the same weights, for comparison; ``None`` if there is none.
 
-        It knows no extras but the support.
+        It supports no extras except the support.
         """
         return None
 
@@ -237,21 +237,22 @@ class TokenScorer(ABC):
 def last_values(
     scorer: TokenScorer, sequences: Sequence[Tensor], *, pad_id: int | None = None
 ) -> Tensor:
-    """The value of each sequence: that of the state after its last token.
+    """The value of each sequence: the value of the state after its last token.
 
     Args:
         scorer: has a value head, or is a classifier with one output.
         sequences: ``B`` int64 tensors ``[T_b]``.
-        pad_id: the last token is the last one that is not this, as in transformers' classifiers.
+        pad_id: the last token is the last one that differs from this, as in transformers'
+            classifiers.
 
     Returns:
-        float32 ``[B]``, with gradients where they are on.
+        float32 ``[B]``, with gradients if enabled.
     """
     longer, select = [], []
     for ids in sequences:
         kept = (ids != (-1 if pad_id is None else pad_id)).nonzero()
         end = int(kept[-1]) + 1 if len(kept) else 1
-        # A value is that of the state before a token; one that is last is not run.
+        # A value belongs to the state before a token, so one more token is appended; it is not run.
         longer.append(torch.cat([ids[:end], ids[:1]]))
         select.append(torch.arange(end + 1) == end)
     extras = ScoreExtras(values=True, log_probs=False)
@@ -261,18 +262,18 @@ def last_values(
 def check_same_vocabulary(
     first: TokenScorer, second: TokenScorer, *, names: tuple[str, str]
 ) -> None:
-    """Refuse two scorers that would read different things out of the same ids.
+    """Raise if two scorers would decode the same ids differently.
 
-    Where both have a tokenizer their vocabularies must be equal (the embeddings may be padded to
-    different sizes), else their numbers of ids where both know them.
+    If both have a tokenizer, their vocabularies must be equal (the embeddings may be padded to
+    different sizes); otherwise their numbers of ids must be equal, if both are known.
 
     Args:
         first: a scorer.
-        second: another.
-        names: what to call them in the error.
+        second: a different scorer.
+        names: their names in the error.
 
     Raises:
-        ConfigError: when they differ.
+        ConfigError: they differ.
     """
     tokenizers = first.tokenizer, second.tokenizer
     if None not in tokenizers:
@@ -292,6 +293,6 @@ def check_same_vocabulary(
     else:
         what = f"they have {first.vocab_size} and {second.vocab_size} ids"
     raise ConfigError(
-        f"{names[0]} and {names[1]} must have one vocabulary, for one scores the ids that the "
-        f"other wrote, and {what}"
+        f"{names[0]} and {names[1]} must have one vocabulary, because one scores ids of "
+        f"the other, but {what}"
     )

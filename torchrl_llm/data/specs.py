@@ -1,7 +1,7 @@
-"""Specs of what a chat environment holds: columns of objects, and rows of token ids.
+"""Specs of a chat environment: columns of objects, and rows of token ids.
 
 TorchRL's own specs describe tensors of one shape. Both classes here have a dynamic last dimension
-(-1), so that rollouts and collectors know that rows must not be stacked into one tensor.
+(-1), so that rollouts and collectors do not stack rows into one tensor.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torchrl_llm.data.ragged import ragged_rows
 
 
 class ColumnSpec(NonTensor):
-    """A column of objects, one per row, each with a length of its own (messages, characters).
+    """A column of objects, one per row, each with its own length (messages, characters).
 
-    Its shape is ``(B, -1)``; the values have batch size ``[B]``, for the last dimension lives
+    Its shape is ``(B, -1)``; the values have batch size ``[B]``, because the last dimension is
     inside the objects.
 
     Args:
         shape: ``(B, -1)``.
-        example_data: what ``zero()`` and ``rand()`` put in every row. It must be valid input of the
-            environment, because ``check_env_specs`` steps it.
-        device: unused by columns and kept for the interface of specs.
+        example_data: the value of every row in ``zero()`` and ``rand()``. It must be valid input of
+            the environment, because ``check_env_specs`` steps with it.
+        device: unused; kept for the interface of specs.
         dtype: unused, as above.
         feature_dims: unused, as above.
 
@@ -50,7 +50,7 @@ class ColumnSpec(NonTensor):
         )
 
     def __eq__(self, other: object) -> bool:
-        """Whether both allow the same: an example, the first row of a dataset say, is no bound."""
+        """Whether both allow the same values; examples (a dataset's first row) are ignored."""
         return isinstance(other, ColumnSpec) and self.shape == other.shape
 
     __hash__ = None
@@ -67,18 +67,18 @@ class ColumnSpec(NonTensor):
     def is_in(self, val: Any) -> bool:
         """Whether ``val`` is non-tensor data with one object per row."""
         if not isinstance(val, Tensor) and not is_tensor_collection(val):
-            return True  # a tensorclass hands out the bare objects
+            return True  # a tensorclass returns the bare objects
         return is_non_tensor(val) and val.shape[-len(self.shape[:-1]) :] == self.shape[:-1]
 
 
 class RaggedSpec(Composite):
-    """Token-aligned columns of one node, each row with a length of its own.
+    """Token-aligned columns of one node, each row with its own length.
 
     Args:
         columns: name to dtype, or to a spec of shape ``(B, -1, ...)``.
         shape: ``(B,)``.
         device: device of the tensors.
-        data_cls: passed on to :class:`torchrl.data.Composite`; ragged nodes are plain tensordicts.
+        data_cls: passed to :class:`torchrl.data.Composite`; ragged nodes are plain tensordicts.
         step_mdp_static: as in :class:`torchrl.data.Composite`.
         names: as in :class:`torchrl.data.Composite`.
 
@@ -115,7 +115,7 @@ class RaggedSpec(Composite):
         )
 
     def zero(self, shape: Iterable[int] | None = None) -> Any:
-        """One zero token a row; a leading ``shape`` or no batch gives the dense form."""
+        """One zero token per row; dense with a leading ``shape`` or without a batch dimension."""
         if shape or len(self.shape) != 1 or not self.shape[0]:
             return super().zero(shape)
         return ragged_rows(
@@ -128,7 +128,7 @@ class RaggedSpec(Composite):
             }
         )
 
-    # Token 0 is in every vocabulary, a random integer is not.
+    # Token 0 is in every vocabulary, unlike a random integer.
     rand = one = zero
 
     def is_in(self, val: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Tensordicts whose tensors differ in length, stacked: padded, or as jagged nested tensors."""
+"""Stacking of tensordicts whose tensors differ in length: padded or as jagged nested tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def as_nested_tensor(list_of_tensordicts: list[TensorDictBase]) -> TensorDict:
         list_of_tensordicts: ``B`` tensordicts without batch dimension.
 
     Returns:
-        A tensordict of batch size ``[B]``; what is no tensor is a column of ``B`` values.
+        A tensordict of batch size ``[B]``; other values become columns of ``B`` values.
 
     Raises:
         DataError: for tensordicts with batch dimensions or different keys.
@@ -37,15 +37,15 @@ def as_padded_tensor(
     Args:
         list_of_tensordicts: ``B`` tensordicts without batch dimension.
         dim: the dimension of the tensors that is padded.
-        stack_dim: must be 0, where the rows of a batch are.
+        stack_dim: must be 0, the batch dimension.
 
     Returns:
-        A tensordict of batch size ``[B]``; what is no tensor is a column of ``B`` values.
+        A tensordict of batch size ``[B]``; other values become columns of ``B`` values.
 
     Raises:
-        ConfigError: for a negative ``dim``, or another ``stack_dim``.
+        ConfigError: for a negative ``dim``, or a ``stack_dim`` other than 0.
         DataError: for tensordicts with batch dimensions or different keys, and for tensors that
-            differ in another dimension.
+            differ in a dimension other than ``dim``.
 
     Example:
         >>> rows = [TensorDict(a=torch.ones(1)), TensorDict(a=torch.ones(2))]
@@ -78,11 +78,11 @@ def _filled_up(tensor: Tensor, length: int, dim: int) -> Tensor:
 def _stacked(rows: Sequence[TensorDictBase], stack: Callable[[list[Tensor]], Tensor]) -> TensorDict:
     if rows[0].batch_dims:
         raise DataError(
-            f"rows to be stacked are tensordicts without batch dimension, got batch size "
+            f"rows to stack must be tensordicts without batch dimension, got batch size "
             f"{tuple(rows[0].batch_size)}; pass td.unbind(0)"
         )
     if any(row.keys() != rows[0].keys() for row in rows):
-        raise DataError(f"rows to be stacked must have the same keys, got {sorted(rows[0].keys())}")
+        raise DataError(f"rows to stack must have the same keys, got {sorted(rows[0].keys())}")
     result = TensorDict(batch_size=[len(rows)])
     for key in rows[0].keys():
         parts = [row.get(key) for row in rows]

@@ -1,7 +1,7 @@
-"""Cells of tables as their writer meant them, whatever a table's library has made of them.
+"""Original values of table cells, undoing the conversions of NumPy, pandas, torch and Arrow.
 
-NumPy, torch and pandas have numbers of their own, a frame writes a missing cell as NaN and makes
-its column one of floats, and Arrow gives all structs of a column the same fields.
+NumPy, torch and pandas have their own number types, a data frame writes a missing cell as NaN and
+converts its column to floats, and Arrow gives all structs of a column the same fields.
 
 Next: :func:`torchrl_llm.data.row_files.load_rows` reads tables.
 """
@@ -17,16 +17,16 @@ from types import MappingProxyType
 from typing import Any
 
 _PLAIN = (str, int, bool, dict, list)
-# What the wire of rows takes as it is.
+# Types that :mod:`torchrl_llm.data.wire` writes without conversion.
 _KEPT = (str, int, float, bool, bytes, Decimal, date, datetime, time, timedelta)
 _MISSING = ("NAType", "NaTType")
 
 
 def plain_cell(value: Any) -> Any:
-    """A cell without types of NumPy, torch and pandas; ``None`` where it is missing.
+    """A cell without types of NumPy, torch and pandas; ``None`` if it is missing.
 
     Args:
-        value: of any kind. An array or a tensor becomes a number, a date or lists.
+        value: of any type. An array or a tensor becomes a number, a date or lists.
 
     Example:
         >>> import torch
@@ -38,11 +38,11 @@ def plain_cell(value: Any) -> Any:
     if str(getattr(value, "dtype", "")) in ("torch.float16", "torch.float32"):
         value = value.detach().cpu().numpy()
     kind = getattr(getattr(value, "dtype", None), "kind", "")
-    if kind in ("M", "m"):  # nanoseconds would become whole numbers
+    if kind in ("M", "m"):  # nanoseconds would become integers
         value = value.astype({"M": "datetime64[us]", "m": "timedelta64[us]"}[kind])
     elif kind == "f" and not value.shape:
         value = narrow_float(value)
-    elif kind == "O":  # of pandas, which makes them of Arrow's lists
+    elif kind == "O":  # pandas converts Arrow's lists to them
         return [_without_missing(each) for each in value.tolist()]
     for plain in ("tolist", "to_pydatetime", "to_pytimedelta"):
         value = getattr(value, plain)() if hasattr(value, plain) else value
@@ -51,7 +51,7 @@ def plain_cell(value: Any) -> Any:
 
 
 def narrow_float(value: Any) -> float:
-    """A float of NumPy as its writer wrote it, whatever its width.
+    """A NumPy float of any width with the digits that were written.
 
     Args:
         value: one number.
@@ -74,10 +74,11 @@ def _without_missing(value: Any) -> Any:
 
 
 def plain_value(value: Any) -> Any:
-    """A value of a table in types of Python's own, so that rows can go to other processes.
+    """A value of a table in built-in Python types, so that rows can be sent to other processes.
 
     Args:
-        value: of any kind; what is no number, text, date, bytes or collection becomes its text.
+        value: of any type; everything except numbers, text, dates, bytes and collections becomes
+            its ``str``.
     """
     value = plain_cell(value)
     if value is None or type(value) in _KEPT:
@@ -99,16 +100,16 @@ def plain_row(
     """A copy of a row, with plain cells.
 
     Args:
-        row: of a table.
-        whole: of :func:`whole_columns`.
-        columns: those that are looked at; all if not given.
-        narrow: type of NumPy of each column of floats that are stored with fewer digits.
+        row: a row of a table.
+        whole: result of :func:`whole_columns`.
+        columns: names of the columns to convert; all by default.
+        narrow: NumPy type of each column of floats that is stored with lower precision.
 
     Example:
         >>> plain_row({"query": "a", "answer": 30.0}, ["answer"])
         {'query': 'a', 'answer': 30}
     """
-    made = copy(row) if isinstance(row, dict) else dict(row)  # one of a file knows its place
+    made = copy(row) if isinstance(row, dict) else dict(row)  # a FileRow keeps its location
     for name in row if columns is None else columns:
         if name in row:
             cell = plain_cell(row[name])
@@ -124,7 +125,7 @@ def uncertain_columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """Columns with cells that :func:`plain_row` may change.
 
     Args:
-        rows: of a table.
+        rows: the rows of a table.
     """
     kinds: dict[str, set[type]] = {}
     for row in rows:
@@ -134,11 +135,11 @@ def uncertain_columns(rows: Iterable[Mapping[str, Any]]) -> list[str]:
 
 
 def whole_columns(rows: Sequence[Mapping[str, Any]], columns: Iterable[str]) -> list[str]:
-    """Columns of whole numbers that a missing cell has made floats.
+    """Integer columns that were converted to floats because of a missing cell.
 
     Args:
-        rows: of a table.
-        columns: those that are looked at.
+        rows: the rows of a table.
+        columns: names of the columns to check.
 
     Example:
         >>> rows = [{"a": 30.0, "b": 1.0}, {"a": None, "b": 2.0}]
@@ -160,11 +161,12 @@ def _are_whole(cells: Iterable[Any]) -> bool:
 
 
 def without_padding(value: Any, feature: Any) -> Any:
-    """A cell without the fields that Arrow adds: those of other structs of its column.
+    """A cell without the fields that Arrow adds from other structs of its column.
 
     Args:
-        value: of a ``datasets.Dataset``.
-        feature: its type there. Below one of JSON nothing is left out, for it adds nothing.
+        value: a cell of a ``datasets.Dataset``.
+        feature: its type there. Values of a JSON type are kept unchanged, because it adds no
+            fields.
 
     Example:
         >>> without_padding({"a": 1, "b": None}, {"a": "int64", "b": "int64"})
@@ -180,7 +182,7 @@ def without_padding(value: Any, feature: Any) -> Any:
 
 
 def holds_structs(feature: Any) -> bool:
-    """Whether a column of a ``datasets.Dataset`` has structs anywhere.
+    """Whether a column of a ``datasets.Dataset`` contains structs at any level.
 
     Args:
         feature: the column's type.

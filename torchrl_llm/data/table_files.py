@@ -1,9 +1,9 @@
-"""Readers of data files by their kind: JSON lines, JSON, CSV, Parquet, and folders of them.
+"""Readers of data files: JSON lines, JSON, CSV, Parquet, and folders of them.
 
-JSON and CSV are read here and always alike; Parquet and folders go through ``datasets``. Each
-reader gives a sequence of dicts, and names file and line where something is wrong.
+This module reads JSON and CSV files; ``datasets`` reads Parquet and folders. Each reader returns a
+sequence of dicts, and its errors name file and line.
 
-Next: :func:`torchrl_llm.data.row_files.load_rows` takes any source.
+Next: :func:`torchrl_llm.data.row_files.load_rows` reads any source.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ Row = Mapping[str, Any]
 
 
 class FileRow(dict):
-    """Row of a file: a dict that knows where it stands.
+    """Row of a file: a dict with its location.
 
     Args:
         values: column to value.
-        file: path and kind of place, ``rows.jsonl, line``.
+        file: path and unit, ``rows.jsonl, line``.
         number: of the line or element, from 1.
 
     Example:
@@ -51,11 +51,11 @@ class FileRow(dict):
 
 
 def place_of(row: Any, otherwise: str) -> str:
-    """Where a row stands, for errors.
+    """Location of a row, for errors.
 
     Args:
-        row: of a table.
-        otherwise: what is said of one that comes from no file of text.
+        row: a row of a table.
+        otherwise: the result for a row that is not from a text file.
     """
     return row.place if isinstance(row, FileRow) else otherwise
 
@@ -63,14 +63,14 @@ def place_of(row: Any, otherwise: str) -> str:
 _JSON = (".jsonl", ".json", ".ndjson")
 _CSV = {".csv": ",", ".tsv": "\t"}
 _PARQUET = (".parquet",)
-# Text is packed to a tenth, a bomb to a thousandth.
+# Text compresses to a tenth, a decompression bomb to a thousandth.
 _LEAST_LIMIT, _MOST_TIMES = 1 << 26, 200
 KINDS = (*_JSON, *_CSV, *_PARQUET)
-"""Endings of the files that are read; ``.gz`` may follow those of text."""
+"""Supported file extensions; ``.gz`` may follow those of text files."""
 
 
 def is_table(path: str) -> bool:
-    """Whether a name ends as a data file's does.
+    """Whether a file name has a supported extension.
 
     Args:
         path: the name of a file.
@@ -85,13 +85,13 @@ def is_table(path: str) -> bool:
 def read_table(
     path: str | Path, *, columns: Iterable[str] = (), split: str | None = None
 ) -> Sequence[Row]:
-    """Read a data file, of the kind that its name says; JSON lines where it says none.
+    """Read a data file in the format of its extension; as JSON lines if the extension is unknown.
 
     Args:
-        path: a file, packed by gzip or not, or a folder: one that ``datasets`` has saved, or with
-            data files, of which those named after ``split`` are taken.
+        path: a file, compressed by gzip or not, or a folder: either saved by ``datasets``, or with
+            data files, of which those named after ``split`` are read.
         columns: names that every row must have.
-        split: of a folder; ``None`` takes ``train`` where there is one.
+        split: of a folder; ``None`` selects ``train`` if it exists.
 
     Returns:
         A sequence of dicts.
@@ -114,24 +114,24 @@ def read_table(
         if kind in _JSON:
             raise
         raise DataError(
-            f"{error}. The end of a name says how a file is read: {', '.join(KINDS)}; others are "
+            f"{error}. The extension determines how a file is read: {', '.join(KINDS)}; others are "
             "JSON lines"
         ) from error
 
 
 def read_jsonl(path: str | Path, *, columns: Iterable[str] = ()) -> list[FileRow]:
-    """Read a JSON-lines file: one object a line, empty lines skipped; or an array of objects.
+    """Read a JSON-lines file (one object per line, empty lines skipped) or an array of objects.
 
     Args:
-        path: the file; one that begins as gzip files do is unpacked, whatever its name.
+        path: the file; gzip files are recognized by their first bytes and unpacked.
         columns: names that every row must have.
 
     Returns:
-        One dict a line, or one an element of the array.
+        One dict per line, or per element of the array.
 
     Raises:
-        DataError: when the file is missing, empty or a damaged gzip file, or, naming file and
-            line (or element), when a line is not a JSON object or lacks a column.
+        DataError: the file is missing, empty or a damaged gzip file, or a line is not a JSON object
+            or lacks a column; the message then has file and line (or element).
     """
     path, columns = Path(path).expanduser(), tuple(columns)
     rows = []
@@ -151,16 +151,16 @@ def read_csv(
     r"""Read a CSV file whose first line names the columns; every value is a string.
 
     Args:
-        path: the file, packed by gzip or not.
-        columns: names that it must have.
-        delimiter: what stands between values.
+        path: the file, compressed by gzip or not.
+        columns: names of columns that it must have.
+        delimiter: separator of values.
 
     Returns:
-        One dict a line.
+        One dict per line.
 
     Raises:
-        DataError: as :func:`read_jsonl`; a line with more or fewer values than columns, or two
-            columns of one name.
+        DataError: as :func:`read_jsonl`; a line has more or fewer values than columns, or two
+            columns have the same name.
 
     Example:
         >>> import tempfile
@@ -171,7 +171,7 @@ def read_csv(
     """
     path = Path(path).expanduser()
     text = _read_text(path)
-    # The limit is the process's; a cell may hold a book.
+    # The limit applies to the process; a cell may contain a book.
     csv.field_size_limit(max(csv.field_size_limit(), len(text)))
     lines = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     rows: list[dict[str, str]] = []
@@ -183,8 +183,8 @@ def read_csv(
         other = next((sign for sign in ";\t|," if sign in header[0]), delimiter)
         if len(header) == 1 and other != delimiter:
             raise DataError(
-                f"{path} names one column, {header[0]!r}: {delimiter!r} stands between values, and "
-                f"not {other!r}; tabs do in a file whose name ends in .tsv"
+                f"{path} names one column, {header[0]!r}: the separator is {delimiter!r}, "
+                f"not {other!r}; it is a tab in files with the extension .tsv"
             )
         if len(set(header)) < len(header):
             raise DataError(f"{path} has two columns of one name: {header}")
@@ -208,15 +208,15 @@ def read_csv(
 
 
 def check_columns(row: Row, columns: Sequence[str], where: str) -> None:
-    """Refuse a row that lacks a column.
+    """Raise if a row lacks a column.
 
     Args:
         row: column to value.
         columns: names that it must have.
-        where: begins the message.
+        where: beginning of the message.
 
     Raises:
-        DataError: names the first column that is missing, and those that there are.
+        DataError: a column is missing; the message names the first one and the existing columns.
     """
     missing = [name for name in columns if name not in row]
     if missing:
@@ -246,14 +246,14 @@ def _unpacked(data: bytes, path: Path) -> bytes:
         found = file.read(most + 1)
     if len(found) > most:
         raise DataError(
-            f"{path} has {len(data):,} bytes and unpacks to more than {most:,}: such a file is "
-            "made to fill memory. If it is yours, unpack it (gunzip) and give what comes out"
+            f"{path} has {len(data):,} bytes and unpacks to more than {most:,}: it may be "
+            "a decompression bomb. If you trust it, unpack it (gunzip) and pass the result"
         )
     return found
 
 
 def _elements(text: str, path: Path) -> Iterator[tuple[str, int, Any]]:
-    """Where each part of a file stands (path and kind of place, number), and the part."""
+    """The location of each part of a file (path and unit, number), and the part."""
     if text.lstrip().startswith("["):
         file = f"{path}, element"
         for number, value in enumerate(_parsed(text, f"the array in {path}"), 1):
@@ -268,7 +268,7 @@ def _elements(text: str, path: Path) -> Iterator[tuple[str, int, Any]]:
 def _parsed(text: str, where: str) -> Any:
     try:
         return json.loads(text)
-    # Not JSON, a number of thousands of digits, or brackets without end.
+    # Not JSON, a number with thousands of digits, or too many nested brackets.
     except (ValueError, RecursionError) as error:
         raise DataError(f"{where} is not JSON: {error}") from error
 
@@ -278,7 +278,7 @@ def _read_folder(path: Path, split: str | None) -> Sequence[Row]:
     if (path / "dataset_info.json").exists() or (path / "dataset_dict.json").exists():
         try:
             return choose_split(datasets.load_from_disk(str(path)), split)
-        except Exception as error:  # whatever the package raises for what it cannot read
+        except Exception as error:  # the package raises any exception for unreadable files
             raise DataError(f"{path} cannot be read as a saved dataset: {error}") from error
     if not any(is_table(file.name) for file in path.rglob("*")):
         raise DataError(f"the folder {path} has no data files ({', '.join(KINDS)})")
@@ -286,22 +286,22 @@ def _read_folder(path: Path, split: str | None) -> Sequence[Row]:
 
 
 def _load(builder: str, what: str, **arguments: Any) -> Any:
-    """What ``datasets`` makes of local files."""
+    """Load local files with ``datasets``."""
     datasets = require("datasets", extra="data", feature=f"reading {what}")
     if "data_files" in arguments and not Path(what).is_file():
-        raise DataError(f"cannot read the data file {what}: there is none (in {Path.cwd()})")
+        raise DataError(f"cannot read the data file {what}: it does not exist (in {Path.cwd()})")
     try:
         return datasets.load_dataset(builder, **arguments)
-    except Exception as error:  # whatever the package raises for what it cannot read
+    except Exception as error:  # the package raises any exception for unreadable files
         raise DataError(f"{what} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def choose_split(loaded: Any, split: str | None) -> Sequence[Row]:
-    """One split of what ``datasets`` has loaded.
+    """Select one split of a dataset that ``datasets`` loaded.
 
     Args:
         loaded: a dataset, or a mapping of names to datasets.
-        split: a name; ``None`` takes ``train`` where there is one, else the first.
+        split: a name; ``None`` selects ``train`` if it exists, else the first.
 
     Raises:
         DataError: there is no such split.

@@ -1,15 +1,15 @@
-"""Table of per-token facts: every number that is attached to a token, written down once.
+"""Table of per-token facts: the definition of each number that is attached to a token.
 
-A fact is one entry of :data:`FACTS`: its name, type, key in a row, what pads it, what a token that
-was not sampled gets, and how the turns of a trajectory are joined. The token record, the policies'
+A fact is one entry of :data:`FACTS`: its name, type, key in a row, padding, value for tokens that
+were not sampled, and how the turns of a trajectory are joined. The token record, the policies'
 outputs and readers, the input modes, the wire forms and
-:class:`~torchrl_llm.data.replay_buffers.JoinTurns` read the table. :func:`register_fact` adds a
-fact of your own, which then travels the whole way from a backend to a loss.
+:class:`~torchrl_llm.data.replay_buffers.JoinTurns` use the table. :func:`register_fact` adds your
+own fact, which is then passed all the way from a backend to a loss.
 
-The ids that truncated sampling kept are several numbers per token and have their own class,
-:class:`~torchrl_llm.data.scoring.Support`.
+The ids that truncated sampling kept are several numbers per token and therefore have their own
+class, :class:`~torchrl_llm.data.scoring.Support`.
 
-Next: :mod:`torchrl_llm.data.record` holds the wired facts of one conversation.
+Next: :mod:`torchrl_llm.data.record` stores the wired facts of one conversation.
 
 Shape legend: ``T`` tokens of ``tokens.full``.
 """
@@ -29,7 +29,7 @@ from torchrl_llm.errors import ConfigError, DataError
 
 Side = Literal["left", "right"]
 
-# Names of a row that a fact's node would replace.
+# Names in a row that a fact's node would overwrite.
 _TAKEN_NODES = frozenset(
     (
         *("history", "text", "tokens", "masks", "log_probs", "trace", "support", "next"),
@@ -49,25 +49,25 @@ _DTYPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class TokenFact:
-    """What there is to know about one per-token column.
+    """Definition of one per-token column.
 
     Args:
         name: its name in the table, in ``Completion.facts`` and in
             :attr:`TokenRecord.facts <torchrl_llm.data.record.TokenRecord>`.
         dtype: dtype of the column.
-        key: the column in a row, ``(node, column)``, aligned with ``("tokens", "full")``. Where the
-            column is called ``"full"``, text and tokens mode carry the prompt's part as
-            ``(node, "prompt")``; any other key is the same for both.
-        default: value of tokens that were not sampled or for which no value was given; ``None``
-            where each token has one by itself.
-        padding: what fills padded columns. ``prompt`` is padded on the left and ``response`` on the
-            right; ``full`` and what is aligned with it are the two side by side.
+        key: the column in a row, ``(node, column)``, aligned with ``("tokens", "full")``. If the
+            column is called ``"full"``, text and tokens mode carry the prompt's part as ``(node,
+            "prompt")``; any other key is the same for both.
+        default: value of tokens that were not sampled or have no value; ``None`` if each token
+            always has a value.
+        padding: value that fills padded columns. ``prompt`` is padded on the left and ``response``
+            on the right; ``full`` and columns aligned with it concatenate the two.
         join: how :class:`~torchrl_llm.data.replay_buffers.JoinTurns` joins the turns of a
             trajectory. ``"turns"``: each turn's own values at its response, the last turn's at all
-            other tokens; ``"last"``: the last turn's column as it is.
-        wired: whether it is part of the token record: a backend returns it, it follows the
-            conversation from turn to turn, and both wire forms of records carry it. A fact that is
-            not wired is a column that some transform writes.
+            other tokens; ``"last"``: the last turn's column unchanged.
+        wired: whether it is part of the token record: a backend returns it, it is carried from turn
+            to turn of the conversation, and both wire forms of records contain it. A fact that is
+            not wired is a column that a transform writes.
         parts: whether policies and ``JoinTurns`` also write ``(node, "response")``, a slice of
             ``(node, "full")``.
         shape: shape of one token's value; ``()`` for a number.
@@ -115,13 +115,13 @@ class TokenFact:
 
     @property
     def prompt_key(self) -> tuple[str, str]:
-        """Where text and tokens mode carry the values of the next prompt's tokens."""
+        """Key of the values of the next prompt's tokens in text and tokens mode."""
         return (self.key[0], "prompt") if self.key[1] == "full" else self.key
 
     @property
     def carried(self) -> bool:
         """Whether text and tokens mode carry it from turn to turn, next to the ids."""
-        # The columns of the trace go together: one alone would be of other tokens.
+        # The columns of the trace belong together: one alone would belong to other tokens.
         return self.wired or self.key[0] == "trace"
 
     def filled(self, length: int) -> Tensor:
@@ -129,14 +129,14 @@ class TokenFact:
         return torch.full((length, *self.shape), self.default, dtype=self.dtype)
 
     def check(self, values: Any, length: int) -> None:
-        """Refuse what is no column of this fact.
+        """Raise if ``values`` is not a column of this fact.
 
         Args:
-            values: what should be a column.
-            length: how many tokens it is of.
+            values: the column.
+            length: its number of tokens.
 
         Raises:
-            DataError: it is no tensor, or of another dtype or shape.
+            DataError: it is not a tensor, or has a different dtype or shape.
         """
         if not isinstance(values, Tensor):
             raise DataError(
@@ -236,7 +236,7 @@ def register_fact(fact: TokenFact) -> TokenFact:
     """Add a fact to the table.
 
     Register it before environments and policies are built, and in every process that samples,
-    collects or trains (a module that all of them import is the place). The same entry may be
+    collects or trains, for instance in a module that all of them import. The same entry may be
     registered again.
 
     Args:
@@ -246,7 +246,7 @@ def register_fact(fact: TokenFact) -> TokenFact:
         The entry.
 
     Raises:
-        ConfigError: another fact has its name or key, its node is one of the row's own, or a wired
+        ConfigError: a different fact has its name or key, its node is reserved in rows, or a wired
             fact has no default.
 
     Example:
@@ -262,7 +262,7 @@ def register_fact(fact: TokenFact) -> TokenFact:
         return known
     if known is not None or fact.name in SUPPORT_COLUMNS:
         raise ConfigError(
-            f"a fact is already called {fact.name!r}; choose another name, or drop the old one "
+            f"a fact is already called {fact.name!r}; choose a different name, or remove it "
             f"with unregister_fact({fact.name!r})"
         )
     owner = next((other.name for other in _TABLE.values() if other.key == fact.key), None)
@@ -282,17 +282,17 @@ def register_fact(fact: TokenFact) -> TokenFact:
 
 
 def unregister_fact(name: str) -> None:
-    """Take a registered fact out of the table again; rows that have its column keep it.
+    """Remove a registered fact from the table; rows that have its column keep it.
 
     Args:
-        name: of the fact.
+        name: name of the fact.
 
     Raises:
-        ConfigError: there is none of that name, or it is built in.
+        ConfigError: there is no fact of this name, or it is built in.
     """
     if name not in _TABLE or _TABLE[name] in _BUILT_IN:
         raise ConfigError(
-            f"no fact {name!r} was registered; registered are {[f.name for f in _registered()]}"
+            f"no fact {name!r} is registered; registered are {[f.name for f in _registered()]}"
         )
     del _TABLE[name]
 
@@ -315,10 +315,10 @@ def find_fact(name: str) -> TokenFact:
     """A fact by name.
 
     Args:
-        name: as it was registered.
+        name: the registered name.
 
     Raises:
-        DataError: there is none of that name.
+        DataError: there is no fact of this name.
     """
     fact = _TABLE.get(name)
     if fact is None:
@@ -331,10 +331,10 @@ def find_fact(name: str) -> TokenFact:
 
 
 def by_node(columns: Mapping[tuple[str, str], Any]) -> dict[str, dict[str, Any]]:
-    """What is stored under two-part keys as one mapping for each node.
+    """Group values under two-part keys into one mapping per node.
 
     Args:
-        columns: anything by ``(node, column)``.
+        columns: any values by ``(node, column)``.
 
     Example:
         >>> by_node({("trace", "turn"): 1, ("trace", "source"): 2, ("log_probs", "full"): 3})
@@ -350,7 +350,8 @@ def node_dtypes(node: str) -> dict[str, torch.dtype]:
     """The token-aligned columns of a node and their dtypes.
 
     Args:
-        node: ``"tokens"``, ``"log_probs"``, ``"trace"``, ``"masks"`` or that of a registered fact.
+        node: ``"tokens"``, ``"log_probs"``, ``"trace"``, ``"masks"`` or the node of a registered
+            fact.
 
     Example:
         >>> node_dtypes("log_probs")
@@ -365,7 +366,7 @@ def node_dtypes(node: str) -> dict[str, torch.dtype]:
 
 
 def padding_of(node: str, column: str) -> tuple[float, Side]:
-    """What fills a dense column, and on which side.
+    """The padding value of a dense column, and its side.
 
     Args:
         node: name of the node in a row.

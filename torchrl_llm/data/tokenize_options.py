@@ -1,4 +1,4 @@
-"""What ``History.apply_chat_template`` was asked to return, and rows of ids in that form.
+"""Options of ``History.apply_chat_template``, and conversion of rows of ids accordingly.
 
 Next: :mod:`torchrl_llm.data.text.whole_chats` makes these rows.
 """
@@ -22,16 +22,16 @@ from torchrl_llm.errors import ConfigError, TokenizerError
 @checked
 @dataclass(frozen=True, kw_only=True)
 class TokenizeOptions:
-    """What ``apply_chat_template`` was asked to return.
+    """Options for the result of ``apply_chat_template``.
 
     Args:
-        tokenize: ids rather than text; ``None``: when anything below asks for ids.
+        tokenize: return ids, not text; ``None``: if any option below needs ids.
         padding: ``False``, ``True`` or ``"longest"``, ``"max_length"``.
         truncation: cut rows to ``max_length``.
-        max_length: tokens; the tokenizer's ``model_max_length`` by default.
+        max_length: in tokens; the tokenizer's ``model_max_length`` by default.
         return_tensors: ``"pt"`` or ``None``.
-        return_dict: ``None`` and ``True``: a TensorDict; ``False``: the ids alone.
-        assistant_mask: with the assistant mask.
+        return_dict: ``None`` and ``True``: a TensorDict; ``False``: only the ids.
+        assistant_mask: also return the assistant mask.
 
     Raises:
         ConfigError: a setting is unknown, or would have no effect.
@@ -51,32 +51,32 @@ class TokenizeOptions:
         if self.assistant_mask and self.return_dict is False:
             raise ConfigError("return_assistant_tokens_mask needs return_dict=True")
         if self.tokenize is False and (self.assistant_mask or self.return_tensors is not None):
-            raise ConfigError("tokenize=False gives text, which has no mask and no tensors")
+            raise ConfigError("tokenize=False returns text, which has no mask and no tensors")
         if not self.ids and (self.padded or self.truncation):
             raise ConfigError("padding and truncation act on ids: pass tokenize=True")
 
     @property
     def ids(self) -> bool:
-        """Whether ids are wanted rather than text."""
+        """Whether ids are returned, not text."""
         if self.tokenize is not None:
             return self.tokenize
         return self.assistant_mask or self.return_tensors is not None or bool(self.return_dict)
 
     @property
     def padded(self) -> bool:
-        """Whether rows are made equally long."""
+        """Whether rows are padded to equal length."""
         return self.padding not in (False, "do_not_pad")
 
     def finish(self, rows: Sequence[EncodedChat], tokenizer: Any, batched: bool) -> Any:
-        """Encoded conversations in the wanted form.
+        """Convert encoded conversations to the requested form.
 
         Args:
-            rows: one a conversation.
-            tokenizer: gives padding id and side, truncation side, and the default maximum.
+            rows: one per conversation.
+            tokenizer: defines padding id and side, truncation side, and the default maximum.
             batched: whether there is a batch dimension (else there is one row).
 
         Raises:
-            ConfigError: no maximum length is known where one is needed.
+            ConfigError: a maximum length is needed but unknown.
             TokenizerError: the tokenizer has neither a padding nor an end-of-sequence token.
         """
         if self.truncation:
@@ -101,8 +101,8 @@ class TokenizeOptions:
 
     def _length(self, tokenizer: Any) -> int:
         length = self.max_length or tokenizer.model_max_length
-        if length is None or length > 10**9:  # transformers' way of saying "unknown"
-            raise ConfigError("pass max_length: the tokenizer does not say its maximum")
+        if length is None or length > 10**9:  # transformers' value for "unknown"
+            raise ConfigError("pass max_length: the tokenizer does not define its maximum")
         return int(length)
 
     def _cut(self, row: EncodedChat, tokenizer: Any) -> EncodedChat:
@@ -115,7 +115,7 @@ class TokenizeOptions:
         self, columns: dict[str, list[Tensor]], tokenizer: Any, batched: bool
     ) -> TensorDictBase | Tensor | list:
         pad = tokenizer.pad_token_id
-        pad = tokenizer.eos_token_id if pad is None else pad  # masks come from lengths, never ids
+        pad = tokenizer.eos_token_id if pad is None else pad  # masks come from lengths, not ids
         if pad is None:
             raise TokenizerError("padding needs a tokenizer with a pad or an eos token")
         target = self._length(tokenizer) if self.padding == "max_length" else 0

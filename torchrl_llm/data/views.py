@@ -1,14 +1,14 @@
 """Typed views over the columns of a batch: tokens, log-probs, masks, text, chats, trace.
 
-Each class is a view: ``Tokens._from_tensordict(node)`` wraps the node that is stored, ragged (a
-lazy stack of rows) or dense (padded), and copies nothing. Ragged columns are read as lists,
-``tokens.get("full", as_list=True)`` or :func:`torchrl_llm.data.ragged.read_rows`; a dense one by
-attribute, ``tokens.full``.
+Each class is a view: ``Tokens._from_tensordict(node)`` wraps the stored node, ragged (a lazy stack
+of rows) or dense (padded), without a copy. Ragged columns are read as lists, ``tokens.get("full",
+as_list=True)`` or :func:`torchrl_llm.data.ragged.read_rows`; dense columns are read by attribute,
+``tokens.full``.
 
 Shape legend: ``B`` rows, ``T`` tokens of prompt and response, ``P`` prompt, ``R`` response;
 ``T``, ``P`` and ``R`` differ from row to row.
 
-``to_tokens``, ``to_text`` and ``to_history`` come from
+``to_tokens``, ``to_text`` and ``to_history`` are defined in
 :mod:`torchrl_llm.compat.mixins.conversions`.
 """
 
@@ -33,7 +33,7 @@ __all__ = ["ChatHistory", "LogProbs", "Masks", "Text", "TokenSupport", "TokenTra
 
 
 class _View:
-    """What the token-aligned containers share; a mixin, because tensorclasses do not inherit."""
+    """Mixin of the token-aligned containers, because tensorclasses do not inherit."""
 
     _dtypes: dict[str, torch.dtype]
 
@@ -43,7 +43,7 @@ class _View:
         node = self._tensordict
         if not isinstance(node, LazyStackedTensorDict):
             return True
-        # Policies write padded masks as rows, so that what is assigned to a row reaches the batch.
+        # Policies write padded masks as rows, so that assignments to a row change the batch.
         rows = read_rows(node, "all_attention_mask", None) if node.batch_dims == 1 else None
         return rows is not None and len({*map(len, rows)}) == 1 and not all(r.all() for r in rows)
 
@@ -67,13 +67,13 @@ class Tokens(conversions.TokensConversions, TensorClass["nocast"], _View):
     Attributes:
         prompt: int64 ``[B, P]``; padded on the left when dense.
         response: int64 ``[B, R]``; padded on the right when dense.
-        full: int64 ``[B, T]``, prompt and response without a gap; when dense the two side by side,
-            ``full[:, P:]`` is the response.
+        full: int64 ``[B, T]``, prompt and response without a gap; when dense, both are
+            concatenated, ``full[:, P:]`` is the response.
         finish_reason: int8 ``[B]``, codes of :class:`~torchrl_llm.data.enums.FinishReason`.
-        temperature: float32 ``[B]``, temperature that the response was sampled at (1.0 for greedy).
-        truncated_support: bool ``[B]``, whether top-k, top-p or min-p cut the distribution and the
-            kept ids were not stored (see :class:`TokenSupport`); ratios of such rows are not
-            defined.
+        temperature: float32 ``[B]``, sampling temperature of the response (1.0 for greedy).
+        truncated_support: bool ``[B]``, whether top-k, top-p or min-p truncated the distribution
+            and the kept ids were not stored (see :class:`TokenSupport`); ratios of such rows are
+            not defined.
 
     Example:
         >>> from torchrl_llm.data.ragged import ragged_rows
@@ -109,8 +109,8 @@ class Masks(TensorClass["nocast"], _View):
 
     Attributes:
         all_attention_mask: bool ``[B, T]``, true at every token, false at padding.
-        all_assistant_mask: bool ``[B, T]``, true at the tokens of the assistant's turns, their
-            end-of-turn tokens included.
+        all_assistant_mask: bool ``[B, T]``, true at the tokens of the assistant's turns, including
+            their end-of-turn tokens.
     """
 
     all_attention_mask: Tensor | None = None
@@ -118,12 +118,12 @@ class Masks(TensorClass["nocast"], _View):
 
 
 class TokenTrace(TensorClass["nocast"], _View):
-    """Where each token of ``tokens.full`` came from.
+    """Origin of each token of ``tokens.full``.
 
     Attributes:
         source: int8 ``[B, T]``, codes of :class:`~torchrl_llm.data.enums.Source`.
         turn: int16 ``[B, T]``, turn of the model that sampled the token, else -1.
-        policy_version: int32 ``[B, T]``, weights that sampled the token, else -1.
+        policy_version: int32 ``[B, T]``, version of the weights that sampled the token, else -1.
         mask_reason: int8 ``[B, T]``, codes of :class:`~torchrl_llm.data.enums.MaskReason`.
     """
 
@@ -134,16 +134,16 @@ class TokenTrace(TensorClass["nocast"], _View):
 
 
 class TokenSupport(TensorClass["nocast"], _View):
-    """The ids that top-k, top-p or min-p kept for each token, where they were recorded.
+    """The ids that top-k, top-p or min-p kept for each token, if recorded.
 
-    A ratio is defined on these ids only; losses and policies that score read them. The counts are
-    aligned with ``tokens.full``, the ids are not: those of one token follow those of the one
-    before, ``S = counts.sum()``.
+    A ratio is defined on these ids only; losses and scoring policies read them. The counts are
+    aligned with ``tokens.full``. The ids are not: they are concatenated for all tokens, ``S =
+    counts.sum()``.
 
     Attributes:
-        token_ids: int32 ``[B, S]``; padded on the right when dense, the counts say how many are
-            real.
-        counts: int32 ``[B, T]``; 0 where nothing was sampled, or nothing was cut.
+        token_ids: int32 ``[B, S]``; padded on the right when dense, the counts give the number of
+            real ids.
+        counts: int32 ``[B, T]``; 0 where nothing was sampled or truncated.
     """
 
     token_ids: Tensor | None = None
@@ -151,7 +151,7 @@ class TokenSupport(TensorClass["nocast"], _View):
 
 
 class Text(conversions.TextConversions, TensorClass["nocast"]):
-    """The decoded view of a row, a string each.
+    """The decoded texts, one string per row.
 
     Attributes:
         prompt: the prompt with its template's special tokens.
@@ -177,7 +177,7 @@ class ChatHistory(conversions.ChatConversions, TensorClass["nocast"]):
 
     Attributes:
         prompt: the conversation that the model answers.
-        response: the one message that it answered.
+        response: the one message of the answer.
         full: both.
     """
 
@@ -190,7 +190,7 @@ class ChatHistory(conversions.ChatConversions, TensorClass["nocast"]):
         """Spec of the container, each field a :meth:`History.default_spec`.
 
         Args:
-            shape: as in TorchRL, batch dimensions and one that is dropped: messages have one more.
+            shape: as in TorchRL, batch dimensions and one that is dropped; messages have one more.
             keys: the fields to declare; all by default.
         """
         shape = tuple(shape)
@@ -200,7 +200,7 @@ class ChatHistory(conversions.ChatConversions, TensorClass["nocast"]):
 
 
 class _Made:
-    """What conversions of views read and make."""
+    """Reading and construction of views for conversions."""
 
     history = History
 
@@ -219,25 +219,25 @@ class _Made:
 
     @staticmethod
     def text(columns: dict[str, list[str]]) -> Text:
-        """Texts of columns of strings."""
+        """Text view of columns of strings."""
         size = torch.Size([len(next(iter(columns.values())))])
         source = {name: Column.of(values) for name, values in columns.items()}
         return Text._from_tensordict(TensorDict._new_unsafe(source=source, batch_size=size))
 
     @staticmethod
     def tokens(columns: dict[str, list[Tensor]]) -> Tokens:
-        """Ragged tokens of columns of rows."""
+        """Ragged tokens view of columns of rows."""
         return Tokens._from_tensordict(ragged_rows(columns))
 
     @staticmethod
     def chats(histories: dict[str, History]) -> ChatHistory:
-        """Conversations of histories."""
+        """Chat view of histories."""
         size = next(iter(histories.values()))._tensordict.batch_size
         return ChatHistory._from_tensordict(TensorDict(histories, batch_size=size))
 
 
 def _empty_rows(self: Any, *args: Any, **kwargs: Any) -> Any:
-    """``empty`` of the token-aligned containers: ragged, for there is nothing that is dense.
+    """``empty`` of the token-aligned containers: ragged, because there is no dense data yet.
 
     TorchRL's ``step_mdp`` fills it with the answers of a policy, which may be padded, and with the
     next prompts of an environment, which are ragged.
@@ -254,9 +254,9 @@ def _stack_dim(self: Any) -> int:
 
 
 def _with_padded(init: Any) -> Any:
-    """A constructor that takes ``padded``, which is no column here: the form of the rows tells it.
+    """Constructor with ``padded``, which is not a column: the form of the rows determines it.
 
-    ``padded=False`` with dense columns makes them ragged rows of one length.
+    ``padded=False`` with dense columns converts them to ragged rows of one length.
     """
 
     @wraps(init)
@@ -267,7 +267,7 @@ def _with_padded(init: Any) -> Any:
         elif padded and not self.padded:
             raise ValueError(
                 f"padded=True with ragged rows in {type(self).__name__}: pad them with "
-                "torchrl_llm.data.ragged.pad_rows, or leave padded out"
+                "torchrl_llm.data.ragged.pad_rows, or omit padded"
             )
 
     shown = inspect.signature(init)
@@ -283,7 +283,7 @@ def _rows_of(td: Any) -> Any:
 
 for _container in (Tokens, Text, ChatHistory):
     _container._made = _Made
-# The tensorclass decorator writes its own methods into the class, so ours follow it.
+# The tensorclass decorator overwrites methods, so these are assigned after it.
 Text._set_str = set_as_column
 Text._memmap_ = mapped_with_its_rows(Text._memmap_)
 for _container in (Tokens, LogProbs, Masks):

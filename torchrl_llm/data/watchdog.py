@@ -1,6 +1,6 @@
-"""Thread that looks after calls which may never return: ends them, or says that they take long.
+"""Watchdog thread for calls that may never return: ends them, or reports that they take long.
 
-A call costs a microsecond: it is entered into a dict, and one thread of the process looks there.
+A call costs a microsecond: it is entered into a dict, which one thread of the process polls.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from typing import TypeVar
 T = TypeVar("T")
 
 _PAUSE_S = 0.25
-# A call that is taken out by the one side is no longer there for the other.
+# Either the caller or the watcher removes a call, never both.
 _calls: dict[object, tuple[float, Callable[[], float | None]]] = {}
 _watcher: tuple[int, threading.Thread] | None = None
 
 
 class _LateError(BaseException):
-    """Raised in a thread whose call has had its time; no call may take it for an error of its."""
+    """Raised in a thread whose call exceeded its time; ``except Exception`` misses it."""
 
 
 @contextlib.contextmanager
 def watching(seconds: float, act: Callable[[], float | None]) -> Iterator[None]:
-    """Do something, in another thread, if the block has not ended after a while.
+    """Call ``act`` in a different thread if the block has not ended after a time limit.
 
     Args:
-        seconds: how long it may take.
-        act: called then, and again after the seconds that it returns, ``None`` for no more. It may
-            be called once when the block is just over.
+        seconds: the time limit.
+        act: called after the limit, and again after the number of seconds that it returns, ``None``
+            for no more calls. It may be called once just after the block has ended.
     """
     token = _enter(seconds, act)
     try:
@@ -43,14 +43,14 @@ def watching(seconds: float, act: Callable[[], float | None]) -> Iterator[None]:
 
 
 def with_limit(function: Callable[[], T], seconds: float) -> T:
-    """What a function of pure Python returns, unless it takes too long.
+    """Run a pure Python function and return its result, with a time limit.
 
     Args:
-        function: without arguments; a single operation in C that takes long is not interrupted.
-        seconds: how long it may take.
+        function: takes no arguments; a single long operation in C is not interrupted.
+        seconds: the time limit.
 
     Raises:
-        TimeoutError: it was ended.
+        TimeoutError: the limit was exceeded.
 
     Example:
         >>> with_limit(lambda: 7, 10.0)
@@ -68,13 +68,13 @@ def with_limit(function: Callable[[], T], seconds: float) -> T:
         _settle(token)
         return result
     except _LateError:
-        raise TimeoutError(f"it was ended after {seconds:g} s") from None
+        raise TimeoutError(f"interrupted after {seconds:g} s") from None
 
 
 def _enter(seconds: float, act: Callable[[], float | None]) -> object:
     global _watcher
     if _watcher is None or _watcher[0] != os.getpid() or not _watcher[1].is_alive():
-        _calls.clear()  # of the process that this one was forked from
+        _calls.clear()  # calls of the parent process, if this one was forked
         thread = threading.Thread(target=_watch, name="torchrl_llm-watchdog", daemon=True)
         _watcher = (os.getpid(), thread)
         thread.start()
@@ -84,7 +84,7 @@ def _enter(seconds: float, act: Callable[[], float | None]) -> object:
 
 
 def _settle(token: object) -> None:
-    """Leave the list; the interrupt of a call that is not there any more arrives here."""
+    """Remove the call; if the watcher already removed it, wait here for its interrupt."""
     if _calls.pop(token, None) is None:
         while True:
             time.sleep(_PAUSE_S)

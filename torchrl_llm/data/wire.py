@@ -1,16 +1,17 @@
-"""The codec of rows: a few long tensors and a table of objects, for pickles, networks and files.
+"""Codec of rows: a few long tensors and a table of objects, for pickles, networks and files.
 
-Rows live as one small tensor per row and key. Pickled like that, a batch costs twenty times too
-much, and a row that is a view drags its whole storage along. :func:`pack_rows` turns any rows into
-columns: ragged tensors, strings, other objects, chats with their token records, keys that only some
-rows have, and the tensorclass of every node. Of :class:`PackedRows` any row is read without the
-others, and :meth:`PackedRows.unpack` gives them all.
+In memory, rows have one small tensor per row and key. Pickling a batch in this form costs twenty
+times too much, and a row that is a view includes its whole storage. :func:`pack_rows` turns any
+rows into columns: ragged tensors, strings, other objects, chats with their token records, keys that
+only some rows have, and the tensorclass of every node. :class:`PackedRows` can read any row without
+the others, and :meth:`PackedRows.unpack` returns all of them.
 
-Between processes that trust each other they are pickled. :func:`encode` writes them as bytes that
-may come from anyone, and :meth:`PackedRows.open` reads those, where they lie in a file or from a
-network: what is read is checked first, runs no code, and whatever does not fit is a
-:class:`~torchrl_llm.errors.DataError`. Time and memory of reading grow with the bytes, whatever
-they claim: each row of each node and column, and each use of a tensor, needs its share of them.
+Processes that trust each other pickle packed rows. :func:`encode` writes them as bytes for
+untrusted connections, and :meth:`PackedRows.open` reads these, in place in a file or from a
+network: it checks the bytes first, runs no code, and raises a
+:class:`~torchrl_llm.errors.DataError` for invalid data. Time and memory of reading are bounded by
+the number of bytes: each row of each node and column, and each use of a tensor, needs its share of
+them.
 
 Next: :mod:`torchrl_llm.data.safe_values` for the form of single values,
 :mod:`torchrl_llm.data.rollout_store` for files of rows.
@@ -57,23 +58,23 @@ from torchrl_llm.data.token_facts import SUPPORT_COLUMNS
 from torchrl_llm.errors import DataError
 
 _MAX_PATH = 32
-# What else a token record holds, under the name of no fact.
+# Key of the other values of a token record; not the name of a fact.
 _REST = "*"
-# Rows that are cut out of their columns one by one, before all are cut at once.
+# Number of rows that are cut out of their columns one by one, before all are cut at once.
 _FEW_ROWS = 4
 _to_json = json.JSONEncoder(separators=(",", ":")).encode
 _from_json = json.JSONDecoder().decode
 
 
 class PackedColumn(NamedTuple):
-    """A key of some rows, whose values are of one kind.
+    """A key of some rows, whose values have the same kind.
 
     Attributes:
         path: the key.
-        kind: ``"tensor"``, ``"object"``, ``"node"`` (what it holds are columns, too), or
-            ``"whole"`` for nodes that have a batch size of their own.
-        rows: that have it; ``None`` for all.
-        content: a :class:`~torchrl_llm.data.ragged.RaggedColumn`, the places of objects in the
+        kind: ``"tensor"``, ``"object"``, ``"node"`` (its contents are columns, too), or ``"whole"``
+            for nodes that have their own batch size.
+        rows: indices of the rows that have it; ``None`` for all.
+        content: a :class:`~torchrl_llm.data.ragged.RaggedColumn`, the indices of objects in the
             table, a node's tensorclass or ``None``, or whole nodes; read by index.
     """
 
@@ -84,7 +85,7 @@ class PackedColumn(NamedTuple):
 
 
 class _Chat(NamedTuple):
-    """A chat in a table: its messages, and the place of its record, -1 for none."""
+    """A chat in a table: its messages, and the index of its record, -1 for none."""
 
     messages: tuple[dict[str, Any], ...]
     record: int
@@ -92,12 +93,12 @@ class _Chat(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Table:
-    """What columns refer to by its place: objects and token records, each once."""
+    """Objects and token records, each once, to which columns refer by index."""
 
     objects: Sequence[Any] = ()
     records: PackedRows | None = None
     is_checked: bool = True
-    # Of the row that is read: its chats share their records as they did before.
+    # Records of the row that is being read, so that its chats share records as before packing.
     row_records: dict[int, TokenRecord] = field(default_factory=dict)
     _cells: dict[int, NonTensorData] = field(default_factory=dict)
 
@@ -105,7 +106,7 @@ class _Table:
         return _slots(self, row_records={}, _cells={})
 
     def cell(self, place: int) -> NonTensorData:
-        """The cell of an object; one for all rows that have it, where it is no chat."""
+        """The cell of an object; rows share it unless it is a chat."""
         found = self._cells.get(place)
         if found is not None:
             return found
@@ -133,13 +134,13 @@ class _Whole:
 
 @dataclass(slots=True, eq=False)
 class PackedRows:
-    """Rows as columns; made by :func:`pack_rows` or :meth:`open`, picklable, read by index.
+    """Rows as columns, created by :func:`pack_rows` or :meth:`open`; picklable, read by index.
 
     Attributes:
-        num_rows: how many rows were packed.
-        columns: the keys, a node before what it holds.
+        num_rows: number of rows.
+        columns: the keys, a node before its contents.
         table: objects and token records, to which the columns refer.
-        about: what was sent with the rows.
+        about: values that were sent with the rows.
 
     Example:
         >>> packed = pack_rows([TensorDict(ids=torch.arange(n)) for n in (2, 4)])
@@ -159,13 +160,13 @@ class PackedRows:
         """Read rows that :func:`encode` wrote.
 
         Args:
-            buffer: from anyone. Bytes are checked as a whole, and the rows have memory of their
-                own. Of what may be written to, as a memory map, each row is checked when it is
-                read, and its tensors are views: clone what is to be changed.
+            buffer: untrusted. Bytes are checked as a whole, and the rows have their own memory. In
+                a writable buffer, such as a memory map, each row is checked when it is read, and
+                its tensors are views: clone them before you change them.
             start: where the message begins.
 
         Raises:
-            DataError: the bytes are cut short, damaged or no such rows.
+            DataError: the bytes are truncated, damaged or not such rows.
         """
         message, copied = safe_bytes.from_bytes(buffer, start), isinstance(buffer, bytes)
         opener = _Opener(message.tensors, message.head.num_bytes // safe_bytes.CLAIM_BYTES, copied)
@@ -202,18 +203,18 @@ class PackedRows:
     def unpack(self) -> LazyStackedTensorDict:
         """All rows as a lazy stack of batch size ``[N]``.
 
-        The tensors of a row are views of the long tensors, which one kept row keeps; see
+        The tensors of a row are views of the long tensors, so one row keeps all of them alive; see
         :func:`~torchrl_llm.data.nodes.own_rows`.
 
         Raises:
-            ValueError: for no rows at all, which a lazy stack cannot hold.
+            ValueError: there are no rows; a lazy stack cannot be empty.
         """
         if not self.num_rows:
             raise ValueError("no rows were packed; a lazy stack needs at least one")
         return lazy_rows(unpack_row_list(self))
 
     def read(self, index: int) -> dict[str, Any]:
-        """What the tensordict of a row holds."""
+        """The contents of the tensordict of a row."""
         self._reads += 1
         if self._reads in (1, _FEW_ROWS):
             self._plan = self._make_plan(cut=self._reads > 1)
@@ -230,11 +231,11 @@ class PackedRows:
         return holders[0]
 
     def _make_plan(self, *, cut: bool) -> tuple[int, list[Any], list[Any]]:
-        """Numbers in place of paths: one for each node, whatever its class is in which row."""
+        """Plan with numbers instead of paths: one per node, whatever its class in each row."""
         paths = dict.fromkeys(column.path for column in self.columns if column.kind == "node")
         slots: dict[Path, int] = {path: slot for slot, path in enumerate([(), *paths])}
         leaves, nodes = [], []
-        # From the inside out.
+        # Inner nodes first.
         for path, kind, rows, content in sorted(self.columns, key=lambda c: -len(c.path)):
             parent, name, where = slots[path[:-1]], path[-1], _where(rows)
             if kind == "node":
@@ -246,12 +247,12 @@ class PackedRows:
 
 
 def _slots(of: Any, **anew: Any) -> tuple[None, dict[str, Any]]:
-    """What a pickle keeps of slots: not what reading has left in some of them."""
+    """The pickled values of slots, without caches from reading."""
     return None, {name: getattr(of, name) for name in of.__slots__} | anew
 
 
 def _where(rows: list[int] | None) -> dict[int, int] | None:
-    """Row to its place in a column that only some rows have."""
+    """Map of row to its index in a column that only some rows have."""
     return None if rows is None else {row: place for place, row in enumerate(rows)}
 
 
@@ -260,7 +261,7 @@ def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
 
     Args:
         rows: a tensordict of batch size ``[N]``, or tensordicts without batch dimension. Rows may
-            differ in their keys.
+            have different keys.
 
     Returns:
         The packed rows. Tensors are copied; objects are referenced.
@@ -288,22 +289,22 @@ def pack_rows(rows: TensorDictBase | Iterable[TensorDictBase]) -> PackedRows:
 
 
 def unpack_row_list(packed: PackedRows) -> list[TensorDict]:
-    """Rows from their packed form as a list, which may be empty."""
+    """Unpack rows into a list, which may be empty."""
     return [packed[index] for index in range(packed.num_rows)]
 
 
 def encode(
     packed: PackedRows, about: Mapping[str, Any] | None = None, *, tags: tuple[int, int] = (0, 0)
 ) -> bytes:
-    """Write rows as bytes that :meth:`PackedRows.open` reads; the same for the same rows.
+    """Write rows as bytes for :meth:`PackedRows.open`; equal rows give equal bytes.
 
     Args:
         packed: the rows.
-        about: plain values to go with them, by name.
+        about: plain values to send with them, by name.
         tags: see :func:`~torchrl_llm.data.safe_bytes.to_bytes`.
 
     Raises:
-        DataError: a value that has no safe form; the message names its key.
+        DataError: a value has no safe form; the message names its key.
 
     Example:
         >>> packed = pack_rows([TensorDict(ids=torch.arange(n)) for n in (2, 4)])
@@ -334,7 +335,7 @@ def _members(rows: Any) -> list[TensorDictBase]:
 
 
 class _Packer:
-    """Fills columns, and a table with objects and records as they are met, each once."""
+    """Fills columns, and a table with each object and record once, in order of occurrence."""
 
     def __init__(self) -> None:
         self.table = _Table([])
@@ -342,13 +343,13 @@ class _Packer:
         self._places: dict[int, int] = {}
 
     def pack(self, sources: Sequence[dict[str, Any]]) -> PackedRows:
-        """Take what the rows hold."""
+        """Pack the contents of the rows."""
         self.num_rows, self.columns = len(sources), []
         self.add(list(range(len(sources))), sources, ())
         return PackedRows(self.num_rows, self.columns, self.table)
 
     def place(self, value: Any) -> int:
-        """That of an object that was not met before."""
+        """Add a new object to the table and return its index."""
         place = self._places[id(value)] = len(self.table.objects)
         if isinstance(value, Chat):
             record = -1 if value.record is None else self._record(value.record)
@@ -363,7 +364,7 @@ class _Packer:
         return place
 
     def add(self, rows: list[int], sources: Sequence[dict[str, Any]], path: Path) -> None:
-        """Take what one node of some rows holds, a name at a time."""
+        """Add the contents of one node of some rows, name by name."""
         names = tuple(sources[0]) if sources else ()
         if all(tuple(source) == names for source in sources):
             values = zip(*(source.values() for source in sources), strict=True)
@@ -376,13 +377,13 @@ class _Packer:
             self.column([rows[at] for at in where], column, (*path, name))
 
     def column(self, rows: list[int], values: Sequence[Any], path: Path) -> None:
-        """Take one column, in parts where its values are of several kinds."""
+        """Add one column, in parts if its values have several kinds."""
         if len(set(map(type, values))) > 1:
             self.parts(rows, values, path, type)
             return
         first, cls, inner = values[0], None, values
         if isinstance(first, Tensor):
-            # Asking each tensor for its shape takes longer than to copy them all.
+            # Reading the shape of each tensor takes longer than copying all of them.
             alike = len({(t.dtype, t.device, t.dim()) for t in values}) == 1
             if not alike or (first.dim() > 1 and len({t.shape[1:] for t in values}) > 1):
                 self.parts(rows, values, path, lambda t: (t.dtype, t.device, t.dim(), t.shape[1:]))
@@ -391,7 +392,7 @@ class _Packer:
             return
         is_cell = isinstance(first, NonTensorData)
         if is_cell and not any(value._tensordict._batch_size for value in values):
-            # Through the tensorclass it takes thirty times as long.
+            # Access through the tensorclass takes thirty times as long.
             data = [value._non_tensordict["data"] for value in values]
             known = self._places
             places = [known[id(v)] if id(v) in known else self.place(v) for v in data]
@@ -408,7 +409,7 @@ class _Packer:
     def parts(
         self, rows: list[int], values: Sequence[Any], path: Path, by: Callable[[Any], Any]
     ) -> None:
-        """Take a column in parts whose values are alike."""
+        """Add a column in parts whose values have the same kind."""
         parts: dict[Any, list[int]] = {}
         for at, value in enumerate(values):
             parts.setdefault(by(value), []).append(at)
@@ -421,7 +422,7 @@ class _Packer:
 
 
 def _record_columns(record: TokenRecord) -> dict[str, Any]:
-    """A token record as what a row holds; a fact that it lacks has no values, not even defaults."""
+    """A token record as the contents of a row; a missing fact has no values, not even defaults."""
     columns: dict[str, Any] = record.columns()
     columns.update(zip(SUPPORT_COLUMNS, record.support or (), strict=False))
     rest = (record.num_messages, record.finish_reason, record.response_start)
@@ -446,14 +447,14 @@ def _record_of(columns: dict[str, Any]) -> TokenRecord:
 
 
 class _Encoder(ValueWriter):
-    """Tensors and texts of rows, equal ones once, and the header that says where they are."""
+    """Tensors and texts of rows, equal ones only once, and the header that refers to them."""
 
     def __init__(self, table: _Table) -> None:
         super().__init__()
         self._objects = table.objects
         self._names: dict[Any, str] = {}
         self._texts: dict[bytes, int] = {}
-        # By the identity of an object or message, too: many rows have the same.
+        # Also by the id of an object or message, because many rows share them.
         self._known: dict[int, int] = {}
 
     def tensor(self, tensor: Tensor, name: str = "") -> str:
@@ -470,7 +471,7 @@ class _Encoder(ValueWriter):
         return self.tensor(torch.tensor(values, dtype=torch.int64), name)
 
     def text(self, value: Any) -> int:
-        """Where an object of the table stands among the texts; a chat's messages do before it."""
+        """Index of the text of an object in the table; a chat's messages precede it."""
         found = self._known.get(id(value))
         if found is None:
             if type(value) is _Chat:
@@ -497,7 +498,7 @@ class _Encoder(ValueWriter):
 
     def columns(self, packed: PackedRows) -> list[Any]:
         columns = []
-        # Sorted: the order of a row's keys says nothing, and may differ after a resume.
+        # Sorted: the order of a row's keys has no meaning, and may differ after a resume.
         for path, kind, rows, content in sorted(packed.columns, key=lambda column: column[:2]):
             name = "/".join(path)
             self.claims += packed.num_rows if rows is None else len(rows)
@@ -523,7 +524,7 @@ class _Encoder(ValueWriter):
 
 
 class _Texts:
-    """Objects as one text after the other, each read when it is asked for."""
+    """Objects as concatenated texts, each parsed on demand."""
 
     def __init__(self, text: Tensor, lengths: list[int], read: Callable[[Any], Any]) -> None:
         safe_bytes.check(text.ndim == 1 and text.dtype == torch.uint8, "texts of another type")
@@ -543,7 +544,7 @@ class _Texts:
             value = _from_json(text)
             if type(value) is list and value[:1] == ["row_chat"]:
                 _, messages, record = value
-                # Each stands before it, so that no chat holds itself.
+                # Each message precedes the chat, so that no chat contains itself.
                 known = self._known
                 held = [known[p] if p in known else self[p] for p in naturals(messages, place)]
                 safe_bytes.check(
@@ -556,7 +557,7 @@ class _Texts:
 
 
 class _Opener(ValueReader):
-    """Builds rows of a header that nobody vouches for, checking each part first."""
+    """Builds rows from an untrusted header, checking each part first."""
 
     def __init__(self, tensors: Mapping[str, Tensor], claims: int, copied: bool) -> None:
         super().__init__(tensors, claims)

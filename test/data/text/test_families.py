@@ -392,7 +392,7 @@ def test_strict_reading_of_a_published_template_writes_the_messages_again():
     assert History.from_text(text, chat_template=template, strict=True).content == ["hi"]
     text = text.replace("hi", " hi")
     assert History.from_text(text, chat_template=template).content == [" hi"]
-    with pytest.raises(AmbiguousTextError, match="writes the messages that were read as"):
+    with pytest.raises(AmbiguousTextError, match="renders the parsed messages to"):
         History.from_text(text, chat_template=template, strict=True)
 
 

@@ -217,7 +217,7 @@ def test_contents_that_are_missing_or_of_an_odd_type():
         formatter.encode([{"content": "x"}])
     with pytest.raises(TemplateError, match="tool call without a name"):
         formatter.encode([USER, {**BOT, "tool_calls": [{"function": {}}]}])
-    with pytest.raises(TemplateError, match="tool call that is no mapping"):
+    with pytest.raises(TemplateError, match="tool call that is not a mapping"):
         formatter.encode([USER, {**BOT, "tool_calls": ["f()"]}])
 
 

@@ -105,7 +105,7 @@ NESTED = (
     ids=["recursion", "division", "index"],
 )
 def test_whatever_a_template_raises_is_a_refusal_by_it(computes):
-    with pytest.raises(TemplateError, match="the chat template refuses messages with roles"):
+    with pytest.raises(TemplateError, match="the chat template rejects messages with roles"):
         ChatFormatter(make_tokenizer(next(iter(ZOO)), "bytes"), chat_template=computes)
 
 
@@ -118,5 +118,5 @@ def test_a_template_that_does_not_end_is_an_error(use, monkeypatch):
         formatter = ChatFormatter(make_tokenizer(next(iter(ZOO)), "bytes"), chat_template=NESTED)
         return getattr(formatter, use)([{"role": "user", "content": "a"}])
 
-    with pytest.raises(ConfigError, match=r"chat template had not ended after 0\.3 s .* mend"):
+    with pytest.raises(ConfigError, match=r"chat template had not ended after 0\.3 s .* repair"):
         begin()

@@ -1,7 +1,7 @@
-"""One stack for text: renders, continues and reads what each chat template writes.
+"""Chat templates: rendering, continuing and parsing conversations as text and token ids.
 
-:class:`ChatFormatter` is the public class: conversations to token ids, without ever encoding a
-sampled token again. Each module below it holds one idea.
+:class:`ChatFormatter` is the public class: it turns conversations into token ids and never encodes
+a sampled token again.
 """
 
 from torchrl_llm._imports import lazy

@@ -1,10 +1,10 @@
-"""The one reader of tool calls: the syntaxes in which models write them.
+"""Parsers of tool calls: the syntaxes in which models write them.
 
-A :class:`CallSyntax` takes the calls out of a text. What was meant as a call and cannot be read
-becomes a :class:`BrokenCall`, which the model is told about. ``SYNTAXES`` holds the syntaxes that
-have a name. The syntax of a chat template is learnt from how the template writes one call, see
-``torchrl_llm.data.text.learnt_calls``. To teach another syntax, write a subclass here and enter
-it into ``SYNTAXES``.
+A :class:`CallSyntax` extracts the calls from a text. A malformed call becomes a
+:class:`BrokenCall`, which is reported to the model. ``SYNTAXES`` holds the named syntaxes. The
+syntax of a chat template is learnt from the text that the template writes for one call, see
+``torchrl_llm.data.text.learnt_calls``. To add a syntax, write a subclass here and enter it into
+``SYNTAXES``.
 
 Next: ``torchrl_llm.data.text.respond`` reads sampled responses with it,
 :mod:`torchrl_llm.tools.call_parsers` has a parser for each name.
@@ -23,23 +23,23 @@ from typing import Any, NamedTuple
 from torchrl_llm.errors import ConfigError
 
 Schemas = Mapping[str, Mapping[str, Any]]
-# Words that stand for the tool's name, for the value of its argument ``key`` and for a text next to
-# the call in an example.
+# Placeholders in an example: the tool's name, the value of its argument ``key``, and a text next to
+# the call.
 NAME, VALUE, ANSWER = "kqxname", "kqxvalue", "kqxanswer"
-CALL_ID = "callkqx00"  # nine characters: some templates count them
+CALL_ID = "callkqx00"  # nine characters: some templates check the length
 
 _SPACE = re.compile(r"\s*")
-# More errors than these help no model, and each costs a search to the end of the text.
+# More errors do not help the model, and each costs a search to the end of the text.
 _MOST_ERRORS = 64
 _MOST_LEVELS = 100
 _NESTS = (dict, list, tuple, set)
-# Python's own parser takes a second and a hundred times the memory for a megabyte.
+# For a megabyte, Python's own parser needs a second and a hundred times the memory.
 MOST_PYTHON = 1 << 17
-# No real turn has as many calls; a text of empty objects would hold half a million.
+# No real turn has this many calls; a text of empty objects could hold half a million.
 _MOST_VALUES = 4096
 _DECODERS = {strict: json.JSONDecoder(strict=strict) for strict in (True, False)}
 _WINDOW = 256
-# No literal and no escape is longer: an error this near to the end of a window may be its end's.
+# No literal or escape is longer: the end of a window may cause an error this close to it.
 _MARGIN = 16
 
 
@@ -53,11 +53,11 @@ class Call(NamedTuple):
 
 
 class BrokenCall(NamedTuple):
-    """What was meant as a call and cannot be read as one.
+    """A malformed call.
 
     Attributes:
-        problem: what is wrong with it.
-        expected: what a call looks like, which the model is told.
+        problem: description of the error.
+        expected: form of a correct call, for the message to the model.
     """
 
     problem: str
@@ -65,11 +65,11 @@ class BrokenCall(NamedTuple):
 
 
 class ParsedCalls(NamedTuple):
-    """What a text holds.
+    """The calls and the content of a text.
 
     Attributes:
         content: the text without its calls.
-        found: the calls in order; the broken ones among them, or behind them.
+        found: the calls in order; broken ones are among them or after them.
     """
 
     content: str
@@ -77,12 +77,12 @@ class ParsedCalls(NamedTuple):
 
     @property
     def calls(self) -> list[Call]:
-        """The calls that could be read."""
+        """The well-formed calls."""
         return [call for call in self.found if isinstance(call, Call)]
 
     @property
     def errors(self) -> list[str]:
-        """What is wrong with each broken call."""
+        """The problem of each broken call."""
         return [call.problem for call in self.found if isinstance(call, BrokenCall)]
 
 
@@ -91,7 +91,7 @@ class CallSyntax(ABC):
 
     @abstractmethod
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
-        """Take the calls out of a text.
+        """Extract the calls from a text.
 
         Args:
             text: a response without reasoning and end-of-turn token.
@@ -99,19 +99,19 @@ class CallSyntax(ABC):
         """
 
 
-# -- calls behind marks, and bare ones -------------------------------------------------------------
+# -- calls after marks, and bare calls -------------------------------------------------------------
 
 
 class Marked(CallSyntax):
-    """Calls that each begin with ``opening``; broken ones stay in the content.
+    """Calls that each begin with ``opening``; broken calls stay in the content.
 
-    A subclass reads one and says where it ends.
+    A subclass reads one call and returns its end.
     """
 
     opening: str
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
-        """The calls behind each ``opening``."""
+        """The calls after each ``opening``."""
         kept: list[str] = []
         calls: list[Call] = []
         broken: list[BrokenCall] = []
@@ -125,7 +125,7 @@ class Marked(CallSyntax):
                 end = following if following >= 0 else len(text)
                 kept.append(text[cursor:end])
             else:
-                # White space in front of a call is the template's.
+                # The template writes the white space before a call.
                 piece = text[cursor:at]
                 kept.append(piece.rstrip("\n") if piece.strip() else "")
                 calls += read
@@ -136,15 +136,15 @@ class Marked(CallSyntax):
 
     @abstractmethod
     def read(self, text: str, at: int, schemas: Schemas) -> tuple[list[Call], int]:
-        """Read the calls that begin at ``at``; where they end. ValueError if they are broken."""
+        """The calls that begin at ``at``, and their end. ValueError if they are broken."""
 
 
 class TaggedJson(Marked):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and its likes."""
+    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` and similar forms."""
 
     def __init__(self, opening: str, closing: str) -> None:
         self.opening, self.closing = opening, closing
-        # Where there are two marks on each side, the inner ones stand around each object.
+        # With two marks on each side, the inner marks enclose each object.
         opened, closed = opening.split(), closing.split()
         inner = [closed[0], opened[-1]] if min(len(opened), len(closed)) > 1 else []
         self._between = re.compile(r"\s*".join(["", *map(re.escape, inner), r"(?=\{)"]))
@@ -163,11 +163,11 @@ class TaggedJson(Marked):
         return [self.call_of(v) for v in values], behind_mark(text, end, self.closing)
 
     def call_of(self, value: Any) -> Call:
-        """The call that a value means; ValueError if it means none."""
+        """The call for a JSON value; ValueError if it is not a call."""
         return call_of(value)
 
     def value_at(self, text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
-        """The JSON value between the marks that begin at a place, and where they end.
+        """The JSON value between the marks that begin at a position, and their end.
 
         Raises:
             ValueError: it is broken, or not between the marks.
@@ -179,11 +179,11 @@ class TaggedJson(Marked):
 class BareJson(CallSyntax):
     """The whole turn is one JSON object (Llama 3), or several of them in a row."""
 
-    # Llama's, where it also knows built-in tools, and what Phi-4-mini is told to begin with.
+    # Llama's mark when it also has built-in tools, and the mark that Phi-4-mini begins with.
     _opening = re.compile(r"<\|python_tag\|>\s*|functools(?=\[)")
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
-        """The calls, if the turn is nothing else."""
+        """The calls, if the turn contains nothing else."""
         stripped = text.strip()
         marked = self._opening.match(stripped)
         stripped = stripped[marked.end() :] if marked else stripped
@@ -201,18 +201,18 @@ class BareJson(CallSyntax):
             return ParsedCalls(text, [BrokenCall(str(error))] if looks_like else [])
 
 
-# -- syntaxes with a name -----------------------------------------------------------------------
+# -- named syntaxes -----------------------------------------------------------------------------
 
 
 class _Blocks(CallSyntax):
-    """Calls between tags: what opens one names the tool, and JSON arguments follow."""
+    """Calls between tags: the opening names the tool, and JSON arguments follow."""
 
     expected: str
     closing = "</tool>"
 
     @abstractmethod
     def opened(self, text: str, at: int) -> tuple[int, int, str, str | None] | None:
-        """The next opening from ``at`` on: its start and end, the tool and the tag."""
+        """The next opening at or after ``at``: its start and end, the tool and the tag."""
 
     def parse(self, text: str, schemas: Schemas) -> ParsedCalls:
         kept, found, at = [], [], 0
@@ -227,11 +227,11 @@ class _Blocks(CallSyntax):
     def _block(
         self, text: str, inside: int, tool: str, tag: str | None, schemas: Schemas
     ) -> tuple[Call | BrokenCall, int]:
-        """The call whose arguments begin at ``inside``, and where its block ends."""
+        """The call whose arguments begin at ``inside``, and the end of its block."""
         if text.endswith("/>", 0, inside):
             return Call(tool, {}, tag), inside
         try:
-            # By its JSON first: a string in it may spell the closing tag.
+            # Reads the JSON first: a string in it may spell the closing tag.
             args, end = json_at(text, behind_blanks(text, inside))
         except (ValueError, RecursionError) as error:
             problem = f"its arguments are not JSON: {error}"
@@ -254,7 +254,7 @@ class _Blocks(CallSyntax):
         return BrokenCall(f"{tool!r:.80}: {problem}", self.expected), behind
 
     def takes_raw(self, tool: str, schemas: Schemas) -> bool:
-        """Whether contents that are no JSON are the tool's argument ``raw``."""
+        """Whether contents that are not JSON become the tool's argument ``raw``."""
         return False
 
 
@@ -293,17 +293,17 @@ class Pattern(CallSyntax):
     """Calls by a regular expression with two groups, name and JSON arguments.
 
     Args:
-        pattern: is searched for with ``.`` matching line ends.
+        pattern: the expression; ``.`` also matches line ends.
 
     Raises:
-        ConfigError: it is no pattern with two groups.
+        ConfigError: not a valid pattern with two groups.
     """
 
     def __init__(self, pattern: str) -> None:
         try:
             self._pattern = re.compile(pattern, re.DOTALL)
         except re.error as error:
-            raise ConfigError(f"{pattern!r} is no regular expression: {error}") from error
+            raise ConfigError(f"{pattern!r} is not a regular expression: {error}") from error
         if self._pattern.groups != 2:
             raise ConfigError(
                 f"the pattern must have two groups, name and arguments; {pattern!r} has "
@@ -367,14 +367,14 @@ SYNTAXES: dict[str, CallSyntax] = {
     "name_lines": _NameLines(),
     "json_turn": _JSONTurn(),
 }
-"""The syntaxes that have a name."""
+"""The named syntaxes."""
 
 
-# -- pieces ---------------------------------------------------------------------------------------
+# -- helpers --------------------------------------------------------------------------------------
 
 
 def json_behind(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
-    """As :func:`json_at`, behind white space; ValueError where there is no JSON."""
+    """As :func:`json_at`, after white space; ValueError if there is no JSON."""
     try:
         return json_at(text, behind_blanks(text, at), strict=strict)
     except (ValueError, RecursionError) as error:
@@ -387,7 +387,7 @@ def behind_blanks(text: str, at: int) -> int:
 
 
 def _json_values(text: str) -> list[Any]:
-    """The items of a list, or values with nothing but commas and semicolons between them."""
+    """The items of a list, or values separated only by commas and semicolons."""
     values: list[Any] = []
     at = found = 0
     while at < len(text):
@@ -401,7 +401,7 @@ def _json_values(text: str) -> list[Any]:
 
 
 def _is_call(value: Any) -> bool:
-    """Whether a JSON value is meant as a call, and not as an answer with a name in it."""
+    """Whether a JSON value is a call, and not an answer that contains a name."""
     if not isinstance(value, Mapping):
         return False
     if isinstance(value.get("function"), Mapping):
@@ -411,7 +411,7 @@ def _is_call(value: Any) -> bool:
 
 
 def shallow(value: Any) -> Any:
-    """The value, or a ValueError where those who copy and write it would recurse too deeply."""
+    """The value; ValueError if copying or writing it would recurse too deeply."""
     level = [value] if type(value) in _NESTS else []
     for _ in range(_MOST_LEVELS):
         inner = chain.from_iterable(o.values() if type(o) is dict else o for o in level)
@@ -422,13 +422,13 @@ def shallow(value: Any) -> Any:
 
 
 def skip_mark(text: str, at: int, mark: str) -> int:
-    """The place behind white space and a mark, or the same place if it is not there."""
+    """The position after white space and a mark, or ``at`` if there is no mark."""
     start = behind_blanks(text, at)
     return start + len(mark) if text.startswith(mark, start) else at
 
 
 def behind_mark(text: str, at: int, closing: str) -> int:
-    """The place behind a closing mark; ValueError if it is not there."""
+    """The position after a closing mark; ValueError if it is missing."""
     if not closing:
         return at
     end = skip_mark(text, at, closing)
@@ -438,13 +438,13 @@ def behind_mark(text: str, at: int, closing: str) -> int:
 
 
 def call_of(value: Any) -> Call:
-    """The call that a JSON value means: ``{"name": ..., "arguments": {...}}`` or its likes.
+    """The call for a JSON value: ``{"name": ..., "arguments": {...}}`` or a similar form.
 
     ``parameters`` is read as ``arguments``, ``tool_name`` as ``name`` and ``tool_call_id`` as
-    ``id``; arguments may be JSON within a string, and all may stand under ``function``.
+    ``id``; arguments may be JSON within a string, and all keys may be nested under ``function``.
 
     Raises:
-        ValueError: it means none.
+        ValueError: it is not a call.
     """
     identity = value.get("id", value.get("tool_call_id")) if isinstance(value, Mapping) else None
     if isinstance(value, Mapping) and isinstance(value.get("function"), Mapping):
@@ -458,7 +458,7 @@ def call_of(value: Any) -> Call:
 
 
 def arguments_of(value: Any, what: str = "the arguments of a tool call") -> dict[str, Any]:
-    """The arguments that a value means; ValueError if it is no object, or nested too deeply."""
+    """The arguments in a value; ValueError if it is not an object, or nested too deeply."""
     if isinstance(value, str):
         try:
             value = json.loads(value, strict=False) if value.strip() else {}
@@ -473,7 +473,7 @@ def arguments_of(value: Any, what: str = "the arguments of a tool call") -> dict
 
 
 def typed_value(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """An argument that was written without quotes: a string unless the schema says otherwise."""
+    """The value of an unquoted argument: a string unless the schema has a different type."""
     if schema is None or schema.get("type", "string") == "string":
         return text
     try:
@@ -482,7 +482,7 @@ def typed_value(text: str, schema: Mapping[str, Any] | None) -> Any:
         pass
     if len(text) > MOST_PYTHON:
         return text
-    try:  # what is no text a template may write as Python does: True, None, {'k': 1}
+    try:  # templates may write other types as Python does: True, None, {'k': 1}
         value = ast.literal_eval(text.strip())
         return shallow(value) if isinstance(value, (bool, list, dict, type(None))) else text
     except (ValueError, SyntaxError, RecursionError, MemoryError):
@@ -490,16 +490,16 @@ def typed_value(text: str, schema: Mapping[str, Any] | None) -> Any:
 
 
 def json_at(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
-    r"""The JSON value that begins at a place, and where it ends.
+    r"""The JSON value that begins at a position, and its end.
 
     Args:
         text: any text.
         at: index of the value's first character; no white space is skipped.
-        strict: refuse line ends inside strings. JSON wants them escaped, but they are common where
-            models write code.
+        strict: reject line ends inside strings. JSON requires escapes for them, but they are common
+            when models write code.
 
     Raises:
-        ValueError: there is no value; its place is counted from ``at``.
+        ValueError: there is no value; the position in the message is counted from ``at``.
         RecursionError: it is nested too deeply.
 
     Example:
@@ -517,7 +517,7 @@ def json_at(text: str, at: int, *, strict: bool = False) -> tuple[Any, int]:
             if whole or not unended:
                 raise
         else:
-            # A number at the end of the window may go on behind it.
+            # A number at the end of the window may continue after it.
             if whole or end <= size - _MARGIN:
                 return value, at + end
         size *= 8

@@ -1,11 +1,11 @@
-"""The only door to the tokenizer: text with literal places to ids and offsets, ids to text.
+"""All access to the tokenizer: text with literal ranges to ids and offsets, ids to text.
 
-Everything goes through the fast backend under one lock per tokenizer, without the tokenizer's
-automatic special tokens, padding or truncation (a chat template writes its own ``bos``).
+Every call uses the fast backend under one lock per tokenizer, without the tokenizer's automatic
+special tokens, padding or truncation (a chat template writes its own ``bos``).
 
 A user who types ``<|im_end|>`` must not end a turn. Before rendering, a :class:`Shield` replaces
-each special-token string of a content by a code of two private-use characters, which no template
-looks at. After rendering it turns the code back and remembers the place as *literal*, which
+each special-token string in a content by a code of two private-use characters, which templates
+ignore. After rendering it restores the string and records its range as *literal*, which
 :class:`Codec` encodes as plain characters.
 """
 
@@ -26,8 +26,8 @@ from torchrl_llm.errors import TokenizerError
 ESCAPE = "\uf8ff"
 _FIRST = 0xE000
 _CAPACITY = 0xF8FF - _FIRST
-# One of these stands for a literal while the text around it is encoded: a character that has no
-# merges with its neighbours, so that they are tokenised as next to any odd symbol.
+# One of these replaces a literal while the text around it is encoded: a character that does not
+# merge with its neighbours, so that they are tokenized as next to any rare symbol.
 _ANCHORS = ("\ue000", "\uf8fe", "\U000fabcd")
 
 _LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
@@ -40,7 +40,7 @@ def _lock_of(tokenizer: Any) -> threading.RLock:
 
 
 def whole_characters(text: str) -> str:
-    """The text with ``?`` for each half of a character (a lone surrogate), which has no bytes.
+    """The text with ``?`` for each lone surrogate (half a character), which has no bytes.
 
     Example:
         >>> whole_characters("a" + chr(0xD83D)), whole_characters("ä")
@@ -58,7 +58,7 @@ class Shield:
 
     Args:
         markers: the strings that must not be read as special tokens. Markers of a single character
-            or of white space only cannot be told from text and are left alone.
+            or of white space only cannot be distinguished from text and are ignored.
 
     Example:
         >>> shield = Shield(["<|im_end|>"])
@@ -79,7 +79,8 @@ class Shield:
                 "shielded"
             )
         self.markers = tuple(ordered)
-        # The escape character itself is doubled, so that a content that holds it stays readable.
+        # The escape character itself is doubled, so that a content that contains it can be
+        # restored.
         self._codes = {ESCAPE: ESCAPE * 2}
         self._codes.update((m, ESCAPE + chr(_FIRST + k)) for k, m in enumerate(ordered))
         self._strings = {code: marker for marker, code in self._codes.items()}
@@ -103,10 +104,10 @@ class Shield:
         return value
 
     def uncover(self, text: str) -> tuple[str, list[tuple[int, int]]]:
-        """Turn codes back.
+        """Replace the codes by their markers.
 
         Returns:
-            The text, and the half-open character ranges in it that were codes.
+            The text, and the half-open character ranges of the former codes.
         """
         if ESCAPE not in text:
             return text, []
@@ -115,7 +116,7 @@ class Shield:
             marker = self._strings.get(text[at : at + 2])
             pieces.append(text[start:at])
             length += at - start
-            if marker is None:  # the template cut a code in two: what is left of it is text
+            if marker is None:  # the template cut a code in two: the remainder is text
                 marker, start = ESCAPE, at + 1
             else:
                 start = at + 2
@@ -128,7 +129,7 @@ class Shield:
     def markers_in(
         self, text: str, start: int = 0, end: int | None = None
     ) -> list[tuple[int, int, str]]:
-        """Every marker spelled in ``text[start:end]``: (start, end, marker)."""
+        """Every marker that occurs in ``text[start:end]``: (start, end, marker)."""
         if self._structure is None:
             return []
         stop = len(text) if end is None else end
@@ -136,16 +137,16 @@ class Shield:
 
 
 def covers(literals: list[tuple[int, int]], start: int, end: int) -> bool:
-    """Whether any of the half-open ranges, in order and apart, overlaps ``[start, end)``."""
+    """Whether any of the half-open ranges, sorted and disjoint, overlaps ``[start, end)``."""
     before = bisect_left(literals, (end,))
     return before > 0 and literals[before - 1][1] > start
 
 
 class Piece(NamedTuple):
-    """Text to encode; its ``literals`` are plain characters, even where they spell a special token.
+    """Text to encode; its ``literals`` are plain characters, even if they spell a special token.
 
-    ``continues`` says that other text stands before it: the tokenizer must not treat its beginning
-    as the beginning of a text (no prefix space).
+    ``continues``: other text precedes it, so the tokenizer must not treat its beginning as the
+    beginning of a text (no prefix space).
     """
 
     text: str
@@ -154,7 +155,7 @@ class Piece(NamedTuple):
 
 
 class Encoding(NamedTuple):
-    """Token ids with the half-open character range of each: int64 arrays of one length."""
+    """Token ids with the half-open character range of each: int64 arrays of equal length."""
 
     ids: np.ndarray
     starts: np.ndarray
@@ -168,8 +169,8 @@ class Codec:
         tokenizer: a fast Hugging Face tokenizer.
 
     Attributes:
-        bytewise: each token has bytes of its own, whatever stands beside it, and a text is what
-            the bytes of its tokens spell, U+FFFD where they spell no character.
+        bytewise: each token has fixed bytes, independent of its neighbours. The text is the
+            decoding of the tokens' bytes, with U+FFFD for invalid bytes.
 
     Raises:
         TokenizerError: the tokenizer is not a fast one.
@@ -191,7 +192,8 @@ class Codec:
         for text in tokenizer.all_special_tokens:
             self.special.setdefault(text, tokenizer.convert_tokens_to_ids(text))
         self.special_ids = frozenset(self.special.values())
-        # Every token that is matched before the model runs: special ones and markers like <think>.
+        # Every token that is matched before the model runs: special tokens and markers like
+        # <think>.
         self.added = {t.content: i for i, t in added.items()} | self.special
         self.added_by_id = {i: text for text, i in self.added.items()}
         self.shield = Shield(self.special)
@@ -199,7 +201,7 @@ class Codec:
         self.eos_ids = frozenset(() if eos is None else (eos,))
         self._plain: dict[str, tuple[int, ...]] = {}
         self._anchor = self._find_anchor()
-        # Some tokenizers write a space behind every added token that no text asked for.
+        # Some tokenizers decode a space after every added token that the text did not contain.
         probe = next((m for m in self.special if m.strip() == m), None)
         self._spaced = probe is not None and self.decode(self.ids(probe + "a")) == probe + " a"
 
@@ -237,7 +239,7 @@ class Codec:
 
     def _raw_batch(self, texts: list[str]) -> list[Any]:
         backend = self._backend
-        # Another call of the tokenizer may have left these on; it sets them when it needs them.
+        # An earlier call of the tokenizer may have left these on; it sets them when it needs them.
         if backend.padding is not None:
             backend.no_padding()
         if backend.truncation is not None:
@@ -283,8 +285,8 @@ class Codec:
         return Encoding(*(np.asarray(x, dtype=np.int64) for x in (ids, starts, ends)))
 
     def _encode_apart(self, piece: Piece) -> Encoding:
-        # The anchor grew into its neighbours (a tokenizer without such a symbol): encode the parts
-        # on their own, each literal cut after its first character.
+        # The anchor merged with its neighbours (the tokenizer has no such symbol): encode the parts
+        # separately, each literal cut after its first character.
         cuts = sorted({0, len(piece.text), *(c for s, e in piece.literals for c in (s, s + 1, e))})
         parts: list[Encoding] = []
         for start, end in pairwise(cuts):
@@ -295,7 +297,7 @@ class Codec:
         return Encoding(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
     def plain(self, marker: str) -> tuple[int, ...]:
-        """Ids of a special-token string as plain characters, inside a text."""
+        """Ids of a special-token string, encoded as plain characters inside a text."""
         if marker not in self._plain:
             with self.lock:
                 self._plain[marker] = self._plain_ids(marker)
@@ -303,7 +305,7 @@ class Codec:
 
     def _plain_ids(self, marker: str) -> tuple[int, ...]:
         for parts in ([marker[:1], marker[1:]], list(marker)):
-            # Each part stands between anchors, so that none is the beginning of a text.
+            # Each part is between anchors, so that none is the beginning of a text.
             coded = self._anchor + self._anchor.join(parts)
             positions = list(accumulate((1 + len(part) for part in parts[:-1]), initial=0))
             raw = _encoding(self._raw_batch([coded])[0])
@@ -336,7 +338,7 @@ class Codec:
             return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def decode_behind(self, token: int, ids: Sequence[int]) -> str:
-        """Text of ids that stand behind an added token: a decoder may strip the first space."""
+        """Text of ids that follow an added token: a decoder may strip the first space."""
         if not ids:
             return ""
         text = self.decode([token, *ids]).removeprefix(self.decode([token]))
@@ -352,7 +354,7 @@ def _encoding(raw: Any) -> Encoding:
 
 
 def _anchored(raw: Encoding, positions: Sequence[int]) -> list[tuple[int, int]] | None:
-    """Token range of the anchor at each character position; None if one is not on its own."""
+    """Token range of the anchor at each character position; None if one was merged."""
     groups = []
     for at in positions:
         hit = np.flatnonzero((raw.starts < at + 1) & (raw.ends > at))
@@ -361,6 +363,6 @@ def _anchored(raw: Encoding, positions: Sequence[int]) -> list[tuple[int, int]] 
         first, stop = int(hit[0]), int(hit[-1]) + 1
         if stop - first != hit.size:
             return None
-        # A prefix space in front of a leading anchor belongs to the anchor.
+        # A prefix space before a leading anchor belongs to the anchor.
         groups.append((0 if at == 0 else first, stop))
     return groups

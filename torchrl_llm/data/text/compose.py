@@ -1,6 +1,6 @@
-"""Provenance of each character of a rendered conversation, and through it of each token.
+"""Provenance of each character, and so of each token, of a rendered conversation.
 
-The characters that a model would have to generate give the assistant mask.
+The assistant mask covers the characters that a model would have to generate.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Composed:
     chars: np.ndarray
 
     def piece(self, start: int = 0) -> Piece:
-        """The text from ``start`` on, to be encoded as the continuation of what stands before."""
+        """The text from ``start`` on, to be encoded as a continuation of the text before it."""
         text, literals = self.rendered.text, self.rendered.literals
         if not start:
             return Piece(text, literals)
         return Piece(text[start:], [(a - start, b - start) for a, b in literals if a >= start])
 
     def with_tokens(self, markers: Collection[str]) -> Composed:
-        """The same, where these strings are special tokens if they stand in a model's turn.
+        """A copy in which these strings are special tokens inside a model's turn.
 
         Args:
             markers: strings of special tokens.
@@ -57,13 +57,13 @@ class Composed:
 
 
 class Composer:
-    """Render conversations and say who wrote what.
+    """Render conversations and label the author of each character.
 
     Args:
-        renderer: the template, with the form that the probe found.
+        renderer: of the template, with the form that the probe found.
         codec: the tokenizer.
         probe: findings about the template.
-        tools: tools of conversations that name none.
+        tools: tools of conversations without their own.
     """
 
     def __init__(
@@ -80,10 +80,10 @@ class Composer:
         """Compose a whole conversation.
 
         An unfinished assistant message at the end (``is_complete`` is false) is left open if a
-        generation prompt is asked for: the model is to continue it.
+        generation prompt is requested: the model continues it.
 
         Raises:
-            TemplateError: the template refuses a message, or would drop it.
+            TemplateError: the template rejects a message, or would drop it.
         """
         self.check(messages)
         prefilled = None
@@ -116,11 +116,11 @@ class Composer:
         return Composed(rendered, chars)
 
     def check(self, messages: Messages, first: int = 0) -> None:
-        """Refuse messages that the template would drop without a word.
+        """Raise if the template would silently drop a message.
 
         Args:
             messages: the messages to look at.
-            first: how many messages stand before them.
+            first: number of messages before them.
 
         Raises:
             TemplateError: naming the message.
@@ -139,7 +139,7 @@ class Composer:
                 raise TemplateError(f"message {index} {lost}, and the chat template drops it")
 
     def verify(self, composed: Composed, start: int, encoding: Encoding) -> None:
-        """Check that the special tokens of the ids are those of the text, and no others.
+        """Check that the special tokens of the ids are exactly those of the text.
 
         Raises:
             TokenizerError: a content was encoded into a special token, or a special token was not.
@@ -159,11 +159,11 @@ class Composer:
 def assistant_regions(
     rendered: Rendered, messages: Sequence[Mapping[str, Any]], probe: Probe
 ) -> list[tuple[int, int, int]]:
-    """What a model would have to generate for each assistant message.
+    """The characters that a model would have to generate for each assistant message.
 
     Returns:
-        Half-open character ranges ``(start, end, closed)``: from the end of the header to behind
-        the closer; ``closed`` is where the closer begins (``end`` if there is none).
+        Half-open character ranges ``(start, end, closed)``: from the end of the header to the end
+        of the closer; ``closed`` is the start of the closer (``end`` if there is none).
     """
     if rendered.generation is not None:
         return [_with_closer(rendered, start, end, probe) for start, end in rendered.generation]
@@ -187,7 +187,8 @@ def assistant_regions(
         if closer is not None:
             closed, end = closer[0], closer[0] + len(closer[1].text)
         else:
-            # The header of the next turn closes this one and is not there yet, or nothing does.
+            # The header of the next turn closes this one and does not exist yet, or nothing closes
+            # it.
             end = closed = len(text.rstrip()) if following == len(text) else stop
             end = closed = max(stop, end)
         regions.append((start, end, closed))
@@ -196,7 +197,7 @@ def assistant_regions(
 
 
 def _with_closer(rendered: Rendered, start: int, end: int, probe: Probe) -> tuple[int, int, int]:
-    """A ``{% generation %}`` block, with the closer that ends it or stands right behind it."""
+    """A ``{% generation %}`` block, including the closer that ends it or directly follows it."""
     inside = first_closer(rendered, start, end, probe)
     if inside is not None and inside[0] + len(inside[1].text) >= len(rendered.text[:end].rstrip()):
         return start, end, inside[0]
@@ -234,7 +235,7 @@ def char_sources(
 
 
 def label_tokens(encoding: Encoding, text: str, chars: np.ndarray) -> np.ndarray:
-    """Label of each token: that of its first character which is not white space.
+    """Label of each token: the label of its first character that is not white space.
 
     Args:
         encoding: ids with character ranges in ``text``.

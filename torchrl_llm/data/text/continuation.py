@@ -1,8 +1,8 @@
 """Continuation of known token ids by new messages.
 
-:mod:`~torchrl_llm.data.text.splice` decides on rendered texts whether the old ids can be
-continued and from where; this file renders a window of the conversation for it, and encodes the
-new part in one piece that begins with the token which closes the sampled turn.
+:mod:`~torchrl_llm.data.text.splice` compares rendered texts and decides whether the old ids can be
+continued and from which position. This module renders a window of the conversation for it, and
+encodes the new part in one piece, which begins with the token that closes the sampled turn.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ OnRewrite = Literal["fork", "keep", "error"]
 ForkCause = Literal["think_dropped", "prompt_changed", "closer_changed", "history_changed"]
 
 COUNTED = (
-    "the chat template counts the turns in front of a message, so new messages cannot be appended "
+    "the chat template counts the turns before a message, so new messages cannot be appended "
     "without all old ones: expected a template that does not count; pass the whole conversation "
     'to extend with on_rewrite="fork" or "error"'
 )
 
 
 class Extension(NamedTuple):
-    """Old ids and what new messages add to them.
+    """Old ids, extended by the ids of new messages.
 
     Attributes:
         token_ids: int64 ``[T]``, the whole conversation.
-        num_kept: length of the prefix that is the old ids, token for token (0 when forked).
+        num_kept: length of the prefix that consists of the old ids, unchanged (0 when forked).
         source: int8 ``[T - num_kept]``, provenance of the new part.
         forked: the template rewrote history, and all ids are new.
-        cause: what it rewrote; also set under ``on_rewrite="keep"``, where nothing forks.
+        cause: the rewritten part; also set under ``on_rewrite="keep"``, which never forks.
     """
 
     token_ids: Tensor
@@ -50,7 +50,7 @@ class Extension(NamedTuple):
 
 
 class Request(NamedTuple):
-    """What is to be continued; see :meth:`ChatFormatter.extend`."""
+    """Arguments of a continuation; see :meth:`ChatFormatter.extend`."""
 
     token_ids: Tensor
     old: Messages
@@ -61,7 +61,7 @@ class Request(NamedTuple):
 
 
 class Addition(NamedTuple):
-    """What new messages add to old ids, or with ``forked`` all ids instead of these.
+    """Ids that new messages add to the old ids or, if ``forked``, the ids that replace all of them.
 
     Attributes:
         token_ids: int64 ``[N]``.
@@ -77,7 +77,7 @@ class Addition(NamedTuple):
 
 
 class _Rest(NamedTuple):
-    """What is to be encoded: ``composed`` from ``start`` on, of which ``held`` is there already."""
+    """Text to encode: ``composed`` from ``start`` on; the old ids already end with ``held``."""
 
     composed: Composed
     start: int
@@ -91,7 +91,7 @@ class Continuation:
 
     Args:
         composer: renders and labels.
-        on_rewrite: what to do where the template rewrites history.
+        on_rewrite: what to do if the template rewrites history.
         debug: check each result.
     """
 
@@ -112,7 +112,7 @@ class Continuation:
         return Extension(whole, kept.shape[0], added.source, False, added.cause)
 
     def additions(self, requests: Sequence[Request]) -> list[Addition]:
-        """What each is continued by; they are encoded by one call of the tokenizer."""
+        """The addition for each request, all encoded by one call of the tokenizer."""
         rests = [self._continued(request) for request in requests]
         encodings = self._codec.encode_batch([self._piece(rest) for rest in rests])
         return [self._added(*pair) for pair in zip(rests, encodings, strict=True)]
@@ -125,7 +125,7 @@ class Continuation:
 
     def _added(self, rest: _Rest, encoding: Encoding) -> Addition:
         source, _ = rest.composed.sources(encoding, rest.start)
-        # What the old ids hold already: all of the closer, or the part that they end with.
+        # Skip the part of the closer that the old ids already end with: all of it or a prefix.
         ids, held = encoding.ids.tolist(), rest.held
         skip = next((n for n in range(len(held), 0, -1) if ids[:n] == held[-n:]), 0)
         if self._debug:
@@ -150,7 +150,7 @@ class Continuation:
         if cut is not None and self._fits(composed, cut, ending):
             start = cut.start if cut.closer else _behind_blanks(full.text, cut.start, body)
             return _Rest(composed, start, ending.tail if cut.closer else [])
-        cause: ForkCause = "history_changed"  # what was sampled behind the end of the turn is gone
+        cause: ForkCause = "history_changed"  # ids sampled after the end of the turn are lost
         if cut is None:
             cause = splice.fork_cause(said, window)
         if self._on_rewrite == "error":
@@ -166,14 +166,14 @@ class Continuation:
     def _window(
         self, old: Messages, new: Messages, tools: Sequence[Any] | None
     ) -> tuple[list[Mapping[str, Any]], tuple[Rendered, Callable[[], Rendered], Rendered]]:
-        """The old messages that matter; the old prompt, the old and all messages rendered."""
+        """The relevant old messages; renderings of the old prompt, the old and all messages."""
         if self._probe.counts:
             return list(old), self._three(list(old), new, tools)
         short = bool(new) and all(m.get("role") == "tool" for m in new)
         window = [old[i] for i in splice.window_start(old, len(old) - 1, short=short)]
         try:
             return window, self._three(window, new, tools)
-        except TemplateError:  # the template wants to see more than the window
+        except TemplateError:  # the template needs more than the window
             return list(old), self._three(list(old), new, tools)
 
     def _three(
@@ -185,14 +185,14 @@ class Continuation:
         def alone() -> Rendered:  # seldom needed
             try:
                 return render(window)
-            except TemplateError:  # a template that cannot end with this turn: nothing begins so
+            except TemplateError:  # the template cannot end with this turn: no text matches
                 return Rendered("")
 
         prompt = render(window[:-1], add_generation_prompt=True)
         return prompt, alone, render([*window, *new], add_generation_prompt=True, spans=True)
 
     def _fits(self, composed: Composed, cut: splice.Cut, ending: splice.Ending) -> bool:
-        """Whether ids sampled behind the closer are what the template writes there as well."""
+        """Whether the ids sampled after the closer are those that the template writes there."""
         if not ending.overrun:
             return True
         ids = self._codec.encode(composed.piece(cut.start)).ids.tolist()
@@ -206,7 +206,7 @@ class Continuation:
         ending: splice.Ending,
         cause: ForkCause,
     ) -> _Rest:
-        """The new part as it stands behind a dummy conversation."""
+        """The new part, rendered after a dummy conversation."""
         if self._probe.counts:
             raise TemplateError(COUNTED)
         dummy: dict[str, Any] = {"role": "assistant", "content": "Yes."}
@@ -223,7 +223,7 @@ class Continuation:
         if found is None:
             return _Rest(composed, after, [], False, cause)
         at, closer = found
-        # A turn that is closed already, by any token, is not closed again.
+        # A turn that any token has already closed is not closed again.
         held = ending.tail if ending.closer is None else list(closer.ids)
         return _Rest(composed, at, held, False, cause)
 

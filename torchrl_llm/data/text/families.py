@@ -1,22 +1,22 @@
-r"""The built-in model families: for each, its chat template and the parser that reads it back.
+r"""The built-in model families: the chat template of each, and the parser for its text.
 
 Every template writes contents as they are (nothing is stripped), adds no system message that the
 conversation does not have, puts the assistant's words *and* its end-of-turn token inside
-``{% generation %}``, and raises an error that names the message where the family has no form for it
-(a tool call in Falcon, a system message in DialoGPT). So its parser can read each text back.
+``{% generation %}``, and raises an error that names the message if the family has no form for it (a
+tool call in Falcon, a system message in DialoGPT). Therefore its parser can read every text back.
 
-They serve tokenizers without a chat template; see
-``torchrl_llm.data.text.templates.resolve_template``. ``qwen3`` is asked for by name: it writes
-the reasoning of every turn, where the published template drops that of earlier turns and so
-rewrites history at each user message. Use it for training and serving alike.
-``PRESERVING_TEMPLATES`` does the same for further families, without a parser.
+They are for tokenizers without a chat template; see
+``torchrl_llm.data.text.templates.resolve_template``. ``qwen3`` must be selected by name: it writes
+the reasoning of every turn, while the published template drops the reasoning of earlier turns and
+so rewrites history at each user message. Use it for both training and serving.
+``PRESERVING_TEMPLATES`` does the same for more families, without a parser.
 
-A new family is a file of ``chat_templates/``. Its head, a comment in JSON, has the fields of its
-``InverseParser`` (a role ``""`` is any other), the
-``keywords`` of model names, the texts around declared ``tools``, the ``readers`` of this file that
-turn raw messages into final ones, and the parts of ``results`` and ``think``; ``like`` takes the
-rest, and the template, from another family. A line ``INCLUDE part`` is a file of ``parts/``. A
-user's own is registered with :func:`~torchrl_llm.data.text.templates.add_chat_template`.
+To add a family, add a file to ``chat_templates/``. Its head, a comment in JSON, has the fields of
+its ``InverseParser`` (the role ``""`` means any other role), the ``keywords`` of model names, the
+texts around declared ``tools``, the ``readers`` (functions of this module that turn raw messages
+into final ones), and the parts of ``results`` and ``think``. ``like`` takes all other fields, and
+the template, from another family. A line ``INCLUDE part`` includes a file of ``parts/``. Users
+register their own templates with :func:`~torchrl_llm.data.text.templates.add_chat_template`.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class TemplateSpec:
     """A chat template that was found for a tokenizer.
 
     Args:
-        name: its registered name, ``"tokenizer"`` for the tokenizer's own, ``"explicit"`` for a
-            text that was passed.
+        name: its registered name, ``"tokenizer"`` for the tokenizer's own template, ``"explicit"``
+            for a template passed as text.
         template: the Jinja text.
         inverse_parser: reads a rendered text back: an
             ``InverseParser``, a user's function
             ``text -> History`` (or list of messages), or ``None``.
-        keywords: model names that contain one of these get this template.
+        keywords: models whose names contain one of these use this template.
     """
 
     name: str
@@ -68,7 +68,7 @@ class TemplateSpec:
 
 
 def _text(path: str) -> str:
-    """A file of ``chat_templates/``, with its lines ``INCLUDE part`` filled in."""
+    """A file of ``chat_templates/``, with its ``INCLUDE part`` lines replaced."""
     text = (_FOLDER / f"{path}.jinja").read_text(encoding="utf-8")
     return re.sub(
         r"^INCLUDE (\w+)\n", lambda found: _text(f"parts/{found[1]}"), text, flags=re.MULTILINE
@@ -81,7 +81,7 @@ def _jinja(text: str) -> str:
 
 
 def _about(name: str) -> tuple[dict[str, Any], str]:
-    """What the head of a family's file says, and its template before it is filled in."""
+    """The head of a family's file, and its template before the placeholders are replaced."""
     head, _, text = _text(name).removeprefix("{#").partition("#}\n")
     about = json.loads(head)
     if like := about.pop("like", None):
@@ -118,7 +118,7 @@ def _family(name: str) -> TemplateSpec:
     return TemplateSpec(name, text, parser, keywords)
 
 
-# -- the way back ---------------------------------------------------------------------------------
+# -- parsing --------------------------------------------------------------------------------------
 
 
 def _read(
@@ -139,7 +139,7 @@ def _read(
 
 
 def _without_tools(content: str, tools: Sequence[str]) -> str | None:
-    """A system content without the declared tools; ``None`` when nothing else was in it."""
+    """A system content without the declared tools; ``None`` if it had nothing else."""
     before, after = tools
     start = content.find(before)
     if start < 0 or not content.endswith(after) or len(content) < start + len(before + after):
@@ -168,7 +168,7 @@ def _results(message: Message) -> list[Message]:
 
 def _thought(message: Message) -> list[Message]:
     thought, shut, rest = message["content"].partition("\n</think>\n\n")
-    # "<think>\n" and "\n</think>" share no newline, even around no thought at all.
+    # "<think>\n" and "\n</think>" never share a newline, even around an empty thought.
     if message["role"] != "assistant" or not shut or not thought.startswith("<think>\n"):
         return [message]
     return [message | {"content": rest, "reasoning_content": thought.removeprefix("<think>\n")}]
@@ -185,15 +185,15 @@ def _llama_call(message: Message) -> list[Message]:
 
 
 def split_tool_calls(content: str) -> tuple[str, list[Message]]:
-    r"""Take the ``<tool_call>`` blocks that end an answer off its content.
+    r"""Split the ``<tool_call>`` blocks at the end of an answer from its content.
 
     Args:
         content: an assistant turn in the Hermes form, calls last.
 
     Returns:
         The content before the calls (without the newline that joins them) and the calls as
-        ``{"type": "function", "function": {"name", "arguments"}}``. A block whose JSON is broken,
-        or that other text follows, stays in the content.
+        ``{"type": "function", "function": {"name", "arguments"}}``. A block with broken JSON, or
+        followed by other text, stays in the content.
 
     Example:
         >>> call = '{"name": "add", "arguments": {"a": 1}}'
@@ -201,7 +201,8 @@ def split_tool_calls(content: str) -> tuple[str, list[Message]]:
         >>> split_tool_calls(text)[0]
         'One moment.'
     """
-    # Each block is read once: what does not reach the end from one block does not from its next.
+    # Each block is read once: if other text follows the calls from one block on, it also does from
+    # the next.
     tried: set[int] = set()
     start = content.find(_HERMES.opening)
     while start >= 0:
@@ -229,7 +230,7 @@ def _calls_to_the_end(text: str, place: int, tried: set[int]) -> list[Message]:
 
 
 def _exact_call(value: Any, arguments: str) -> Message | None:
-    """The call that a JSON value spells, ``None`` if it is anything else (more keys, say)."""
+    """The call for a JSON value, ``None`` if it is anything else (e.g. has more keys)."""
     if not isinstance(value, dict) or set(value) != {"name", arguments}:
         return None
     if not isinstance(value["name"], str) or not isinstance(value[arguments], (dict, str)):
@@ -249,9 +250,9 @@ _READERS = {
     "thought": _thought,
 }
 # In the files: Qwen joins consecutive results into one user turn. Qwen 3's thoughts are kept in
-# every turn, and never written where a turn has none: such a text only ever grows. The leading
-# space of Falcon's and DeepSeek's answers is inside the block: a model continues "Assistant:" with
-# " word".
+# every turn, and a turn without a thought gets no block: so new messages only ever append text. The
+# leading space of Falcon's and DeepSeek's answers is inside the block: a model continues
+# "Assistant:" with " word".
 FAMILIES: dict[str, TemplateSpec] = {
     path.stem: _family(path.stem) for path in sorted(_FOLDER.glob("*.jinja"))
 }
@@ -266,15 +267,15 @@ FAMILY_KEYWORDS = {name: spec.keywords for name, spec in FAMILIES.items() if spe
 
 # -- templates that never rewrite history ---------------------------------------------------------
 
-# A turn without a thought is written with an empty block where the generation prompt opens one
-# (deepseek_r1), and with none elsewhere (glm4).
+# A turn without a thought is written with an empty block if the generation prompt opens a block
+# (deepseek_r1), and otherwise without one (glm4).
 PRESERVING_TEMPLATES: dict[str, str] = {
     name: _text(f"preserving/{name}").replace("\n{", "{").replace("}\n", "}").strip()
     for name in ("deepseek_r1", "glm4")
 }
 """Templates of common reasoning families that never rewrite history, by family.
 
-The published ones drop earlier thoughts, or write the last turn in another way than the turns
+The published templates drop earlier thoughts, or write the last turn differently from the turns
 before it: a conversation then forks at every user message. With these, one conversation stays one
 row of tokens. A model must be trained *and* served with the same template; name it in the recipe::
 

@@ -1,9 +1,9 @@
-"""Formatter that turns conversations into token ids, and continues the ids of shorter ones.
+"""Formatter that encodes conversations into token ids and extends them with new messages.
 
-A sampled token is never encoded again. When messages are appended to a conversation whose ids are
-known, :meth:`ChatFormatter.extend` encodes what the chat template writes from the token that closes
-the sampled turn on, and appends it. The cost depends on the new messages, not on the history. Where
-the template rewrites history, the conversation forks, and says why.
+A sampled token is never encoded again. When messages are appended to a conversation with known ids,
+:meth:`ChatFormatter.extend` encodes only the text from the token that closes the sampled turn, and
+appends the ids. The cost depends on the new messages, not on the history. If the template rewrites
+history, the conversation forks, and the result has the cause.
 
 Next: :mod:`~torchrl_llm.data.text.splice` decides, :mod:`~torchrl_llm.data.text.probe`
 finds out what a template does, :mod:`~torchrl_llm.data.text.respond` reads responses.
@@ -38,7 +38,7 @@ from torchrl_llm.errors import TemplateError
 
 Messages = Chat | Sequence[Mapping[str, Any]]
 _NAMED_TOKENS = [f"{name}_token" for name in ("bos", "eos", "unk", "sep", "pad", "cls", "mask")]
-# Tokenizers whose missing markers have been told.
+# Tokenizers whose missing markers have been reported.
 _TOLD: set[str] = set()
 
 
@@ -48,8 +48,8 @@ class Encoded(NamedTuple):
     Attributes:
         token_ids: int64 ``[T]``.
         source: int8 ``[T]``, codes of :class:`~torchrl_llm.data.enums.Source`.
-        assistant: bool ``[T]``, what a model would have to generate: the text, reasoning and calls
-            of assistant messages and the token that ends the turn.
+        assistant: bool ``[T]``, the tokens that a model would have to generate: text, reasoning and
+            calls of assistant messages, and the token that ends the turn.
     """
 
     token_ids: Tensor
@@ -61,13 +61,13 @@ class Encoded(NamedTuple):
     ) -> TokenRecord:
         """Record of these ids as a prompt.
 
-        A prompt that ends inside an unfinished message of the model's is recorded as a response
-        that was cut, though nothing of it was sampled: what is answered goes on with that message.
+        A prompt that ends inside an unfinished message of the model is recorded as a truncated
+        response, although none of it was sampled: the answer continues that message.
 
         Args:
             chat: the conversation that was encoded.
-            fork_cause: why an earlier record of it was given up.
-            earlier_turns: how many of the model's turns that record had.
+            fork_cause: why an earlier record of the conversation was dropped.
+            earlier_turns: number of the model's turns in that record.
         """
         messages = _messages(chat)
         record = TokenRecord.from_prompt(
@@ -89,23 +89,23 @@ class ChatFormatter:
     """Encode conversations with a tokenizer and a chat template, each token once.
 
     Args:
-        tokenizer: a fast Hugging Face tokenizer. If it declares a ``response_template`` and its
-            own chat template is in use, ``transformers`` finds the fields of each response by it;
-            set it to ``None`` to read responses by what the chat template writes.
+        tokenizer: a fast Hugging Face tokenizer. If it declares a ``response_template`` and its own
+            chat template is in use, ``transformers`` parses each response with it; set it to
+            ``None`` to parse responses in the form that the chat template writes.
         chat_template: a Jinja template; the tokenizer's own, or that of its family, by default.
         chat_template_name: name of a registered template.
-        on_rewrite: what to do where the template rewrites history: ``"fork"`` starts a new row from
-            the new rendering (what a served model would see), ``"keep"`` appends all the same,
+        on_rewrite: what to do if the template rewrites history: ``"fork"`` starts a new row from
+            the new rendering (which a served model would see), ``"keep"`` appends anyway,
             ``"error"`` raises.
         tools: tools of every conversation (JSON schemas or documented functions).
         template_kwargs: further variables of the template, such as ``enable_thinking``.
-        debug: check each result (old ids are a prefix, the new text is the rendered one).
+        debug: check each result (old ids are a prefix, the new text equals the rendered text).
 
     Raises:
         TokenizerError: the tokenizer is not a fast one.
-        TemplateError: there is no usable template, or tools are given that it drops or whose calls
-            could not be read back, or the tokenizer declares a ``response_template`` that
-            ``transformers`` cannot read.
+        TemplateError: there is no usable template, or the template drops the given tools or writes
+            calls that cannot be read back, or ``transformers`` cannot read the tokenizer's
+            ``response_template``.
 
     Example:
         >>> from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -179,12 +179,12 @@ class ChatFormatter:
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response when they are sampled (the turn's last token, and any eos)."""
+        """Ids that end a response when sampled (the turn's last token, and any eos)."""
         ids = {c.ids[-1] for c in self.probe.terminal} | self._codec.eos_ids
         return tuple(sorted(ids))
 
     def _tell_plain_markers(self, *, own: bool) -> None:
-        # A family's or ChatML template was put in for a tokenizer that has none, nor its markers.
+        # The tokenizer has no template, so a family's or ChatML is used, and lacks its markers.
         if own or getattr(self.tokenizer, "chat_template", None) or self.probe.closers:
             return
         name = getattr(self.tokenizer, "name_or_path", "")
@@ -202,32 +202,32 @@ class ChatFormatter:
         if ends and not self._parser.declared:
             raise TemplateError(
                 f"the chat template ends a thought ({opened!r}) with {ends[0]!r}, which ends the "
-                "turn as well: what is sampled would end with its thought; expected a mark of its "
+                "turn as well: responses would end with their thought; expected a mark of its "
                 "own for the end of a thought; use another template"
             )
 
     def _check_tools(self) -> None:
         lost = "tool calls" if self.probe.call is None else "tool results"
-        if self.probe.call is None:  # what it refuses, it does not drop
+        if self.probe.call is None:  # raises if the template rejects calls rather than drops them
             chat = [{"role": "user", "content": USER}, calling([(NAME, VALUE)])]
             self._renderer.render(chat, tools=[TOOL])
         if self.probe.call is None or not self.probe.results:
             raise TemplateError(
                 f"tools are given, but the chat template drops {lost}; use a template that writes "
-                "them, or take the tools away"
+                "them, or remove the tools"
             )
         if not self._parser.reads_calls:
             raise TemplateError(
                 "tools are given, but a call in this chat template's form cannot be read back; "
                 "expected JSON, tags, braces or Python calls between marks, got "
-                f"{self.probe.call!r:.300}; declare tokenizer.response_template, or take the tools "
-                "away and parse the text with a ToolParser"
+                f"{self.probe.call!r:.300}; declare tokenizer.response_template, or remove the "
+                "tools and parse the text with a ToolParser"
             )
         if not self._parser.declared:
             self._check_calls()
 
     def _check_calls(self) -> None:
-        """Read the calls that the template writes: bare, of two arguments, behind a thought."""
+        """Read the calls that the template writes: bare, with two arguments, after a thought."""
         prompt = [{"role": "user", "content": USER}]
         turns = [calling([(NAME, VALUE)]) for _ in range(2 + (self.probe.reasoning is not None))]
         turns[1]["tool_calls"][0]["function"]["arguments"]["other"] = VALUE
@@ -267,7 +267,7 @@ class ChatFormatter:
 
         Args:
             chat: the messages. If the last one is an unfinished assistant message
-                (``is_complete`` is false) and a generation prompt is asked for, the text ends with
+                (``is_complete`` is false) and a generation prompt is requested, the text ends with
                 its content, to be continued.
             add_generation_prompt: end with the header of the model's turn.
             tools: tools of this conversation instead of the formatter's.
@@ -299,7 +299,7 @@ class ChatFormatter:
         """Encode conversations with one call of the tokenizer.
 
         Args:
-            chats: conversations; records that they carry are not read.
+            chats: conversations; their records are ignored.
             add_generation_prompt: end each with the header of the model's turn.
             tools: tools of these conversations instead of the formatter's.
 
@@ -307,7 +307,7 @@ class ChatFormatter:
             Ids, provenance and assistant mask of each.
 
         Raises:
-            TemplateError: the template refuses a message or would drop it.
+            TemplateError: the template rejects a message or would drop it.
         """
         composed = [
             self._composer.compose(
@@ -320,11 +320,12 @@ class ChatFormatter:
     def encode_demonstration(
         self, chat: Messages, *, tools: Sequence[Any] | None = None
     ) -> Encoded:
-        """Encode a conversation that is to be learned.
+        """Encode a conversation for supervised training.
 
-        As :meth:`encode` without a generation prompt, but that special tokens which were added for
-        the model's answers are real ones in its own turns: those that neither the template writes
-        nor the tokenizer has a use for (the end of a text, padding). Other messages spell them.
+        As :meth:`encode` without a generation prompt, except for special tokens that were added for
+        the model's answers, that is, those that neither the template nor the tokenizer uses (as end
+        of text or padding). In the model's own turns they are encoded as special tokens, in other
+        messages as plain characters.
 
         Args:
             chat: the messages.
@@ -375,15 +376,15 @@ class ChatFormatter:
         response_start: int,
         tools: Sequence[Any] | None = None,
     ) -> continuation.Extension:
-        """Continue a conversation whose ids are known.
+        """Continue a conversation with known ids.
 
         Args:
             token_ids: int64 ``[T]``, prompt and sampled response.
-            old_messages: the messages that these ids stand for; the last one is the sampled turn.
+            old_messages: the messages of these ids; the last one is the sampled turn.
             finish_reason: how the response ended.
-            new_messages: the messages behind it (all results of a step at once). Without any, a
-                finished turn is followed by a new header, and an unfinished one is left as it is,
-                to be continued.
+            new_messages: the messages after it (all results of a step at once). If empty, a
+                finished turn is followed by a new header, and an unfinished turn is left open, to
+                be continued.
             response_start: index of the response's first token.
             tools: tools of this conversation instead of the formatter's.
 
@@ -391,7 +392,7 @@ class ChatFormatter:
             The ids up to the next generation prompt.
 
         Raises:
-            TemplateError: the template refuses the messages, or rewrites history while
+            TemplateError: the template rejects the messages, or rewrites history while
                 ``on_rewrite="error"``.
         """
         old, new = _sampled_last(_messages(old_messages)), _messages(new_messages)
@@ -412,16 +413,16 @@ class ChatFormatter:
         response_start: int,
         tools: Sequence[Any] | None = None,
     ) -> continuation.Extension:
-        """Continue a conversation of which the ids and the last turn are known, and no more.
+        """Continue a conversation of which only the ids and the last turn are known.
 
-        For rows that travel as ids: as :meth:`extend`, except that history is never rewritten,
-        even with another ``on_rewrite``, because there are no messages to render it from.
+        For rows that are sent as ids: as :meth:`extend`, except that history is never rewritten,
+        whatever ``on_rewrite`` is, because there are no messages to render it from.
 
         Args:
             token_ids: int64 ``[T]``, prompt and sampled response.
-            turn: the message that the response stands for, see :meth:`parse_response`.
+            turn: the message of the response, see :meth:`parse_response`.
             finish_reason: how the response ended.
-            new_messages: the messages behind it, at least one.
+            new_messages: the messages after it, at least one.
             response_start: index of the response's first token.
             tools: tools of this conversation instead of the formatter's.
 
@@ -429,7 +430,8 @@ class ChatFormatter:
             The ids up to the next generation prompt, never forked.
 
         Raises:
-            TemplateError: the template refuses the messages, or counts the turns before them.
+            TemplateError: the template rejects the messages, or its text depends on the number of
+                earlier turns.
         """
         if self.probe.counts:
             raise TemplateError(continuation.COUNTED)
@@ -451,7 +453,7 @@ class ChatFormatter:
 
         Returns:
             The same record if it is already a prompt for all messages (or an unfinished response to
-            be continued), the longer record, or a new one with its ``fork_cause``.
+            be continued), else the longer record, or a new one with its ``fork_cause``.
         """
         return self.continue_records([record], [chat], tools=tools)[0]
 
@@ -476,7 +478,7 @@ class ChatFormatter:
         for row in rows:
             record, messages = records[row], read[row]
             if record.finish_reason is None:
-                # A prompt that was not answered gets more messages: go on from the last response.
+                # An unanswered prompt gets more messages: continue from the last response.
                 record = _last_response(record, messages)
             covered = record.num_messages
             begun.append(record)
@@ -501,7 +503,7 @@ class ChatFormatter:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Any] | None,
     ) -> TokenRecord | None:
-        """The record of the next prompt where nothing has to be put behind a response."""
+        """The record of the next prompt if nothing must be appended to a response."""
         if record is None:
             return self._fresh(messages, tools, None, 0)
         covered, finish = record.num_messages, record.finish_reason
@@ -535,7 +537,7 @@ class ChatFormatter:
         """Read a sampled response into a message.
 
         Args:
-            prompt_ids: int64 ``[P]``; its end tells whether a thought is open.
+            prompt_ids: int64 ``[P]``; its end shows whether a thought is open.
             response_ids: int64 ``[R]``.
             finish_reason: how the response ended.
 
@@ -550,7 +552,7 @@ class ChatFormatter:
 
     @property
     def closers(self) -> tuple[Closer, ...]:
-        """The token runs with which this template ends turns."""
+        """The token sequences that end turns in this template."""
         return self.probe.closers
 
 
@@ -563,7 +565,7 @@ def _ids(ids: Tensor | Sequence[int]) -> list[int]:
 
 
 def _sampled_last(old: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """The messages themselves, if the last of them is the model's."""
+    """The messages, after a check that the model wrote the last one."""
     if not old or old[-1].get("role") != "assistant":
         roles = [m.get("role") for m in old]
         raise TemplateError(f"the last old message must be the sampled turn, got roles {roles}")
@@ -575,7 +577,7 @@ def _extended(
     added: Sequence[continuation.Addition],
     requests: Sequence[continuation.Request],
 ) -> list[TokenRecord]:
-    """The records with what is added to them, and new ones where the template forks."""
+    """The extended records, or new records where the template forks."""
     numbers = [len(request.old) + len(request.new) for request in requests]
     rows = list(zip(records, added, numbers, strict=True))
     kept = [(record, more, n) for record, more, n in rows if not more.forked]
@@ -602,7 +604,7 @@ def _extended(
 
 
 def _last_response(record: TokenRecord, messages: Sequence[Mapping[str, Any]]) -> TokenRecord:
-    """The record cut behind its last sampled token."""
+    """The record cut after its last sampled token."""
     end = int((record.source == Source.SAMPLED).nonzero()[-1]) + 1
     covered = max(
         i for i, m in enumerate(messages[: record.num_messages]) if m.get("role") == "assistant"
@@ -613,13 +615,13 @@ def _last_response(record: TokenRecord, messages: Sequence[Mapping[str, Any]]) -
 def assistant_mask(
     formatter: ChatFormatter, messages: Sequence[Mapping[str, Any]], *, include_header: bool = False
 ) -> tuple[Tensor, Tensor]:
-    r"""Token ids of a conversation and a mask of the assistant's turns.
+    r"""Token ids of a conversation, and a mask of the assistant's turns.
 
-    A turn is what a policy would have sampled: its content and its end-of-turn token. The header
-    before it and the line break that a template writes behind it are not.
+    A turn consists of the tokens that a policy would have sampled: its content and its end-of-turn
+    token. It excludes the header before it and the line break that a template writes after it.
 
     Args:
-        formatter: encodes; holds tokenizer and template.
+        formatter: has the tokenizer and the template.
         messages: the conversation.
         include_header: mark everything that each assistant message adds to the ids of the messages
             before it, header and line break too, as picoRL's ``tokenize_with_assistant_mask`` does.
@@ -628,9 +630,8 @@ def assistant_mask(
         int64 ``[T]`` ids and a bool ``[T]`` mask.
 
     Raises:
-        TemplateError: ``include_header`` with a template that writes earlier messages differently
-            once later ones follow (that strips old reasoning, for instance), so that a message has
-            no span.
+        TemplateError: ``include_header`` with a template that writes a message differently when
+            others follow (for instance strips old reasoning), so that a message has no span.
 
     Example:
         >>> from transformers import AutoTokenizer

@@ -1,13 +1,13 @@
 """Grammar that reads the text of a chat template back into messages.
 
 The grammar of each family is in :mod:`torchrl_llm.data.text.families`. A turn ends where its end
-mark is followed by another turn's header or by the end of the text. A mark anywhere else is a part
-of the content, so a role header inside an answer never opens a turn. Contents are returned to the
-character; nothing is stripped.
+mark is followed by another turn's header or by the end of the text. A mark anywhere else is part of
+the content, so a role header inside an answer never opens a turn. Contents are returned exactly;
+nothing is stripped.
 
-Parsing text is for people, data files and tests. What a model sampled is read from its token ids
-(:mod:`torchrl_llm.data.text.respond`), where a marker that was spelled out and a real special token
-differ.
+Parsing text is for inspection, data files and tests. Sampled responses are parsed from their token
+ids (:mod:`torchrl_llm.data.text.respond`), in which a marker spelled as text and a real special
+token differ.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from torchrl_llm.errors import AmbiguousTextError, TemplateError
 Message = dict[str, Any]
 Hook = Callable[[list[Message]], list[Message]]
 
-# Read where no tokenizer says which end-of-sequence or beginning-of-sequence token is meant.
+# Used if no tokenizer defines the end-of-sequence or beginning-of-sequence token.
 _KNOWN_EOS = ("<|endoftext|>", "<｜end▁of▁sentence｜>", "<|im_end|>", "</s>", "<|eot_id|>", "<eos>")
-# What models of any family end a turn with; each begins with <.
+# Ends of turns of models of any family; each begins with <.
 _ENDS = (*_KNOWN_EOS, "<|end_of_text|>", "<|eom_id|>", "<end_of_turn>", "<|eot|>", "<|end|>")
 KNOWN_BOS = ("<|begin_of_text|>", "<｜begin▁of▁sentence｜>", "<s>", "<bos>", "<|endoftext|>")
 
@@ -36,22 +36,22 @@ class InverseParser:
 
     Args:
         family: name of the family.
-        header: pattern of a turn's opening with one group ``role``; empty where turns have none.
+        header: pattern of a turn's opening with one group ``role``; empty if turns have none.
         ends: by role as the text spells it (``None``: any other), the pattern of its end mark and
             the pattern between that mark and the next header; ``EOS`` stands for the
             end-of-sequence token.
-        headless: role of a text before the first header (``None``: there is none).
-        eos: the end-of-sequence token where no tokenizer gives one.
+        headless: role of a text before the first header (``None``: no such text).
+        eos: the end-of-sequence token if no tokenizer defines it.
         bos: whether the text may begin with a beginning-of-sequence token.
-        own_bos: that token where no tokenizer gives one, of a family whose text may begin with a
-            content.
+        own_bos: the beginning-of-sequence token if no tokenizer defines it, for a family whose text
+            may begin with a content.
         roles: spelling of a role in the text to its name in a message.
         hook: turns raw messages into final ones (tool calls, tool results, declared tools).
-        marks: strings that can make a content read as a turn.
-        tags: strings that can make a content read as a call, a tool result or declared tools. A
-            rendering whose contents hold no mark and no tag is known to read back.
-        doubts: by role (``None``: all), the pattern whose presence in a *parsed* content means that
-            the text can be read in another way.
+        marks: strings by which a content can be parsed as a turn.
+        tags: strings by which a content can be parsed as a call, a tool result or declared tools. A
+            rendering whose contents have no mark and no tag always parses back.
+        doubts: by role (``None``: all), a pattern; if a *parsed* content matches it, the text is
+            ambiguous.
 
     Example:
         >>> from torchrl_llm.data.text.families import BUILTIN_PARSERS
@@ -84,18 +84,18 @@ class InverseParser:
         """The messages of a text; a trailing generation prompt adds none.
 
         A last turn without its end mark has ``is_complete=False``. A turn of the assistant may end
-        with another end-of-sequence token than the family's, or with both, as a model's may.
+        with a different end-of-sequence token than the family's, or with both, as models may write.
 
         Args:
             text: a rendering by the family's template, or the text of a model trained on it.
             bos_token: the tokenizer's beginning-of-sequence token, skipped at the start.
             eos_token: the tokenizer's end-of-sequence token, for families that end turns with it;
-                without it the family's own, or a well-known one that ends the text.
-            strict: raise on text that another conversation could have rendered too.
+                by default the family's own, or a well-known one at the end of the text.
+            strict: raise if a different conversation could have the same text.
 
         Raises:
             TemplateError: the text does not begin with a turn of this family.
-            AmbiguousTextError: ``strict``, and a content holds a mark of the family.
+            AmbiguousTextError: ``strict``, and a content contains a mark of the family.
         """
         eos = self._eos(text, eos_token)
         text = self._without_bos(text, bos_token)
@@ -113,11 +113,11 @@ class InverseParser:
         return messages
 
     def risks(self, eos_token: str | None = None) -> tuple[str, ...]:
-        """Marks, tags and the end mark: a text without them in its contents surely reads back."""
+        """Marks, tags and the end mark: a text without them in its contents always parses back."""
         return (*self.marks, *self.tags, eos_token or self.eos, *_ENDS)
 
     def turn_marks(self, eos_token: str | None = None) -> tuple[str, ...]:
-        """Marks and the end mark: a text without them in its contents has the turns it reads as."""
+        """Marks and the end mark: without them in the contents, the parsed turns are correct."""
         return (*self.marks, eos_token or self.eos)
 
     def _eos(self, text: str, eos_token: str | None) -> str:
@@ -126,7 +126,7 @@ class InverseParser:
         return next((known for known in _KNOWN_EOS if known in text), self.eos)
 
     def _without_bos(self, text: str, bos_token: str | None) -> str:
-        # Without a tokenizer, another mark in front of a text without header is its content.
+        # Without a tokenizer, any other mark before a text without header is its content.
         known = (
             (bos_token,) if bos_token else KNOWN_BOS if self.headless is None else (self.own_bos,)
         )
@@ -138,8 +138,7 @@ class InverseParser:
     def _turns(self, text: str, eos: str, strict: bool = False) -> Iterator[tuple[str, str, bool]]:
         """Yield (role, content, closed); a turn ends at the first mark that a header follows.
 
-        A turn of the assistant may also end with another end, which its model wrote, in front of a
-        header.
+        A turn of the assistant may also end with a different end mark of the model before a header.
         """
         head = re.compile(self.header).match(text)
         place = head.end() if head else 0
@@ -165,7 +164,7 @@ class InverseParser:
     def _other_end(
         self, text: str, place: int, content: str, mark: str, eos: str
     ) -> tuple[int, int, str | None] | None:
-        """Another end in a content that a header follows: where both stand, the role."""
+        """A different end mark before a header in a content: both positions and the role."""
         if "<" not in content and eos not in content:
             return None
         found = tuple(end for end in (eos, *_ENDS) if end in content)
@@ -189,7 +188,7 @@ class InverseParser:
                     raise AmbiguousTextError(
                         f"the text can be read in more than one way: {found[0]!r} in message "
                         f"{index} ({role}) is either its content or a mark of {self.family}; parse "
-                        "with strict=False to take it as content, or keep token ids, which tell"
+                        "with strict=False to take it as content, or keep the token ids instead"
                     )
 
 
@@ -197,7 +196,7 @@ class InverseParser:
 def _ends_and_header(
     mark: str, ends: tuple[str, ...], header: str
 ) -> tuple[re.Pattern[str] | None, re.Pattern[str]]:
-    """Ends of a turn other than its mark, if there are any, also behind it; and the next header."""
+    """Patterns of other ends than the mark, also after it (None without any), and the header."""
     others = "|".join(re.escape(end) for end in ends if not re.fullmatch(mark, end))
     either = re.compile(f"(?:(?:{mark})\\s*)?(?:{others})") if others else None
     return either, re.compile(f"\\s*(?:\\Z|{header})")
@@ -205,7 +204,7 @@ def _ends_and_header(
 
 @dataclass(frozen=True)
 class AlternatingParser(InverseParser):
-    """A family whose text names no roles: user and assistant in turn, each closed by eos."""
+    """A family whose text has no roles: user and assistant alternate, each turn closed by eos."""
 
     def _turns(self, text: str, eos: str, strict: bool = False) -> Iterator[tuple[str, str, bool]]:
         *closed, rest = text.split(eos)

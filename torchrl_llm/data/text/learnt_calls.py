@@ -1,11 +1,11 @@
-"""Syntaxes of tool calls that are learnt from one example, which a chat template has written.
+"""Syntaxes of tool calls, learnt from one example that a chat template wrote.
 
-:func:`syntax_of` takes the text of one call of ``NAME`` with ``{"key": VALUE}`` and makes of what
-surrounds these words a syntax: a JSON object or list between two marks, a name followed by a JSON
-object of arguments, nested tags with one tag per argument, an object in braces with marks for
-quotes, or Python call expressions. A syntax that would not read its own example is none.
+:func:`syntax_of` takes the text of one call of ``NAME`` with ``{"key": VALUE}`` and derives the
+syntax from the text around these words: a JSON object or list between two marks, a name followed by
+a JSON object of arguments, nested tags with one tag per argument, an object in braces with marks
+for quotes, or Python call expressions. A syntax that cannot parse its own example is rejected.
 
-Next: :mod:`torchrl_llm.data.text.call_syntax` has the interface and the pieces.
+Next: :mod:`torchrl_llm.data.text.call_syntax` has the interface and the helpers.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from torchrl_llm.data.text.call_syntax import (
     typed_value,
 )
 
-# The bound keeps the time linear where a name may hold the mark in front of it.
+# The bound keeps the time linear if a name may contain the mark before it.
 _NAME_PATTERN = r"([\w.\-/]{1,200}?)"
 _MARKS = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|```\w*")
-# What ends a thought: a call is learnt from what stands behind it.
+# Ends of a thought: a call is learnt from the text after it.
 _THOUGHT_END = re.compile(r"</[\w:]*think[\w:]*>|<\|END_THINKING\|>|\[/THINK\]")
 _ID = r"(?P<id>[\w.:\-]{1,200})"
 
 
 def syntax_of(call: str | None, beside: str | None = None) -> CallSyntax | None:
-    """The syntax of a template, from its text for one call of ``NAME`` with ``{"key": VALUE}``.
+    """Derive a template's syntax from its text for one call of ``NAME`` with ``{"key": VALUE}``.
 
     Args:
         call: the text.
         beside: the text for such a call with ``ANSWER`` next to it.
 
     Returns:
-        ``None`` where nothing is known that reads this very text as that call.
+        The syntax; ``None`` if no known syntax parses this text as that call.
     """
     if call is None or NAME not in call or VALUE not in call:
         return None
@@ -74,12 +74,12 @@ def syntax_of(call: str | None, beside: str | None = None) -> CallSyntax | None:
 
 
 class _Beside(CallSyntax):
-    """A bare call that has text on one side: the tool must be a known one, or the text has marks.
+    """A bare call with text on one side: the tool must be known, or the text must have marks.
 
     Args:
         bare: reads the call alone.
-        leads: the text stands in front of the call.
-        opening: what the template writes in front of the text, ``closing`` behind it.
+        leads: the text is before the call.
+        opening: mark that the template writes before the text; ``closing``: the mark after it.
     """
 
     _begins = re.compile(r"[\[{]\s*\"(?:name|type|function|id)\"|\[\s*[A-Za-z_][\w.]{0,200}\(")
@@ -92,7 +92,7 @@ class _Beside(CallSyntax):
         whole = self._bare.parse(text, schemas)
         if whole.found:
             return whole
-        # Text may spell calls, too: the one next to it, or the last one, is meant.
+        # The text may spell calls, too: only the first or the last can be the call.
         found = (self._begins if self._leads else self._ends).finditer(text)
         places = [m.start() if self._leads else m.end() for m in found]
         for at in dict.fromkeys((*places[:1], *places[-1:])):
@@ -112,7 +112,7 @@ def _beside(syntax: CallSyntax, call: str, beside: str) -> CallSyntax:
     if isinstance(syntax, TaggedJson) and said and (around + behind).strip() == call:
         opening = around.strip()
         shut = syntax.opening.removeprefix(opening)
-        if opening and shut and behind.startswith(shut):  # marks of the text, even of none
+        if opening and shut and behind.startswith(shut):  # the text has marks, even an empty text
             return _Beside(BareJson(), True, opening, shut)
     if not isinstance(syntax, (BareJson, _BarePythonic)):
         return syntax
@@ -165,13 +165,13 @@ class _NamedJson(Marked):
         with_id = _flexible(CALL_ID).strip("\\s*") in flexible
         if with_id:
             flexible = flexible.replace(re.escape(CALL_ID), _ID)
-        # The number of a call: the example's is the first.
+        # The number of a call; the example has the first number.
         flexible = re.sub(r":\d+(?!\w)", r":\\d{1,9}", flexible)
         self._head = re.compile(re.escape(before) + _NAME_PATTERN + flexible + r"(?=[{\[])")
         self._numbered = re.search(r"^:\d+(?!\w)", middle) is not None
         self._prefix = before if self._numbered and not before.startswith("<") else ""
         self._tail = _MARKS.findall(after)
-        # Some templates write the outer mark in front of the first call of a conversation alone.
+        # Some templates write the outer mark only before the first call of a conversation.
         inner = inner and _NamedJson(inner, before, middle, after)
         self._inner = inner or None
 
@@ -184,7 +184,7 @@ class _NamedJson(Marked):
         calls, cursor = [], at
         while head := self._head.search(text, cursor):
             gap = text[cursor : head.start()]
-            # What begins with its own opening mark is read separately: it may be broken.
+            # A call with its own opening mark is read separately: it may be broken.
             begins = text.find(self.opening, cursor, head.end()) >= 0
             if calls and (begins or _MARKS.sub("", gap).strip() not in ("", "function")):
                 break
@@ -193,7 +193,7 @@ class _NamedJson(Marked):
             for mark in self._tail:
                 cursor = skip_mark(text, cursor, mark)
         if not calls:
-            raise ValueError(f"no tool name and JSON arguments behind {self.opening!r}")
+            raise ValueError(f"no tool name and JSON arguments after {self.opening!r}")
         return calls, cursor
 
     def _id(self, head: re.Match[str]) -> str | None:
@@ -201,7 +201,7 @@ class _NamedJson(Marked):
             return head["id"]
         if not self._numbered:
             return None
-        # The identity is the name with the call's number (Kimi), which results refer to.
+        # The id is the name with the call's number (Kimi); results refer to it.
         number = re.match(r":\d+", head.string[head.end(1) : head.end()])
         return f"{self._prefix}{head[1]}{number.group()}" if number else None
 
@@ -226,11 +226,11 @@ class _Tags(Marked):
     """One tag per argument: ``<function=N><parameter=K>V`` or ``<arg_key>K</arg_key>``.
 
     Args:
-        opening: the first mark; behind it, if it does not hold the name, ``named`` does.
-        named: what stands in front of the name, ``shut_name`` behind it.
-        before: what stands in front of a key, ``shut`` between key and value.
-        end: what stands behind a value, ``last`` behind the last one of a call.
-        closing: what ends the whole.
+        opening: the first mark; if it does not contain the name, ``named`` follows it.
+        named: text before the name; ``shut_name``: text after it.
+        before: text before a key; ``shut``: text between key and value.
+        end: text after a value; ``last``: text after the last value of a call.
+        closing: the last mark.
     """
 
     def __init__(
@@ -273,7 +273,7 @@ class _Tags(Marked):
         arguments, cursor = {}, name.end()
         while (found := self._key_at(text, cursor)) is not None:
             key, kind, begin = found
-            # What ends a value must be followed by more of the call: it may be a part of the value.
+            # More of the call must follow an end mark: otherwise the mark is part of the value.
             ended = self._end.search(text, begin)
             if ended is None:
                 raise ValueError(f"the argument {key!r:.80} of a tool call has no end")
@@ -287,7 +287,7 @@ class _Tags(Marked):
         return arguments, cursor
 
     def _key_at(self, text: str, at: int) -> tuple[str, str | None, int] | None:
-        """The key that begins at a place, its type if it is written, and where its value begins."""
+        """The key that begins at a position, its type if written, and the start of its value."""
         begun = self._before.match(text, at)
         if begun is None:
             return None
@@ -303,7 +303,7 @@ class _Tags(Marked):
 def _tagged(call: str) -> CallSyntax | None:
     at, value = call.index(NAME), call.rindex(VALUE)
     key = call.rfind("key", at, value)
-    # A tag may be named as the key's own tag is (`<arg_key>key</arg_key>`).
+    # The tag around the key may contain the word "key" (`<arg_key>key</arg_key>`).
     inner = re.compile(r"(?<![\w/])key(?!\w)").search(call, at + len(NAME), value)
     if key < 0 or inner is None:
         return None
@@ -331,14 +331,14 @@ def _tagged(call: str) -> CallSyntax | None:
 
 
 def _units(text: str) -> list[str]:
-    """The closing marks of a text; a mark with a word behind it reaches to the next one."""
+    """The closing marks of a text; a mark followed by a word extends to the next mark."""
     return re.findall(r"<[^<>]*>(?:\w+<[^<>]*>)?|\S+", text)
 
 
 class _Opened(Marked):
     """Tags of special tokens: ``<|open|>call tool="N"<|sep|>..<|close|>call<|sep|>`` (Kimi K3)."""
 
-    # The text next to the calls, and the message, are such tags as well.
+    # The text next to the calls and the message are also enclosed in such tags.
     opening = "<|close|>response<|sep|><|open|>tools<|sep|>"
     _call = re.compile(r"\s*<\|open\|>call tool=\"([^\"<>]{1,200})\"[^<>]*<\|sep\|>")
     _part = re.compile(
@@ -382,7 +382,7 @@ def _opened(call: str) -> CallSyntax | None:
 
 
 class _Braced(Marked):
-    """``call:NAME{key:<|"|>VALUE<|"|>}``: keys are bare, and a mark stands for quotes (Gemma)."""
+    """``call:NAME{key:<|"|>VALUE<|"|>}``: keys are bare, and a mark replaces quotes (Gemma)."""
 
     _name = re.compile(r"([^{}\s]{1,200})(?=\{)")
 
@@ -408,7 +408,7 @@ class _Braced(Marked):
         return [Call(name[1], arguments)], behind_mark(text, end, self.closing)
 
     def _as_json(self, text: str, at: int) -> tuple[str, int]:
-        """The object that begins at a place as JSON, and where it ends."""
+        """The object that begins at a position as JSON, and its end."""
         parts: list[str] = []
         depth = 0
         while depth or not parts:
@@ -449,7 +449,7 @@ class _Pythonic(Marked):
         if end < 0:
             raise ValueError(f"a tool call without {self.closing!r}")
         if end > MOST_PYTHON:
-            raise ValueError(f"a tool call that ends behind {MOST_PYTHON} characters")
+            raise ValueError(f"a tool call of more than {MOST_PYTHON} characters")
         calls = _python_calls(text[start:end].strip(), schemas)
         return calls, end + len(self.closing)
 
@@ -474,7 +474,7 @@ class _BarePythonic(CallSyntax):
 def _python_calls(text: str, schemas: Schemas) -> list[Call]:
     with suppress(SyntaxError, RecursionError, MemoryError, ValueError):
         ast.parse(escaped := text.replace("\n", "\\n"), mode="eval")
-        text = escaped  # some templates write line ends in strings as they are
+        text = escaped  # some templates do not escape line ends in strings
     try:
         tree = ast.parse(text, mode="eval").body
         nodes = tree.elts if isinstance(tree, ast.List) else [tree]
@@ -498,7 +498,7 @@ def _python_calls(text: str, schemas: Schemas) -> list[Call]:
 
 
 def _literal(node: ast.expr) -> Any:
-    # Some templates print strings without quotes; JSON's constants are names, too.
+    # Some templates print strings without quotes; JSON's constants parse as names, too.
     if isinstance(node, ast.Name):
         return {"true": True, "false": False, "null": None}.get(node.id, node.id)
     return shallow(ast.literal_eval(node))
@@ -517,7 +517,7 @@ def _pythonic(call: str) -> CallSyntax | None:
     return _Pythonic(opening.strip(), closing)
 
 
-# -- pieces ---------------------------------------------------------------------------------------
+# -- helpers --------------------------------------------------------------------------------------
 
 
 def _first_mark(text: str) -> str:
@@ -525,10 +525,10 @@ def _first_mark(text: str) -> str:
 
 
 def _flexible(text: str) -> str:
-    """A pattern for a text in which the amount of white space may differ."""
+    """A pattern for a text with any amount of white space."""
     return r"\s*".join(re.escape(word) for word in ["", *text.split(), ""])
 
 
 def _attributes(text: str) -> str:
-    """The same, where the values of attributes may differ as well."""
+    """As :func:`_flexible`, with any values of attributes."""
     return re.sub(r"=\"[^\"]*\"", lambda _: r'="[^"<>]{0,80}"', _flexible(text))

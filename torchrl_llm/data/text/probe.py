@@ -1,8 +1,8 @@
-"""Findings about a chat template, made once by rendering short conversations of odd words.
+"""Probe of a chat template: renders short conversations of unusual words once.
 
-Nothing here knows the name of a model family. The probe answers: which form of messages does the
-template want, what header opens the model's turn, which tokens close it (after an answer, after a
-tool call, at the end of the text), how does it write reasoning and calls, and what does it drop.
+It does not depend on the names of model families. The probe finds out which form of messages the
+template needs, which header opens the model's turn, which tokens close it (after an answer, after a
+tool call, at the end of the text), how the template writes reasoning and calls, and what it drops.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TOOL = {
 }
 
 
-# Of each tokenizer: a probe renders thirty times, and each environment makes a formatter.
+# Cached per tokenizer: a probe renders thirty times, and each environment creates a formatter.
 _FOUND: weakref.WeakKeyDictionary[Any, dict[Any, Probe]] = weakref.WeakKeyDictionary()
 
 
@@ -56,26 +56,27 @@ class Probe:
     """The findings about one template with one tokenizer.
 
     Args:
-        form: the form of messages that the template wants.
-        header: text that opens a turn of the model, as far as history and generation prompt agree.
-        lead: what history writes between the header and an answer without reasoning.
-        generation_prompt: what ``add_generation_prompt`` adds.
-        closers: every run of special tokens that ends a turn somewhere in a text.
-        terminal: those of them with which a response ends when it is sampled.
+        form: the form of messages that the template needs.
+        header: text that opens a turn of the model, the common prefix of history and generation
+        prompt.
+        lead: text in history between the header and an answer without reasoning.
+        generation_prompt: text that ``add_generation_prompt`` adds.
+        closers: all sequences of special tokens that end a turn anywhere in a text.
+        terminal: the closers that end a sampled response.
         openers: ids of special tokens that open a turn of any role.
-        reasoning: what stands directly before and after reasoning; ``None`` if it is never written.
-        call: what the template writes between header and closer for a call of ``NAME`` with
-            ``{"key": VALUE}``; ``None`` if it drops calls.
-        results: tool results are written.
-        system: a leading system message is written.
-        counts: what is written of a turn depends on how many turns stand before it.
-        trail: what history writes between an answer and the closer.
-        beside: what the template writes for such a call with the text ``ANSWER`` next to it;
-            ``None`` if it drops the text.
-        loses_calls: it drops a call that has text next to it.
-        behind_result: what history writes between tool results and an answer, white space aside,
-            and the generation prompt does not.
-        headers_close: the next header ends a turn, and no token does that on its own.
+        reasoning: text directly before and after reasoning; ``None`` if it is never written.
+        call: text between header and closer for a call of ``NAME`` with ``{"key": VALUE}``;
+            ``None`` if the template drops calls.
+        results: whether tool results are written.
+        system: whether a leading system message is written.
+        counts: whether the text of a turn depends on the number of turns before it.
+        trail: text in history between an answer and the closer.
+        beside: text for such a call with the content ``ANSWER`` next to it; ``None`` if the
+            template drops the content.
+        loses_calls: whether the template drops a call that has text next to it.
+        behind_result: text, without white space, that history has between tool results and an
+            answer, and the generation prompt lacks.
+        headers_close: whether only the next header ends a turn, and no separate token does.
     """
 
     form: Form
@@ -98,7 +99,7 @@ class Probe:
 
 
 def probe_template(renderer: Renderer, codec: Codec) -> Probe:
-    """Probe a template, once for each tokenizer, its tokens and the template's variables.
+    """Probe a template, once per tokenizer, its tokens and the template's variables.
 
     Raises:
         TemplateError: the template does not even render a user message.
@@ -121,7 +122,7 @@ def _answer(text: str, **fields: Any) -> dict:
 
 
 def calling(names_and_values: Iterable[tuple[str, str]], **fields: Any) -> dict:
-    """A message with calls: names, and the value of each one's only argument ``key``."""
+    """A message with calls, given names and the values of their only argument ``key``."""
     calls = [
         {
             "type": "function",
@@ -156,7 +157,7 @@ class _Prober:
         prompt: bool = False,
         form: Form | None = None,
     ) -> str | None:
-        """Rendered text, with the tools declared if it must be so; None if the template refuses."""
+        """Rendered text, with declared tools if necessary; None if the template raises."""
         renderer = self.renderer if form is None else self.renderer.with_form(form)
         needs_tools = any("tool_calls" in m for m in messages)
         for tools in ([TOOL], None) if needs_tools else (None,):
@@ -168,7 +169,7 @@ class _Prober:
         return None
 
     def _going_on(self, chat: list[dict]) -> str | None:
-        """A chat as history; as the end of a text where the template refuses a user behind it."""
+        """A chat as history, or at the end of a text if the template rejects a user after it."""
         return self.text([*chat, _user(NEXT)]) or self.text(chat)
 
     def run(self) -> Probe:
@@ -188,8 +189,8 @@ class _Prober:
             ended = self._closer(_CALLED, VALUE, None, brackets)
         if last is not None and answer is not None and last.text.startswith(answer.text):
             last = answer  # the template only adds an eos at the end of the text
-        # Where the last turn is closed in another way than turns of the history (gpt-oss), the
-        # model samples the former, and what closes history may stand inside a response.
+        # If the last turn is closed differently from turns of the history (gpt-oss), the model
+        # samples the former, and the closer of history may occur inside a response.
         terminal = [last if last is not None else answer, ended if ended is not None else called]
         if last is None or last == answer:
             terminal.append(called)
@@ -220,7 +221,7 @@ class _Prober:
         )
 
     def _heads(self, closer: Closer) -> bool:
-        """Whether a closer begins the user's turn and does not end it."""
+        """Whether a closer begins the user's turn but does not end it."""
         before, _, behind = (self.text(_ASKED) or "").partition(USER)
         return closer.text in before and closer.text not in behind
 
@@ -238,18 +239,18 @@ class _Prober:
                 return replace(form, text=text, parts=parts)
             if plain is not None or parted is not None:
                 raise TemplateError("the chat template drops the content of a plain user message")
-        self.renderer.render(_ASKED, add_generation_prompt=True)  # says why
-        raise TemplateError("the chat template refuses a plain user message")
+        self.renderer.render(_ASKED, add_generation_prompt=True)  # raises with the cause
+        raise TemplateError("the chat template rejects a plain user message")
 
     def _calls(self, form: Form) -> tuple[Form, str | None]:
-        """The form that calls want, and a text with call and result; None if calls are dropped."""
+        """The form for calls, and a text with call and result; None if calls are dropped."""
         found = self._calls_by_name(form)
         if found[1] is None:
             found = self._calls_by_name(replace(form, named_ids=True))
         return found if found[1] is not None else (form, None)
 
     def _calls_by_name(self, form: Form) -> tuple[Form, str | None]:
-        # A template may refuse the tool role and still write calls.
+        # A template may reject the tool role and still write calls.
         for chat, prompts in ((_CALLED_AND_ON, (True, False)), (_CALLED, (False,))):
             dropped: tuple[Form, str] | None = None
             for as_text in (False, True):
@@ -259,7 +260,7 @@ class _Prober:
                 if NAME not in _call_in(text):
                     continue
                 if not as_text and "{'key'" in _call_in(text):
-                    dropped = (tried, text)  # a mapping printed by Python: the text form is meant
+                    dropped = (tried, text)  # a mapping printed by Python: the template needs text
                     continue
                 return replace(tried, call_ids=self._needs_ids(chat, tried)), text
             if dropped is not None:
@@ -285,15 +286,15 @@ class _Prober:
     # -- header and closers -----------------------------------------------------------------------
 
     def _header(self) -> tuple[str, str, str]:
-        """Header of the model's turn, what follows it before an answer, the generation prompt."""
+        """Header of the model's turn, the text between it and an answer, the generation prompt."""
         bare = self.text(_ASKED)
         full = self.text(_ASKED, prompt=True)
         turn = self._going_on(_ANSWERED)
         if turn is None or ANSWER not in turn:
             raise TemplateError("the chat template drops the content of an assistant message")
         if USER not in turn:
-            raise TemplateError("the chat template drops turns: of three it writes the last ones")
-        # What stands in front of the user's text may depend on the generation prompt.
+            raise TemplateError("the chat template drops turns: it only writes the last of three")
+        # The text before the user's content may depend on the generation prompt.
         bare, full, turn = (t[t.find(USER) :] if t and USER in t else t for t in (bare, full, turn))
         user, answer = turn.index(USER) + len(USER), turn.index(ANSWER)
         if bare is None or full is None or bare == full:
@@ -302,7 +303,8 @@ class _Prober:
             rest = turn[self._outside(turn, len(prompted)) : answer]
             told = USER in prompted and prompted[prompted.rindex(USER) + len(USER) :].strip()
             if told and self._is_marked(rest):
-                # It is written after every user's turn, and the model begins with these marks.
+                # The template writes it after every user's turn, and the model begins with these
+                # marks.
                 return header.removesuffix(rest.strip()), rest, ""
             return header, "", ""
         # The end of a user's turn may be missing from `bare` (it is written with the next header).
@@ -312,18 +314,18 @@ class _Prober:
         return header, gap[len(header) :], prompt
 
     def _is_marked(self, text: str) -> bool:
-        """Whether a text is special tokens and nothing else, at least one."""
+        """Whether a text consists of at least one special token and nothing else."""
         markers = [m for _, _, m in self.shield.markers_in(text)]
         return bool(markers) and "".join(markers) == "".join(text.split())
 
     def _outside(self, text: str, at: int) -> int:
-        """The position, or the beginning of the special token or the tag that it cuts in two."""
+        """The position, or the start of the special token or tag that contains it."""
         at = next((a for a, b, _ in self.shield.markers_in(text) if a < at < b), at)
         tag = _CUT_TAG.search(text, 0, at)
         return tag.start() if tag and text[at : at + 1] not in ("", "\n", " ") else at
 
     def _trail(self, closer: Closer | None) -> str:
-        """What history writes between an answer and the token that closes the turn."""
+        """The text in history between an answer and the token that closes the turn."""
         text = self._going_on(_ANSWERED) or ""
         if closer is None or ANSWER not in text:
             return ""
@@ -332,7 +334,7 @@ class _Prober:
         return text[start:end].strip() if end >= 0 else ""
 
     def _counts(self, calls: bool) -> bool:
-        """Whether the text of a turn is another one behind more turns."""
+        """Whether the text of a turn changes after more turns."""
         before = [_user(RESULT), _answer(THOUGHT)] * 3
         chats = [(_ANSWERED_AND_ON, before)]
         if calls:
@@ -351,7 +353,7 @@ class _Prober:
         before: str | None,
         brackets: frozenset[str] = frozenset(),
     ) -> Closer | None:
-        """The run of special tokens that ends the turn whose last content is ``after``."""
+        """The sequence of special tokens that ends the turn whose last content is ``after``."""
         text = self.text(messages)
         if text is None or after not in text:
             return None
@@ -371,7 +373,7 @@ class _Prober:
                 glued = glued.replace(marker, "")
             glued = glued.strip()
             if glued and not _BLANK.search(glued):
-                runs = ended  # marks glued to words are the structure of an answer, not its end
+                runs = ended  # marks joined to words are the structure of an answer, not its end
         for run in runs:
             last = next((k for k, m in enumerate(run) if self.codec.special.get(m) in eos), 0)
             closing = run[: last + 1]
@@ -379,9 +381,9 @@ class _Prober:
         return None
 
     def _last_mark(self) -> set[int]:
-        """The special token at the very end of a text, if words stand before it in the turn's end.
+        """The special token at the end of a text, if the end of the turn has words before it.
 
-        Marks in front of these words do not end the turn.
+        Marks before these words do not end the turn.
         """
         text = (self.text(_ANSWERED) or "").rstrip()
         at = text.rfind(ANSWER)
@@ -449,7 +451,7 @@ class _Prober:
             return None
         closing = text[at + len(THOUGHT) : stop].strip()
         head = text.rfind(header, 0, at) + len(header) if header else text.find(USER) + len(USER)
-        if header and header not in text[:at]:  # history has another header than this turn
+        if header and header not in text[:at]:  # history has a different header than this turn
             near = re.search(r"<[^<>]*>\s*$", text[:at]) or _named_mark(text[:at], closing)
             head = near.start() if near else at
         opening = text[head:at].strip()
@@ -501,9 +503,9 @@ class _Prober:
 
 
 def _call_in(text: str) -> str:
-    """The text of the call up to its value: from the user's text on, or from the name's last place.
+    """The call up to its value: from the user's text on, or from the name's last occurrence.
 
-    Tool schemas stand before the user's message in some templates and within it in others.
+    Tool schemas are before the user's message in some templates and inside it in others.
     """
     end = text.rfind(VALUE)
     if end < 0:
@@ -512,7 +514,7 @@ def _call_in(text: str) -> str:
 
 
 def _named_mark(text: str, closing: str) -> re.Match[str] | None:
-    """A mark with a word behind it at the end of a text, if the closing mark has its letters."""
+    """A mark followed by a word at the end of a text, if the closing mark has its letters."""
     found = re.search(r"<([^<>]*)>\w+\s*$", text)
     return found if found and found[1].strip("|/") == closing.strip("<|/>") else None
 

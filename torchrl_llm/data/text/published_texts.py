@@ -1,10 +1,10 @@
-"""Parser of the texts that published chat templates write, told by the marks of a built-in family.
+"""Parser of the texts of published chat templates, recognized by a built-in family's marks.
 
-What such a template does to thoughts and calls is not built in: it reads a thought where it names a
-field for one, and the syntax of its calls is learnt from how it writes one, at the first text.
+The form of thoughts and calls is not built in: thoughts are parsed if the template has a field for
+them, and the syntax of calls is learnt at the first text, from one call that the template writes.
 
 Next: :mod:`torchrl_llm.data.text.families` has the families,
-:mod:`torchrl_llm.data.text.whole_chats` reads texts with what is found here.
+:mod:`torchrl_llm.data.text.whole_chats` parses texts with the parser found here.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torchrl_llm.data.text.probe import TOOL, USER, calling
 from torchrl_llm.data.text.renderer import Form, Renderer
 from torchrl_llm.errors import TemplateError
 
-# The line end between turns may be missing, and a call may have an end of its own.
+# The line end between turns may be missing, and a call may have its own end mark.
 _IM_ENDS = {None: (r"<\|im_end\|>", r"\n?")}
 _ENDS = {
     "chatml_format": _IM_ENDS,
@@ -42,7 +42,7 @@ _FORMS = (
 
 
 def parser_for_template(template: str) -> InverseParser | None:
-    """The parser that reads a template's text, told by the marks that the template writes.
+    """The parser for a template's text, selected by the marks that the template writes.
 
     ``None`` for a template of no built-in family.
     """
@@ -110,7 +110,7 @@ def _calls(syntax: CallSyntax, message: Message) -> Message:
 
 @cache
 def _check_answer(template: str, name: str) -> None:
-    """Raise if the template writes more into an answer than is read off it."""
+    """Raise if the parser does not remove everything that the template adds to an answer."""
     chat = [{"role": "user", "content": USER}, {"role": "assistant", "content": ANSWER}]
     raw = next(_written(template, name, chat), None)
     said = _fields(template, name, raw)[-1]["content"].strip() if raw else ANSWER
@@ -123,7 +123,7 @@ def _check_answer(template: str, name: str) -> None:
 
 @cache
 def _call_syntax(template: str, name: str) -> CallSyntax | None:
-    """The syntax of a template's calls; ``None`` where the family reads them, or it writes none."""
+    """The syntax of a template's calls; ``None`` if the family parses them, or it has none."""
     chat = [{"role": "user", "content": USER}, calling([(NAME, VALUE)])]
     for raw in _written(template, name, chat, [TOOL]):
         syntax, hook = syntax_of(raw[-1]["content"]), BUILTIN_PARSERS[name].hook
@@ -135,7 +135,7 @@ def _call_syntax(template: str, name: str) -> CallSyntax | None:
 def _written(
     template: str, name: str, chat: list[Message], tools: list[Any] | None = None
 ) -> Iterator[list[Message]]:
-    """The turns of what the template writes for a chat, in each form that it takes."""
+    """The turns of a rendered chat, for each form of messages that the template accepts."""
     for form in _FORMS:
         renderer = Renderer(template, Shield(()), {"bos_token": "", "eos_token": ""}, form)
         with suppress(TemplateError):

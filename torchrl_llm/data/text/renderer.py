@@ -1,13 +1,12 @@
-"""Renderer of one chat template: messages to shielded text, with the place of each content.
+"""Renderer of one chat template: messages to shielded text, with the position of each content.
 
-To find the contents, they are rendered a second time, each between two private-use marks. Where
-that text without its marks is the text, the marks say exactly which characters came from which
-message. What stands between the contents is remembered for conversations of the same structure,
-which then need no second rendering: if the remembered gaps and the contents make up the text, the
-places are known. Templates that look at a content in a way that marks disturb fall back to a
-search.
+To locate the contents, they are rendered a second time, each between two private-use marks. If this
+text without its marks equals the text, the marks show which characters came from which message. The
+gaps between the contents are stored for conversations of the same structure, which then need no
+second rendering: if the stored gaps and the contents add up to the text, the positions are known.
+If marks change the behaviour of a template, the contents are searched for instead.
 
-Next: :mod:`~torchrl_llm.data.text.probe` finds out which form of messages a template wants.
+Next: :mod:`~torchrl_llm.data.text.probe` finds out which form of messages a template needs.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from torchrl_llm.data.watchdog import with_limit
 from torchrl_llm.errors import ConfigError, TemplateError
 
 LONGEST_S = 60.0
-"""Seconds that a template may take for one conversation, which is a thousandth of one."""
+"""Limit in seconds for rendering one conversation, which usually takes a millisecond."""
 
 _PRIVATE_KEYS = frozenset({"is_complete", "raw", "flags", "tool_call_errors"})
-# The tracker behind {% generation %} lives in the compiled template, which all threads share.
+# The state of {% generation %} is stored in the compiled template, which all threads share.
 _GENERATION_LOCK = threading.Lock()
 
 _MARK, _END_MARK, _MAX_MARKED = 0xF0000, 0x100000, 0xFFFD
@@ -51,16 +50,16 @@ def has_generation(template: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """How a template wants its messages.
+    """The form of messages that a template needs.
 
     Args:
-        parts: contents as ``[{"type": "text", "text": ...}]`` are understood.
-        text: contents as strings are understood.
+        parts: contents may be ``[{"type": "text", "text": ...}]``.
+        text: contents may be strings.
         arguments_as_text: a call's arguments must be a JSON string, not a mapping.
-        reasoning_field: the message key that holds reasoning; ``None`` if the template reads none.
+        reasoning_field: the message key for reasoning; ``None`` if the template reads none.
         call_ids: calls and results need ids (of nine characters, for Mistral).
-        named_ids: a call is written by its id alone, which is ``functions.NAME:0`` (Kimi).
-        empty_tools: where there are no tools the template wants an empty list.
+        named_ids: the template writes only the id of a call, which is ``functions.NAME:0`` (Kimi).
+        empty_tools: without tools the template needs an empty list.
     """
 
     parts: bool = False
@@ -73,7 +72,7 @@ class Form:
 
 
 class Span(NamedTuple):
-    """A half-open character range that holds a field of message ``index``."""
+    """The half-open character range of a field of message ``index``."""
 
     start: int
     end: int
@@ -85,9 +84,9 @@ class Rendered:
     """A rendered conversation.
 
     Args:
-        text: the text, special-token strings of contents included.
-        literals: character ranges that spell a special token and are not one.
-        spans: where the contents stand, in order of the text.
+        text: the text, including special-token strings of contents.
+        literals: character ranges that spell a special token but are plain text.
+        spans: positions of the contents, in order of the text.
         generation: character ranges inside ``{% generation %}``; ``None`` if the template has none.
     """
 
@@ -103,8 +102,8 @@ class Renderer:
     Args:
         template: the Jinja template.
         shield: covers special-token strings in contents.
-        variables: what the template may use besides the messages (``bos_token``, options).
-        form: how the template wants its messages.
+        variables: values for the template besides the messages (``bos_token``, options).
+        form: the form of messages that the template needs.
     """
 
     def __init__(
@@ -140,8 +139,8 @@ class Renderer:
             generation: also locate the ``{% generation %}`` blocks, if the template has any.
 
         Raises:
-            TemplateError: the template refuses the messages.
-            ConfigError: it does not end.
+            TemplateError: the template rejects the messages.
+            ConfigError: the template does not end.
         """
         tools = self._tools(tools)
         if self.form.named_ids:
@@ -174,7 +173,7 @@ class Renderer:
     def _jinja(
         self, prepared: list[dict], tools: list[dict] | None, prompt: bool, blocks: bool = False
     ) -> tuple[str, list[tuple[int, int]] | None]:
-        """The text, and where the ``{% generation %}`` blocks stand if that is asked for."""
+        """The text, and the positions of the ``{% generation %}`` blocks if requested."""
         try:
             with _GENERATION_LOCK if blocks else nullcontext():
                 texts, found = with_limit(
@@ -192,15 +191,15 @@ class Renderer:
         except TimeoutError:
             raise ConfigError(
                 f"the chat template had not ended after {LONGEST_S:g} s for {len(prepared)} "
-                "messages: it is not made for this, or to keep a machine busy; choose another, "
-                "model.chat_template_name, or mend the tokenizer's"
+                "messages: it is unsuitable or malicious; choose a different one with "
+                "model.chat_template_name, or repair the tokenizer's"
             ) from None
-        except Exception as error:  # what a template computes may raise anything
-            if blocks:  # without them it says what is wrong
+        except Exception as error:  # a template may raise anything
+            if blocks:  # without blocks, it raises with the cause
                 return self._jinja(prepared, tools, prompt)[0], []
             roles = [m.get("role") for m in prepared]
             raise TemplateError(
-                f"the chat template refuses messages with roles {_shortened(roles)}: {error}"
+                f"the chat template rejects messages with roles {_shortened(roles)}: {error}"
             ) from error
         return texts[0], found[0] if blocks else None
 
@@ -210,12 +209,12 @@ class Renderer:
         schemas = [t if isinstance(t, Mapping) else get_json_schema(t) for t in tools]
         return [self.shield.cover_tree(schema) for schema in schemas]
 
-    # -- messages as the template wants them ------------------------------------------------------
+    # -- messages in the template's form ----------------------------------------------------------
 
     def _prepare(
         self, message: Mapping[str, Any], index: int, mark: Mark | None = None
     ) -> dict[str, Any]:
-        """A copy of one message in the template's form, shielded, and marked if asked."""
+        """A copy of one message in the template's form, shielded, and marked if requested."""
         if "role" not in message:
             raise TemplateError(f"message {index} has no role: {dict(message)!r:.200}")
         form, cover = self.form, self.shield.cover
@@ -267,7 +266,7 @@ class Renderer:
     def _call(self, call: Any, index: int, k: int, text: Any) -> dict[str, Any]:
         if not isinstance(call, Mapping):
             raise TemplateError(
-                f"message {index} has a tool call that is no mapping: {call!r:.200}"
+                f"message {index} has a tool call that is not a mapping: {call!r:.200}"
             )
         function = dict(call.get("function") or call)
         if "name" not in function:
@@ -294,9 +293,9 @@ class Renderer:
 
 
 def with_named_ids(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Messages whose calls have ids that hold their names, and whose results refer to these.
+    """Messages with ids of calls that contain their names, and results that refer to these.
 
-    An id that holds the name already is left as the model has written it.
+    An id that already contains the name is not changed.
     """
     out: list[Mapping[str, Any]] = []
     known: dict[Any, str] = {}
@@ -327,21 +326,21 @@ def _shortened(roles: list[Any]) -> str:
     return str(roles) if len(roles) < 12 else f"{roles[:4]} ... {roles[-4:]}"
 
 
-# -- where the contents stand ---------------------------------------------------------------------
+# -- positions of the contents --------------------------------------------------------------------
 
 
 class _Skeleton(NamedTuple):
-    """``gaps[k]`` stands before field ``fields[k]`` (message, number of its text); one gap ends."""
+    """``gaps[k]`` precedes ``fields[k]`` (message, number of its text); a last gap follows."""
 
     gaps: tuple[str, ...]
     fields: tuple[tuple[int, int], ...]
 
 
 class Locator:
-    """Find contents in the texts of one template.
+    """Locate contents in the texts of one template.
 
     Args:
-        shield: turns the codes of marked texts back.
+        shield: replaces the codes of marked texts.
     """
 
     def __init__(self, shield: Shield) -> None:
@@ -359,10 +358,10 @@ class Locator:
 
         Args:
             messages: the rendered messages.
-            text: their text.
-            render: renders them once more with each content passed through a mark; ``None`` if the
-                template refuses.
-            key: what else the text depends on (tools, generation prompt).
+            text: the rendered text.
+            render: renders them again with each content passed through a function; returns ``None``
+                if the template rejects them.
+            key: other inputs of the text (tools, generation prompt).
         """
         texts = [texts_of(message) for message in messages]
         shape = tuple(
@@ -374,8 +373,8 @@ class Locator:
             return found
         if len(messages) > _MAX_MARKED or any(_PRIVATE_USE.search(t) for f in texts for t in f):
             return _searched(texts, text)
-        # A mark in an empty content is worth a try: it may switch an `if content` of the template,
-        # and then the next round leaves it out.
+        # Marks are also tried in empty contents: they may change an `if content` of the template,
+        # and then the next round omits them.
         blank = any(not all(filled) or not filled for _, *filled in shape)
         for mark in (_mark_all, _mark_filled) if blank else (_mark_filled,):
             marked = render(mark)
@@ -400,7 +399,7 @@ def _mark_all(text: str, index: int) -> str:
 
 
 def _mark_filled(text: str, index: int) -> str:
-    # Templates cut contents at these tags: each part gets its own marks, so that no mark is halved.
+    # Templates cut contents at these tags: each part gets its own marks, so that no pair is split.
     parts = _THINK.split(text) if "think>" in text else [text]
     return "".join(
         part if not part or part.isspace() or _THINK.fullmatch(part) else _marked(part, index)
@@ -411,12 +410,12 @@ def _mark_filled(text: str, index: int) -> str:
 def _marked(text: str, index: int) -> str:
     core = text.strip()
     lead, trail = _blanks(text, core)
-    # Inside the white space: a template that strips must still find it at the ends.
+    # Inside the white space: a template that strips must find white space at the ends.
     return f"{lead}{chr(_MARK + index)}{core}{chr(_END_MARK + index)}{trail}"
 
 
 def _blanks(text: str, core: str) -> tuple[str, str]:
-    """White space in front of the core of a text, and behind it."""
+    """White space before and after the core of a text."""
     if not core:
         return "", text
     lead = len(text) - len(text.lstrip())
@@ -424,7 +423,7 @@ def _blanks(text: str, core: str) -> tuple[str, str]:
 
 
 def _unmarked(marked: str, shield: Shield) -> tuple[str, list[Span]] | None:
-    """Text without marks and the marked spans; None if a mark has lost its partner."""
+    """Text without marks and the marked spans; None if a mark lacks its counterpart."""
     pieces: list[str] = []
     spans: list[Span] = []
     length = last = 0
@@ -454,7 +453,7 @@ def _unmarked(marked: str, shield: Shield) -> tuple[str, list[Span]] | None:
 
 
 def _joined(spans: list[Span], texts: list[list[str]], text: str) -> list[Span]:
-    """Spans of the parts of one content as one span, where the whole content was rendered."""
+    """Joins the spans of the parts of a content if the whole content was rendered."""
     out: list[Span] = []
     for span in spans:
         if out and out[-1].index == span.index:
@@ -467,7 +466,7 @@ def _joined(spans: list[Span], texts: list[list[str]], text: str) -> list[Span]:
 
 
 def _widened(spans: list[Span], texts: list[list[str]], text: str) -> list[Span]:
-    """Spans with the white space that their contents had at the ends, where it was rendered."""
+    """Spans including the white space at the ends of their contents, if it was rendered."""
     out = []
     for start, end, index in spans:
         core = text[start:end]
@@ -500,7 +499,7 @@ def _bare(gap: str, trail: str, lead: str) -> str:
 
 
 def _fitted(skeleton: _Skeleton, texts: list[list[str]], text: str) -> list[Span] | None:
-    """Spans if the gaps and the contents make up the text; None otherwise."""
+    """Spans if the gaps and the contents add up to the text; None otherwise."""
     spans: list[Span] = []
     at, trail = 0, ""
     for gap, (index, k) in zip(skeleton.gaps, skeleton.fields, strict=False):
@@ -528,14 +527,14 @@ def _fitted(skeleton: _Skeleton, texts: list[list[str]], text: str) -> list[Span
 
 
 def _variants(trail: str, lead: str) -> list[tuple[str, str]]:
-    """Which of the white space around a gap the template may have kept."""
+    """Combinations of white space around a gap that the template may have kept."""
     if not trail and not lead:
         return [("", "")]
     return [(trail, lead), ("", ""), (trail, ""), ("", lead)]
 
 
 def _searched(texts: list[list[str]], text: str) -> list[Span]:
-    """Contents found by looking for them from left to right; those not found are left out."""
+    """Spans of contents, searched for from left to right; missing contents are skipped."""
     spans, cursor = [], 0
     for index, fields in enumerate(texts):
         for value in fields:

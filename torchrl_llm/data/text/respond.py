@@ -1,12 +1,11 @@
-"""Parser of sampled responses: a message is read from its ids, not from its text.
+"""Parser of sampled responses: parses a message from its ids, not from its text.
 
-The ids say what the text cannot: whether ``<think>`` is the token or seven characters, whether the
-turn was closed, whether a role's header was sampled. Nothing is stripped except what the template
-itself writes around reasoning and calls, and the message keeps the exact text.
+The ids show what the text cannot: whether ``<think>`` is the token or seven characters, whether the
+turn was closed, whether a role's header was sampled. Only the text that the template itself writes
+around reasoning and calls is stripped, and the message keeps the exact text.
 
-Where a tokenizer declares how its responses are read (a ``response_template``), ``transformers``
-finds the fields; how the turn ended, and what is a token and what only spells one, is still read
-from the ids.
+If a tokenizer declares a ``response_template``, ``transformers`` finds the fields. The ids still
+determine how the turn ended, and which text is a special token and which only spells one.
 """
 
 from __future__ import annotations
@@ -26,18 +25,15 @@ from torchrl_llm.data.text.probe import Probe
 from torchrl_llm.data.text.splice import read_ending
 from torchrl_llm.errors import TemplateError
 
-# The time grows with the number of regions, and no real turn has as many.
+# The time grows with the number of regions; no real turn has this many.
 _MOST_REGIONS = 256
 _LONGEST_HEAD = 64
-_ALONE = (
-    "text stands next to a tool call, and the chat template drops a call that has text: write the "
-    "call alone"
-)
+_ALONE = "the chat template drops a tool call that has text next to it: write the call alone"
 _OWN_KEYS = {"role", "content", "tool_calls", *REASONING_KEYS}
 
 
 class _Fields(NamedTuple):
-    """What a response says: ``reasoning`` is ``None`` without a block for it."""
+    """The fields of a response; ``reasoning`` is ``None`` without a block for it."""
 
     reasoning: str | None
     parsed: ParsedCalls
@@ -50,11 +46,10 @@ class ResponseParser:
     Args:
         codec: the tokenizer.
         probe: findings about the template.
-        tools: the tools that a call may name; their schemas type arguments that are written
-            without quotes.
-        response_template: how ``transformers`` is to find the fields of a response, see
-            ``PreTrainedTokenizerBase.parse_response``. It is not used where it splits off reasoning
-            that the chat template would not write again.
+        tools: the tools that a call may name; their schemas give the types of unquoted arguments.
+        response_template: template with which ``transformers`` finds the fields of a response, see
+            ``PreTrainedTokenizerBase.parse_response``. Not used if it extracts reasoning that the
+            chat template would not write again.
 
     Raises:
         TemplateError: this release of ``transformers`` cannot read ``response_template``.
@@ -70,7 +65,7 @@ class ResponseParser:
         self._codec = codec
         self._probe = probe
         self._syntax = syntax_of(probe.call, probe.beside)
-        # Every added token, so that none can be spelled out in ordinary characters.
+        # Every added token, so that ordinary characters cannot spell one.
         self._shield = Shield(codec.added)
         self._tools = list(tools or ())
         self._schemas = dict(_schema(tool) for tool in self._tools)
@@ -95,7 +90,7 @@ class ResponseParser:
         except (ValueError, TypeError) as error:
             raise TemplateError(
                 f"transformers cannot read the tokenizer's response_template: {error}; repair it, "
-                "or set tokenizer.response_template = None to read by the chat template alone"
+                "or set tokenizer.response_template = None to parse by the chat template alone"
             ) from error
         if self._probe.form.reasoning_field is None and set(REASONING_KEYS) & set(fields):
             self._declared = None
@@ -105,12 +100,12 @@ class ResponseParser:
 
     @property
     def declared(self) -> bool:
-        """Whether ``transformers`` finds the fields by what the tokenizer declares."""
+        """Whether ``transformers`` finds the fields with the tokenizer's response_template."""
         return self._declared is not None
 
     @property
     def reads_calls(self) -> bool:
-        """Whether calls can be read: by the syntax of the chat template, or as is declared."""
+        """Whether calls can be read, by the chat template's syntax or the response_template."""
         return self._syntax is not None or self._call_opens is not None
 
     def parse(
@@ -119,16 +114,16 @@ class ResponseParser:
         """Read a response.
 
         Args:
-            prompt: ids in front of it.
+            prompt: ids before it.
             response: the sampled ids.
             finish_reason: how the response ended.
 
         Returns:
             A message with ``role``, ``content``, ``is_complete``, ``raw`` (the exact text without
-            the tokens that ended the turn; with them if more was sampled behind), and where there
-            is any: ``reasoning_content`` (if the template reads a reasoning field; empty if a block
-            without a thought was sampled), ``tool_calls``, ``tool_call_errors`` (the broken calls
-            stay in ``content``), and ``flags``: ``"overrun"`` (ids behind the end of the turn),
+            the tokens that ended the turn; with them if more was sampled after them), and, if
+            present: ``reasoning_content`` (if the template reads a reasoning field; empty if a
+            block without a thought was sampled), ``tool_calls``, ``tool_call_errors`` (broken calls
+            stay in ``content``), and ``flags``: ``"overrun"`` (ids after the end of the turn),
             ``"injection"`` (a role's header inside the turn), ``"unclosed_reasoning"``.
         """
         codec, flags = self._codec, []
@@ -159,7 +154,7 @@ class ResponseParser:
         if calls := found.parsed.calls:
             message["tool_calls"] = [
                 {
-                    # Nine characters, as Mistral asks, and unique in the conversation.
+                    # Nine characters, as Mistral requires, and unique in the conversation.
                     "id": call.id or f"{len(prompt) % 10**6:06d}{k:03d}",
                     "type": "function",
                     "function": {
@@ -175,14 +170,14 @@ class ResponseParser:
             message["flags"] = flags
         return message
 
-    # -- fields that the tokenizer declares -------------------------------------------------------
+    # -- fields by the tokenizer's response_template ----------------------------------------------
 
     def _declared_fields(self, text: str, prompt: Sequence[int], own: _Fields) -> _Fields:
-        """What ``transformers`` finds, or else what was found without it."""
+        """The fields that ``transformers`` finds, or else ``own``."""
         delimiters = (m for p in self._delimiters for m in p.finditer(text))
         if next(islice(delimiters, _MOST_REGIONS, None), None) is not None:
             return own
-        # A template looks no further back than to the beginning of the model's turn.
+        # A template only reads the text from the beginning of the model's turn on.
         end = next((k for k in range(len(prompt) - 1, -1, -1) if prompt[k] in self._ends), 0)
         try:
             parser = self._codec.tokenizer.get_response_parser(
@@ -209,7 +204,7 @@ class ResponseParser:
         others = {key: value for key, value in message.items() if key not in _OWN_KEYS}
         return _Fields(reasoning_of(message), ParsedCalls(content, found), others)
 
-    # -- fields by what the template writes -------------------------------------------------------
+    # -- fields by the chat template's text -------------------------------------------------------
 
     def _parsed(self, text: str) -> ParsedCalls:
         """The calls in a text, except those within ``<think>`` marks."""
@@ -225,9 +220,9 @@ class ResponseParser:
         return ParsedCalls("".join(content), found)
 
     def _text(self, ids: Sequence[int], hidden: Collection[int]) -> str:
-        """Text in which only added tokens spell added tokens; what merely looks so is covered.
+        """Text in which only added tokens spell added tokens; other occurrences are covered.
 
-        So are the ``hidden`` tokens, which are to be content.
+        The ``hidden`` tokens are covered, too: they are content.
         """
         codec, cover = self._codec, self._shield.cover
         out: list[str] = []
@@ -261,7 +256,7 @@ class ResponseParser:
             if opened or self._inside(prompt) or (not opening and closing in text):
                 start = start[len(opening) :] if opened else text
                 thought, mark, rest = start.partition(closing)
-                if not mark:  # another message may follow the thought than an answer (gpt-oss)
+                if not mark:  # a message other than an answer may follow the thought (gpt-oss)
                     first = next((m for _, _, m in self._shield.markers_in(closing)), closing)
                     thought, mark, rest = start.partition(first)
                     rest = rest.removeprefix(header).removeprefix(self._lead)
@@ -273,7 +268,7 @@ class ResponseParser:
         return None, text, True
 
     def _without_head(self, body: list[int], prompt: Sequence[int]) -> list[int]:
-        """The ids behind what the template writes in front of a turn and the prompt lacks."""
+        """The ids without the head of a turn that the template writes and the prompt lacks."""
         for head in self._heads:
             for size in range(1, min(len(body), _LONGEST_HEAD) + 1):
                 said = _squeezed(self._codec.decode(body[:size]))
@@ -301,7 +296,7 @@ class ResponseParser:
         return codec.decode(prompt[-48:]).rstrip().endswith(opening)
 
     def _plain(self, text: str) -> str:
-        # A call in JSON may spell halves of characters, which no tokenizer and no file takes.
+        # A call in JSON may spell lone surrogates, which no tokenizer or file accepts.
         return whole_characters(self._shield.uncover(text)[0])
 
     def _plain_tree(self, value: Any) -> Any:
@@ -319,7 +314,7 @@ def _squeezed(text: str) -> str:
 
 
 def _unwrapped(text: str, newlines: int) -> str:
-    """The text without the line ends that a template writes in front of it."""
+    """The text without the line ends that a template writes before it."""
     lead = len(text) - len(text.lstrip("\n"))
     return text[min(lead, newlines) :]
 
@@ -331,7 +326,7 @@ def _schema(tool: Any) -> tuple[str, Mapping[str, Any]]:
 
 
 def _without_prompt(message: dict[str, Any], events: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The fields without what the end of the prompt has written into them already."""
+    """The fields without the values that the end of the prompt has already set."""
     opened: dict[str, str] = {}
     closed: dict[str, list[Any]] = {}
     for event in events:

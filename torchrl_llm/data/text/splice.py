@@ -1,9 +1,9 @@
-"""Decision whether new messages continue the old ids, and from where, or fork.
+"""Decides whether new messages continue the old ids, and from which position, or fork.
 
 Three renderings are compared as text: ``P``, the old prompt; ``A``, the old messages; ``F``, old
-and new messages. The new part is ``F`` from the token that closes the sampled turn, if ``F`` says
-up to there what was sampled (or what the template itself makes of it). Otherwise the template has
-rewritten history, and the cause is named.
+and new messages. The new part is ``F`` from the token that closes the sampled turn, if the text
+before it equals the sampled text (or the template's own form of it). Otherwise the template has
+rewritten history, and the cause is returned.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WORDS = re.compile(r"\S+")
 
 
 class Ending(NamedTuple):
-    """How sampled ids end.
+    """Parts of sampled ids: the body and the end of the turn.
 
     Attributes:
         body: ids before the end-of-turn tokens.
@@ -54,9 +54,9 @@ def read_ending(
     probe: Probe,
     codec: Codec,
 ) -> Ending:
-    """Split a response into what was said and how it ended.
+    """Split a response into its body and its end.
 
-    Decided by ids alone: text that spells an end-of-turn token ends nothing.
+    Only the ids decide: text that spells an end-of-turn token does not end the turn.
     """
     ids = list(ids)
     firsts = {closer.ids[0] for closer in probe.terminal}
@@ -84,9 +84,9 @@ def _held(ids: Sequence[int], closer: Sequence[int]) -> int:
 def window_start(messages: Sequence[Mapping[str, Any]], turn: int, *, short: bool) -> list[int]:
     """Indices of the old messages that decide how the template continues the turn at ``turn``.
 
-    A leading system message, and everything from the last user message before the turn on: no
-    template looks further back. Of a long tool loop that goes on (``short``), only the user message
-    and the last messages matter.
+    A leading system message, and everything from the last user message before the turn on:
+    templates do not depend on earlier messages. In a long tool loop that continues (``short``),
+    only the user message and the last messages matter.
     """
     start = turn
     while start > 0:
@@ -106,20 +106,20 @@ def window_start(messages: Sequence[Mapping[str, Any]], turn: int, *, short: boo
 
 
 def _is_result(message: Mapping[str, Any]) -> bool:
-    # Templates look for results that were put into a user message, and do not count it as a user's.
+    # Templates recognize results inside a user message, and do not treat it as the user's.
     return "<tool_response>" in str(message.get("content"))
 
 
 class Said(NamedTuple):
-    """What is compared: three renderings of a window, and the turn that was sampled.
+    """Inputs of the comparison: three renderings of a window, and the sampled turn.
 
     Attributes:
         prompt: ``P``, the old messages without the sampled turn, with the generation prompt.
-        alone: renders ``A``, the old messages, where it is needed.
+        alone: renders ``A``, the old messages, on demand.
         full: ``F``, old and new messages, with the generation prompt.
         body: decoded response without its end-of-turn tokens.
-        closer: the closer that the response has, if any.
-        turn: the message of the sampled turn.
+        closer: the closer of the response, if any.
+        turn: message of the sampled turn.
         probe: findings about the template.
     """
 
@@ -133,9 +133,9 @@ class Said(NamedTuple):
 
 
 def find_cut(said: Said) -> Cut | None:
-    """The place in ``F`` from which on the old ids are continued.
+    """The position in ``F`` from which the old ids are continued.
 
-    ``None`` where the template rewrites what was said.
+    ``None`` if the template rewrites history.
     """
     return _by_sampled_text(said) or _by_own_form(said)
 
@@ -146,8 +146,8 @@ def _by_sampled_text(said: Said) -> Cut | None:
     if end is None:
         return None
     if not said.probe.closers:
-        # Nothing special ends a turn: ask that the template's own form ends there as well, or an
-        # empty turn would match anything.
+        # No special token ends a turn: require that the template's own form ends there as well,
+        # because an empty turn would match anything.
         form = said.alone().text
         own = _match(form, prompt, said.body)
         return Cut(end, None) if own is not None and not form[own:].strip() else None
@@ -161,7 +161,7 @@ def _by_sampled_text(said: Said) -> Cut | None:
 
 
 def _next_turn_at(said: Said, at: int) -> bool:
-    """Whether another turn of the model begins here, and so closes one that was cut (GLM)."""
+    """Whether the model's next turn begins here, and so closes a truncated turn (GLM)."""
     header = said.probe.header.strip()
     if said.closer is not None or not header or not said.probe.headers_close:
         return False
@@ -191,7 +191,7 @@ def _by_own_form(said: Said) -> Cut | None:
 
 
 def closer_at(rendered: Rendered, at: int, probe: Probe) -> Closer | None:
-    """The closer (the longest) that stands at a character position and is no literal text."""
+    """The longest closer at a character position that is not literal text."""
     for closer in _longest_first(probe):
         if rendered.text.startswith(closer.text, at) and not _literal(rendered, at, closer):
             return closer
@@ -228,10 +228,10 @@ def _literal(rendered: Rendered, at: int, closer: Closer) -> bool:
 
 
 def fork_cause(said: Said, window: Sequence[Mapping[str, Any]]) -> str:
-    """Name what the template rewrote, where :func:`find_cut` found no cut.
+    """Find out what the template rewrote, after :func:`find_cut` found no cut.
 
     Args:
-        said: what was compared.
+        said: inputs of the comparison.
         window: the old messages that were rendered.
 
     Returns:
@@ -249,14 +249,14 @@ def fork_cause(said: Said, window: Sequence[Mapping[str, Any]]) -> str:
         return "closer_changed"
     ended = first_closer(said.full, len(prompt), len(full), said.probe)
     now = full[len(prompt) : ended[0] if ended is not None else None]
-    # A block that held no thought, sampled and not rendered again.
+    # An empty thought block was sampled but not rendered again.
     marks = {"</think>", *(said.probe.reasoning[1:] if said.probe.reasoning else ())}
     lost = any(mark in said.body and mark not in now for mark in marks)
     return "think_dropped" if lost else "history_changed"
 
 
 def contains(text: str, part: str) -> bool:
-    """Whether a text holds a part, white space aside; an empty part is in every text."""
+    """Whether a text contains a part, ignoring white space; every text contains an empty part."""
     part = part.strip()
     return not part or part in text or _squeezed(part) in _squeezed(text)
 
@@ -266,7 +266,7 @@ def _squeezed(text: str) -> str:
 
 
 def _match(text: str, start: str, body: str) -> int | None:
-    """Position in ``text`` behind ``start + body``, white space aside; None without a match."""
+    """Position in ``text`` after ``start + body``, ignoring white space; None without a match."""
     said = start.rstrip()
     if text.startswith(said):
         at, wanted = len(said), _squeezed(body)

@@ -1,7 +1,7 @@
 """Choice of the chat template for a tokenizer, and the registry that users extend.
 
 Next: :mod:`torchrl_llm.data.text.families` has the built-in families,
-:mod:`torchrl_llm.data.text.whole_chats` renders with a template that was found here.
+:mod:`torchrl_llm.data.text.whole_chats` renders with the chosen template.
 """
 
 from __future__ import annotations
@@ -38,11 +38,12 @@ def add_chat_template(
     """Register a chat template under a name, for this process.
 
     Args:
-        template_name: what ``chat_template_name`` refers to. A name that exists is replaced.
+        template_name: the name for ``chat_template_name``. An existing template of this name is
+        replaced.
         template: Jinja text that marks the assistant's words with ``{% generation %}``.
         inverse_parser: function from a rendered text to a ``History`` or a list of messages.
-        model_family_keywords: the template is chosen for tokenizers whose model name (the last two
-            parts of ``name_or_path``) contains one of these, in upper or lower case.
+        model_family_keywords: the template is used for tokenizers whose model name (the last two
+            parts of ``name_or_path``) contains one of these, ignoring case.
 
     Raises:
         TemplateError: the template (a ``ValueError``) has no ``{% generation %}`` block.
@@ -68,10 +69,10 @@ def add_chat_template(
 
 
 def remove_chat_template(template_name: str) -> None:
-    """Take a template that :func:`add_chat_template` registered off the registry.
+    """Remove a template that :func:`add_chat_template` registered.
 
     Raises:
-        TemplateError: no user registered that name.
+        TemplateError: no user registered this name.
     """
     with _USERS_LOCK:
         if _USERS.pop(template_name, None) is None:
@@ -86,18 +87,19 @@ def resolve_template(
 ) -> TemplateSpec:
     """Find the template of a tokenizer.
 
-    The first that exists: the explicit text; the name (registered by a user, built in, or one of
-    the tokenizer's named templates); a template that a user registered for the model's family; the
-    tokenizer's own; the built-in one of its family; ChatML (with one warning).
+    Returns the first that exists: the explicit text; the name (registered by a user, built in, or
+    one of the tokenizer's named templates); a template that a user registered for the model's
+    family; the tokenizer's own; the built-in one of its family; ChatML (with one warning).
 
     Args:
         tokenizer: a Hugging Face tokenizer, or ``None`` with an explicit text or name.
         chat_template: Jinja text that overrides everything.
         chat_template_name: name of a template.
-        default: name of the template where nothing of these is given.
+        default: name of the template to use if neither is given.
 
     Raises:
-        TemplateError: both arguments were given, the name is unknown, or there is nothing to go by.
+        TemplateError: both arguments were given, the name is unknown, or no argument selects a
+            template.
 
     Example:
         >>> resolve_template(None, chat_template_name="qwen").template[:10] != ""
@@ -151,7 +153,7 @@ def _names() -> str:
 
 
 def _model_name(tokenizer: Any) -> str:
-    # A keyword must match the model, not a folder far above it.
+    # A keyword must match the model, not one of its parent folders.
     path = str(getattr(tokenizer, "name_or_path", "") or "")
     parts = [part for part in re.split(r"[/\\]", path) if part]
     return "/".join(parts[-2:]).lower()

@@ -1,9 +1,9 @@
-"""Rendering of whole conversations to text or ids, and reading of rendered text.
+"""Rendering of whole conversations to text or ids, and parsing of rendered text.
 
-This is what :meth:`History.apply_chat_template <torchrl_llm.data.history.History>` runs: a view for
-people, data files and supervised training. The ids of conversations that are being *sampled* come
-from :class:`~torchrl_llm.data.text.ChatFormatter`, which never encodes a sampled token again;
-both share the renderer, the shield for special-token strings and the door to the tokenizer.
+:meth:`History.apply_chat_template <torchrl_llm.data.history.History>` uses it, for inspection, data
+files and supervised training. The ids of *sampled* conversations come from
+:class:`~torchrl_llm.data.text.ChatFormatter`, which never encodes a sampled token again. Both share
+the renderer, the shield for special-token strings and the codec.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class EncodedChat(NamedTuple):
 
     Attributes:
         token_ids: int64 ``[T]``.
-        assistant: bool ``[T]``, the assistant's words and their end-of-turn tokens; ``None`` when
-            it was not asked for.
+        assistant: bool ``[T]``, the assistant's words and their end-of-turn tokens; ``None`` if not
+            requested.
     """
 
     token_ids: Tensor
@@ -45,37 +45,37 @@ class EncodedChat(NamedTuple):
 
 @dataclass(frozen=True)
 class _Engine:
-    """What one template needs with one tokenizer (``codec`` is ``None`` without one)."""
+    """Renderer, codec and probe of a template and a tokenizer (no ``codec`` without one)."""
 
     renderer: Renderer
     codec: Codec | None
     probe: Probe | None
 
 
-# An engine holds its tokenizer, so the id in the key stays that tokenizer's while the entry lives.
+# An engine references its tokenizer, so the id in the key stays valid while the entry exists.
 _ENGINES: OrderedDict[tuple, _Engine] = OrderedDict()
 _ENGINES_LOCK = threading.Lock()
 _MAX_ENGINES = 32
-# Stands behind the content of an open turn while it is rendered; white space before it is kept.
+# Appended to the content of an open turn during rendering, so that white space before it is kept.
 _TAG = "\uf8fe\uf8fd\uf8fe"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeChats:
-    """How conversations of at least one message are written, as text or as ids.
+    """Renders conversations of at least one message, as text or as ids.
 
     Args:
         spec: the template.
-        tokenizer: a fast Hugging Face tokenizer, which ids need; it gives the template
-            ``bos_token``, ``eos_token`` and the like.
+        tokenizer: a fast Hugging Face tokenizer, required for ids; it provides ``bos_token``,
+            ``eos_token`` and the like to the template.
         add_generation_prompt: end with the header of the model's turn.
-        continue_final_message: end with the content of the last message, its turn left open. A last
-            assistant message with ``is_complete=False`` is left open in any case.
+        continue_final_message: end with the content of the last message and leave its turn open. A
+            last assistant message with ``is_complete=False`` is always left open.
         tools: JSON schemas (or documented functions) of tools.
         variables: further variables of the template.
-        strict: refuse contents that read back as other messages, or for a template that is not
-            built in, as other turns. In ids that can only be where a mark of the template is no
-            special token of this tokenizer.
+        strict: reject contents that would be parsed as other messages or, for a template that is
+            not built in, as other turns. In ids this can only occur if a mark of the template is
+            not a special token of this tokenizer.
     """
 
     spec: TemplateSpec
@@ -90,7 +90,7 @@ class WholeChats:
         """The text of each conversation.
 
         Raises:
-            TemplateError: the template refuses a message, cannot express it, or (``strict``) a
+            TemplateError: the template rejects a message or cannot express it, or (``strict``) a
                 content forges a turn, a call or a result.
         """
         engine = self._engine(chats, shielded=False)
@@ -100,9 +100,9 @@ class WholeChats:
         """The ids of each conversation, from one call of the tokenizer.
 
         Special-token strings in contents become plain characters, so no content can end a turn or
-        open one. The assistant mask comes from ``{% generation %}`` blocks, each stretched over the
-        end-of-turn token that stands behind it, or, where a template has none, from the places of
-        the assistant's contents and the closers behind them.
+        open one. The assistant mask comes from ``{% generation %}`` blocks, each extended over the
+        end-of-turn token that follows it or, if a template has no blocks, from the positions of the
+        assistant's contents and the closers after them.
 
         Args:
             chats: the conversations.
@@ -188,12 +188,12 @@ class WholeChats:
         return _opened(rendered, chat, row) if open_end else rendered
 
     def _refuse_forgery(self, engine: _Engine, chat: Chat, row: int, text: str) -> None:
-        """Raise if the rendering reads back as other messages than were rendered.
+        """Raise if the rendering is parsed as messages that differ from the rendered ones.
 
-        The text of a built-in family must read back whole. Otherwise the turns must be those that
-        are read when the marks are taken out of the contents: for the text of any template whose
-        marks are known, and for ids where a mark is no special token (a call spelled in a content
-        has the very ids of a call).
+        The text of a built-in family must be parsed back completely. Otherwise the turns must equal
+        the turns that are parsed when the contents have no marks: for the text of any template with
+        known marks, and for ids if a mark is not a special token (a call spelled in a content has
+        the same ids as a call).
         """
         parser, shielded = self.spec.inverse_parser, engine.renderer.shield.markers
         if not isinstance(parser, InverseParser):
@@ -237,7 +237,7 @@ class WholeChats:
 
 
 def _mask(rendered: Rendered, chat: Chat, encoding: Encoding, probe: Probe | None) -> Tensor:
-    if probe is None:  # a built-in template marks all that a model would have to generate
+    if probe is None:  # a built-in template marks everything that a model would have to generate
         regions = rendered.generation or []
     else:
         regions = [(a, b) for a, b, _ in assistant_regions(rendered, chat.messages, probe)]
@@ -250,20 +250,20 @@ def _mask(rendered: Rendered, chat: Chat, encoding: Encoding, probe: Probe | Non
 def read_text(
     text: str, spec: TemplateSpec, tokenizer: Any = None, *, strict: bool = False
 ) -> Chat:
-    """Read one rendered text back into messages.
+    """Parse one rendered text into messages.
 
     Args:
         text: the text of one conversation.
         spec: its template.
-        tokenizer: names the end-of-sequence token.
-        strict: raise on text that can be read in two ways. This is known of the built-in
-            templates only: of any other, and of a user's parser, that the messages which were read
-            give the same text when they are written again. What the template leaves out of a text
-            (earlier thoughts, white space, the types of untyped arguments) no reading brings back.
+        tokenizer: defines the end-of-sequence token.
+        strict: raise if the text is ambiguous. This is only checked for built-in templates. For
+            other templates, and a user's parser, the check is that the parsed messages render to
+            the same text. Anything that the template omits from a text (earlier thoughts, white
+            space, the types of untyped arguments) cannot be recovered.
 
     Raises:
-        TemplateError: the template has no inverse parser, or the text is not of this template.
-        AmbiguousTextError: ``strict``, and the text can be read in two ways.
+        TemplateError: the template has no inverse parser, or the text is not from this template.
+        AmbiguousTextError: ``strict``, and the text is ambiguous.
     """
     parser = spec.inverse_parser
     if parser is None:
@@ -278,7 +278,7 @@ def read_text(
     if is_tensorclass(found):
         chats = found.conversations()
         if len(chats) != 1:
-            raise TemplateError(f"the parser of {spec.name!r} gave {len(chats)} conversations")
+            raise TemplateError(f"the parser of {spec.name!r} returned {len(chats)} conversations")
         found = chats[0].messages
     chat = chat_of(found, "message")
     if strict and not (spec.builtin and isinstance(parser, InverseParser)):
@@ -287,12 +287,12 @@ def read_text(
 
 
 def _ends(tokenizer: Any) -> dict[str, str | None]:
-    """The tokens of a tokenizer that begin and end a text."""
+    """The tokenizer's tokens that begin and end a text."""
     return {name: getattr(tokenizer, name, None) for name in ("bos_token", "eos_token")}
 
 
 def _refuse_other_text(text: str, chat: Chat, spec: TemplateSpec, tokenizer: Any) -> None:
-    """Raise where the template does not write the messages that were read as this very text."""
+    """Raise if the template does not render the parsed messages to exactly this text."""
     again: list[str] = []
     try:
         how = WholeChats(spec=spec, tokenizer=tokenizer, strict=False)
@@ -302,8 +302,8 @@ def _refuse_other_text(text: str, chat: Chat, spec: TemplateSpec, tokenizer: Any
         again = again or [f"nothing: {error}"]
     if text not in again:
         raise AmbiguousTextError(
-            f"the template {spec.name!r} writes the messages that were read as "
-            f"{again[0][:200]!r}, not as {text[:200]!r}; parse with strict=False to take them, or "
+            f"the template {spec.name!r} renders the parsed messages to "
+            f"{again[0][:200]!r}, not to {text[:200]!r}; parse with strict=False to keep them, or "
             "keep token ids"
         )
 
@@ -312,7 +312,7 @@ def _refuse_other_text(text: str, chat: Chat, spec: TemplateSpec, tokenizer: Any
 
 
 def _cached(spec: TemplateSpec, tokenizer: Any, variables: dict[str, Any]) -> _Engine:
-    # Tokens that were added and special tokens that were set since then make another tokenizer.
+    # Added tokens and changed special tokens need a new engine: they change the key.
     key = (id(tokenizer), len(tokenizer), spec.template, spec.builtin, repr(variables))
     with _ENGINES_LOCK:
         if key in _ENGINES:
@@ -353,7 +353,7 @@ def _reasoning_at(chats: Sequence[Chat]) -> tuple[int, int, str] | None:
 
 
 def _tagged(message: Mapping[str, Any], row: int, index: int) -> dict[str, Any]:
-    """A message with a tag behind its content, where its open turn will be cut."""
+    """A message with a tag after its content, at which its open turn will be cut."""
     where = f"chat {row}, message {index} ({message['role']})"
     if message.get("tool_calls"):
         raise TemplateError(f"{where}: an unfinished message cannot have tool calls")
@@ -374,7 +374,7 @@ def _named(
     tools: Sequence[Any] | None,
     error: TemplateError,
 ) -> str:
-    """The error with the message that it is about, which only some templates name themselves."""
+    """The error, with the index of its message, which few templates report themselves."""
     if re.search(r"\bmessage \d+\b", str(error)):
         return str(error)
     for count in range(1, len(messages)):
@@ -405,7 +405,7 @@ def _opened(rendered: Rendered, chat: Chat, row: int) -> Rendered:
     )
 
 
-# -- contents that would read back as something else ----------------------------------------------
+# -- contents that would be parsed as something else ----------------------------------------------
 
 
 def _without(message: Mapping[str, Any], marks: Sequence[str]) -> dict[str, Any]:
@@ -427,7 +427,7 @@ def _strings(message: Mapping[str, Any]) -> list[str]:
 
 
 def _expressed(message: Mapping[str, Any]) -> tuple:
-    """What a text says of a message: ids and names of calls and results are not in it."""
+    """The parts of a message that its text contains: no ids, and no names of results."""
     calls = [call.get("function") or call for call in message.get("tool_calls") or ()]
     named = [(call["name"], call.get("arguments")) for call in calls]
     *texts, _ = _strings(message)
