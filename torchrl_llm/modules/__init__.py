@@ -1,4 +1,4 @@
-"""Policies over language models, and the backends that run these."""
+"""Policies over language models, and the backends that run them."""
 
 from torchrl_llm._imports import lazy
 

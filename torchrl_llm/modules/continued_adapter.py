@@ -1,4 +1,4 @@
-"""A LoRA adapter that somebody trained: what its folder says, its base, and the two together."""
+"""An existing LoRA adapter: its configuration, its base model, and the two combined."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Adapter:
 
     Attributes:
         name: its folder, or its name on the hub.
-        base: the model that it is of.
-        config: what its ``adapter_config.json`` holds.
+        base: its base model.
+        config: content of its ``adapter_config.json``.
     """
 
     name: str
@@ -35,21 +35,21 @@ class Adapter:
     config: Mapping[str, Any]
 
     def changed(self, wanted: Mapping[str, Any]) -> dict[str, Any]:
-        """Settings that contradict those with which it was trained, with what these are.
+        """Settings that contradict the adapter's, with the adapter's values.
 
         Args:
-            wanted: arguments of ``peft.LoraConfig``. Dropout is free: no weight depends on it.
+            wanted: arguments of ``peft.LoraConfig``. Dropout may differ: no weight depends on it.
         """
         given = {name: value for name, value in wanted.items() if name != "lora_dropout"}
         own = {name: self.config.get(name) for name in given}
         return {name: own[name] for name, value in given.items() if not _equal(value, own[name])}
 
     def form(self, lora: Mapping[str, Any] | Any) -> Any:
-        """Its ``peft.LoraConfig``, to train on with.
+        """Its ``peft.LoraConfig``, for further training.
 
         Args:
-            lora: arguments of that class, or an instance: they repeat the adapter's own or leave
-                them out; ``lora_dropout`` is free.
+            lora: arguments of that class, or an instance: each must equal the adapter's or be left
+                out, except ``lora_dropout``.
 
         Raises:
             ConfigError: they contradict the adapter.
@@ -68,14 +68,15 @@ class Adapter:
         return config
 
     def attach(self, model: nn.Module, lora: Mapping[str, Any] | Any | None) -> nn.Module:
-        """The base with the adapter: to train it on, or merged into the base's weights.
+        """The base with the adapter: for further training, or merged into the base's weights.
 
         Args:
             model: the base.
-            lora: as of :meth:`form`; ``None`` to merge, which a base of quantized weights is not.
+            lora: as in :meth:`form`; ``None`` to merge, which is not possible with quantized
+                weights.
 
         Raises:
-            ConfigError: as there, or weights that do not fit the base.
+            ConfigError: as in :meth:`form`, or for weights that do not fit the base.
             MissingExtraError: without peft.
         """
         peft = require("peft", extra="peft", feature=_FEATURE)
@@ -85,7 +86,7 @@ class Adapter:
             found = joined.load_adapter(
                 self.name, "default", is_trainable=lora is not None, torch_device="cpu"
             )
-        # Layers that are not there, other shapes, a file that is damaged or missing.
+        # Missing layers, different shapes, a damaged or missing file.
         except Exception as error:
             raise ConfigError(f"{self._misfit}: {str(error).strip()[:500]}") from error
         lacking, unknown = found.missing_keys, found.unexpected_keys
@@ -104,14 +105,13 @@ class Adapter:
 
 
 def find_adapter(name_or_path: str | PathLike[str] | None) -> Adapter | None:
-    """What a name stands for, where that is an adapter; ``None`` where it is a model or nothing.
+    """The adapter of that name; ``None`` if the name is a model or unknown.
 
     Args:
         name_or_path: a folder, or a name on the hub; ``None`` for the embedded chat model.
 
     Raises:
-        ConfigError: an adapter that no causal language model can be trained with, or without a
-            base.
+        ConfigError: an adapter that cannot be used with a causal language model, or without a base.
 
     Example:
         >>> find_adapter(None) is None
@@ -152,10 +152,10 @@ def find_adapter(name_or_path: str | PathLike[str] | None) -> Adapter | None:
 
 
 def base_of(name_or_path: str | PathLike[str] | None) -> str | PathLike[str] | None:
-    """The model of an adapter; of any other name, that name.
+    """The base model of an adapter; other names are returned unchanged.
 
     Args:
-        name_or_path: as of :func:`find_adapter`.
+        name_or_path: as in :func:`find_adapter`.
 
     Example:
         >>> base_of("Qwen/Qwen3-0.6B")
@@ -166,7 +166,7 @@ def base_of(name_or_path: str | PathLike[str] | None) -> str | PathLike[str] | N
 
 
 def _config_file(name_or_path: str | PathLike[str]) -> Path | None:
-    """The configuration of an adapter; a folder that has that of a model as well is a model."""
+    """The configuration of an adapter; a folder with a model's configuration is a model."""
     path = Path(name_or_path)
     if path.exists():
         file = path / _CONFIG
@@ -181,16 +181,16 @@ def _hub_file(name: str | PathLike[str], file: str) -> Path | None:
 
     try:
         return Path(cached_file(str(name), file))
-    except (OSError, ValueError):  # whoever loads the model says what is wrong with its name
+    except (OSError, ValueError):  # loading the model reports a wrong name
         return None
 
 
 def has_tokenizer(adapter: Adapter, patterns: tuple[str, ...]) -> bool:
-    """Whether an adapter brings a tokenizer.
+    """Whether an adapter includes a tokenizer.
 
     Args:
         adapter: the adapter.
-        patterns: of the names of files of a tokenizer.
+        patterns: patterns of tokenizer file names.
     """
     folder = Path(adapter.name)
     if folder.is_dir():

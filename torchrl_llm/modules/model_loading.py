@@ -1,4 +1,4 @@
-"""Loaders of models and tokenizers: from the hub, a folder, or those that ship with the package."""
+"""Loaders of models and tokenizers: from the hub, a folder or the package itself."""
 
 from __future__ import annotations
 
@@ -42,26 +42,26 @@ def load_model(
     """A Hugging Face causal language model, in eval mode.
 
     Args:
-        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model. Of a LoRA
-            adapter that PEFT wrote, its base model is loaded too: with ``lora`` the adapter goes on
-            training, without it is merged into the weights.
-        dtype: of the weights, ``"bfloat16"`` or ``torch.bfloat16``. Float32 by default: low
-            precision belongs to autocast, over float32 weights.
+        name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model. For a
+            LoRA adapter written by PEFT, its base model is loaded too: with ``lora`` the adapter is
+            trained further, without it is merged into the weights.
+        dtype: dtype of the weights, ``"bfloat16"`` or ``torch.bfloat16``. Float32 by default: use
+            low precision through autocast, over float32 weights.
         attn_implementation: ``"sdpa"``, ``"eager"``, ``"flex_attention"`` or
-            ``"flash_attention_2"``; by default that of the model.
+            ``"flash_attention_2"``; the model's by default.
         lora: a ``peft.LoraConfig``, or its arguments (``r``, ``lora_alpha``, ``lora_dropout``,
-            ``target_modules``, ...), to train adapters instead of the weights. With an adapter to
-            go on with they are the adapter's own: ``{}``, or any of them again.
-        quantization: ``"4bit"`` or ``"8bit"``: round the weights of linear layers to so many bits
-            as they are read, see ``torchrl_llm.modules.quantization``. They are never trained,
+            ``target_modules``, ...), to train adapters instead of the weights. For an existing
+            adapter they must equal the adapter's: ``{}``, or a repetition of some of them.
+        quantization: ``"4bit"`` or ``"8bit"``: round the weights of linear layers to this many bits
+            while they are read, see ``torchrl_llm.modules.quantization``. They are never trained,
             and no adapter is merged into them.
-        gradient_checkpointing: keep no activations of the layers in training, compute them again.
-        device: where to put it; the CPU by default.
+        gradient_checkpointing: do not keep the layers' activations in training, but recompute them.
+        device: device of the model; the CPU by default.
 
     Raises:
-        ConfigError: when there is no such model, for an unknown dtype or LoRA argument, for an
-            attention whose package is not installed, or for an adapter without its base, of other
-            layers, or with other arguments than ``lora``.
+        ConfigError: if there is no such model, for an unknown dtype or LoRA argument, for an
+            attention whose package is not installed, or for an adapter without its base, for
+            different layers, or with arguments that differ from ``lora``.
         MissingExtraError: for ``lora`` or an adapter without peft, or ``quantization`` without its
             package.
 
@@ -76,23 +76,23 @@ def load_model(
     if quantization is not None:
         options |= loading_options(quantization, options["dtype"], device or "cpu")
         if adapter is None and base is not None and Path(base).is_dir():
-            # Checkpoints of adapters name their base; they may be opened from another folder.
+            # Checkpoints of adapters name their base; they may be opened from a different folder.
             name_or_path = base = Path(base).resolve()
     if base is not None and (Path(base) / "config.json").is_file():
         try:
-            weights = WeightFolder(base)  # transformers passes over much, and says less
+            weights = WeightFolder(base)  # transformers ignores some damage silently
         except DamagedCheckpointError as error:
             raise ConfigError(
                 f"{str(base)!r} holds no model that can be loaded: {error}"
             ) from error
     if weights is not None and weights.form == PICKLED_NAME:
         if quantization is not None:
-            raise ConfigError(f"quantization reads safetensors, and not {PICKLED_NAME}")
+            raise ConfigError(f"quantization reads safetensors, not {PICKLED_NAME}")
         model = _load_state(Path(base), weights, options)
     else:
         model = _load(AutoModelForCausalLM, "model", name_or_path, options)
     if quantization is not None:
-        model, device = prepare(model), None  # it is where it was read to
+        model, device = prepare(model), None  # it was loaded onto its device
     model = _ready(model, lora if adapter is None else None, gradient_checkpointing, device)
     return model if adapter is None else adapter.attach(model, lora).eval()
 
@@ -110,18 +110,18 @@ def load_reward_model(
     """A Hugging Face sequence classifier with one output, in eval mode.
 
     Args:
-        name_or_path: as of :func:`load_model`. That of a causal model gets a fresh head, with
-            torch's random numbers.
-        tokenizer: that rows are padded with; the model is told its padding, and a tokenizer without
-            one pads with the end of a text.
-        dtype: as of :func:`load_model`.
+        name_or_path: as in :func:`load_model`. A causal model gets a new head, with torch's random
+            numbers.
+        tokenizer: tokenizer that pads the rows; the model gets its pad id, and a tokenizer without
+            one pads with its end-of-text id.
+        dtype: as in :func:`load_model`.
         attn_implementation: as there.
         lora: arguments of ``peft.LoraConfig``; the head is trained whole.
-        gradient_checkpointing: as of :func:`load_model`.
+        gradient_checkpointing: as in :func:`load_model`.
         device: as there.
 
     Raises:
-        ConfigError: as of :func:`load_model`, of an adapter, or of a model that has no classifier.
+        ConfigError: as in :func:`load_model`, for an adapter, or for a model without a classifier.
         MissingExtraError: for ``lora`` without peft.
 
     Example:
@@ -130,14 +130,14 @@ def load_reward_model(
     """
     if (adapter := find_adapter(name_or_path)) is not None:
         raise ConfigError(
-            f"{adapter.name!r} is an adapter of {adapter.base!r}: merge it into that (load_model, "
-            "then save_pretrained), and name the merged model"
+            f"{adapter.name!r} is an adapter of {adapter.base!r}: merge it into its base "
+            "(load_model, then save_pretrained), and pass the merged model"
         )
     options: dict[str, Any] = {"dtype": _dtype(dtype), "num_labels": 1}
     if attn_implementation is not None:
         options["attn_implementation"] = attn_implementation
     said = logging.get_verbosity()
-    logging.set_verbosity_error()  # a table of what the language model has that this has not
+    logging.set_verbosity_error()  # hide the table of unused language-model weights
     try:
         model = _load(AutoModelForSequenceClassification, "model", name_or_path, options)
     finally:
@@ -151,13 +151,13 @@ def load_reward_model(
 
 
 def check_reward_model(name_or_path: str | PathLike[str]) -> None:
-    """Refuse what is no trained reward model, by its configuration alone.
+    """Raise if a model is not a trained reward model, by its configuration alone.
 
     Args:
         name_or_path: a name on the hub or a folder.
 
     Raises:
-        ConfigError: there is no such model, or it is one of another kind.
+        ConfigError: there is no such model, or it is of a different kind.
     """
     config = _load(AutoConfig, "model", name_or_path, {})
     kinds = config.architectures or []
@@ -179,7 +179,7 @@ def _ready(
     if device is not None:
         model = model.to(device)
     if gradient_checkpointing:
-        # The reentrant form loses gradients where the input needs none, as under LoRA.
+        # The reentrant form loses gradients if the input needs none, as with LoRA.
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if lora is not None:
         model = _with_lora(model, lora)
@@ -192,13 +192,13 @@ def empty_model(
     dtype: str | torch.dtype = torch.float32,
     lora: Mapping[str, Any] | Any | None = None,
 ) -> nn.Module:
-    """A model's layers without their numbers, on torch's ``meta`` device: for counting.
+    """A model's layers without weight values, on torch's ``meta`` device, for counting.
 
-    Only the configuration is read, so that a folder with ``config.json`` alone will do. Of an
-    adapter that is the base model, with an adapter of that form where ``lora`` is given.
+    Only the configuration is read, so a folder with only ``config.json`` is enough. For an adapter
+    this is the base model, with an adapter of the same form if ``lora`` is given.
 
     Args:
-        name_or_path: as of :func:`load_model`.
+        name_or_path: as in :func:`load_model`.
         dtype: as there.
         lora: as there.
 
@@ -215,7 +215,7 @@ def empty_model(
             model = AutoModelForCausalLM.from_config(
                 config, dtype=_dtype(dtype), trust_remote_code=False
             )
-        except Exception as error:  # a model of another kind, or of impossible sizes
+        except Exception as error:  # a different kind of model, or impossible sizes
             raise ConfigError(
                 f"{str(name_or_path)!r} is no causal language model: {_first_line(error)}"
             ) from error
@@ -228,10 +228,10 @@ def empty_model(
 def empty_reward_model(
     name_or_path: str | PathLike[str], *, dtype: str | torch.dtype = torch.float32
 ) -> nn.Module:
-    """The layers of a reward model without their numbers, as :func:`empty_model` has them.
+    """The layers of a reward model without weight values, as in :func:`empty_model`.
 
     Args:
-        name_or_path: as of :func:`load_reward_model`.
+        name_or_path: as in :func:`load_reward_model`.
         dtype: as there.
 
     Raises:
@@ -248,8 +248,8 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
     """A fast tokenizer.
 
     Args:
-        name_or_path: a name on the hub or a folder; ``None`` for that of the embedded model. An
-            adapter without one has that of its base.
+        name_or_path: a name on the hub or a folder; ``None`` for the embedded model's. An adapter
+            without a tokenizer uses its base's.
 
     Raises:
         ConfigError: when there is no such tokenizer.
@@ -262,7 +262,7 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
     if adapter is not None and not has_tokenizer(adapter, _TOKENIZER_FILES):
         name_or_path = adapter.base
     folder = None if name_or_path is None else Path(name_or_path)
-    # transformers makes an empty tokenizer of some models without a file of one.
+    # For some models without a tokenizer file, transformers makes an empty tokenizer.
     if folder and folder.is_dir() and not any(any(folder.glob(each)) for each in _TOKENIZER_FILES):
         files = ", ".join(sorted(file.name for file in folder.iterdir())) or "nothing"
         raise ConfigError(
@@ -274,13 +274,13 @@ def load_tokenizer(name_or_path: str | PathLike[str] | None = None) -> Any:
 
 
 def context_length(name_or_path: str | PathLike[str] | None = None) -> int | None:
-    """Tokens that a model's context holds, from its configuration alone; no weights are read.
+    """Context length of a model in tokens, from its configuration alone; no weights are read.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
 
     Returns:
-        ``None`` where the configuration does not say.
+        ``None`` if the configuration does not contain it.
 
     Raises:
         ConfigError: when there is no such model.
@@ -294,10 +294,10 @@ def context_length(name_or_path: str | PathLike[str] | None = None) -> int | Non
 
 
 def context_of(config: Any) -> int | None:
-    """Most tokens of a row, by a model's configuration; ``None`` where it does not say.
+    """Longest possible row in tokens, by a model's configuration; ``None`` if it states none.
 
     Args:
-        config: of a Hugging Face model.
+        config: configuration of a Hugging Face model.
     """
     text = config.get_text_config(decoder=True)
     found = [getattr(text, name, None) for name in ("max_position_embeddings", "max_seq_len")]
@@ -305,13 +305,13 @@ def context_of(config: Any) -> int | None:
 
 
 def rotary_limit(config: Any) -> int | None:
-    """Longest row of which no log-prob depends on its length; ``None`` if that is any.
+    """Longest row whose log-probs do not depend on its length; ``None`` if there is no limit.
 
-    LongRoPE and dynamic NTK turn all positions of a call by other angles once one row is longer.
-    Then early tokens of a row depend on later ones, and rows on their neighbours.
+    LongRoPE and dynamic NTK rotate all positions of a call by different angles once one row is
+    longer. Then early tokens of a row depend on later ones, and rows on other rows of the call.
 
     Args:
-        config: of a Hugging Face model.
+        config: configuration of a Hugging Face model.
     """
     find = getattr(config, "get_text_config", None)
     text = config if find is None else find(decoder=True)
@@ -329,31 +329,31 @@ def rotary_limit(config: Any) -> int | None:
 
 
 def check_rotary(limit: int | None, tokens: int) -> None:
-    """Refuse rows above :func:`rotary_limit`.
+    """Raise for rows above :func:`rotary_limit`.
 
     Args:
-        limit: of the model.
-        tokens: of the longest row.
+        limit: rotary limit of the model.
+        tokens: length of the longest row.
 
     Raises:
-        ConfigError: with what to do instead.
+        ConfigError: the rows are too long; the message suggests what to do.
     """
     if limit is not None and tokens > limit:
         raise ConfigError(
-            f"rows of {tokens} tokens are beyond the {limit} from which on this model's rotary "
-            "angles change with the longest row of a call, so that log-probs would depend on what "
-            "comes later and on other rows; keep rows and max_length within "
-            f"{limit} tokens, or fix the angles in config.json before the model is loaded: of "
-            "longrope make rope_parameters.short_factor (and short_mscale) equal to the long one"
+            f"rows of {tokens} tokens are beyond the {limit} above which this model's rotary "
+            "angles change with the longest row of a call, so that log-probs would depend on later "
+            "tokens and on other rows; keep rows and max_length within "
+            f"{limit} tokens, or fix the angles in config.json before the model is loaded: for "
+            "longrope, make rope_parameters.short_factor (and short_mscale) equal to the long one"
         )
 
 
 def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> tuple[int, ...]:
-    """The ids that end a response: of the tokenizer, the model's configuration and its generation.
+    """Ids that end a response, from the tokenizer and the model's two configurations.
 
     Args:
         name_or_path: a name on the hub or a folder; ``None`` for the embedded chat model.
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
 
     Raises:
         ConfigError: when there is no such model.
@@ -364,10 +364,10 @@ def end_token_ids(name_or_path: str | PathLike[str] | None, tokenizer: Any) -> t
 
 
 def known_eos(*sources: Any) -> tuple[int, ...]:
-    """All ids that end a response, of tokenizer and configurations together.
+    """All ids that end a response, from tokenizer and configurations together.
 
     Args:
-        sources: what may have an ``eos_token_id``.
+        sources: objects that may have an ``eos_token_id``.
 
     Example:
         >>> from types import SimpleNamespace
@@ -406,15 +406,15 @@ def _load(
         ) from error
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # what a file says may make transformers raise anything
+    except Exception as error:  # file contents can make transformers raise anything
         raise ConfigError(_missing(kind, str(name_or_path), error)) from error
 
 
 def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | None:
-    """That of a model; it need not have one."""
+    """The generation configuration of a model; ``None`` if it has none."""
     try:
         return GenerationConfig.from_pretrained(name_or_path)
-    except Exception as error:  # as of _load
+    except Exception as error:  # as in _load
         file = Path(name_or_path) / "generation_config.json"
         if isinstance(error, OSError) and not file.is_file():
             return None
@@ -425,7 +425,7 @@ def _generation_config(name_or_path: str | PathLike[str]) -> GenerationConfig | 
 
 
 def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) -> nn.Module:
-    """A model of weights in a file that transformers does not look for."""
+    """A model with weights from a file that transformers does not look for."""
     config, kind = _load(AutoConfig, "model", folder, {}), type(empty_model(folder))
     options |= {
         "config": config,
@@ -439,7 +439,7 @@ def _load_state(folder: Path, weights: WeightFolder, options: dict[str, Any]) ->
 
 
 def _first_line(error: Exception) -> str:
-    """What an error says; with its type where its text alone may not tell."""
+    """First line of an error's text, with its type if the text alone may be unclear."""
     text = str(error).strip().partition("\n")[0]
     is_plain = isinstance(error, (OSError, ValueError)) and text
     return text if is_plain else f"{type(error).__name__}: {text}"
@@ -454,7 +454,7 @@ def _missing(kind: str, name: str, error: Exception) -> str:
     if "custom code" in why:
         why = "it needs Python code of its folder (auto_map), which is not run here"
         return f"{name!r} holds no {kind} that can be loaded: {why}; use one that transformers has"
-    if path.is_dir():  # empty, or with a part only
+    if path.is_dir():  # empty or incomplete
         return f"{name!r} holds no {kind} that can be loaded: {why}"
     if path.is_file():
         return f"{name!r} is a file; a {kind} is named by its folder, or by its name on the hub"

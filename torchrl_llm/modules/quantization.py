@@ -1,11 +1,13 @@
 """Weights of four or eight bits, over which LoRA adapters are trained.
 
-bitsandbytes makes four bits (NF4, with scales that are quantized too, arXiv:2305.14314); torchao
-makes eight bits of the weights alone. Embeddings, head and norms keep their type. Where torchao is
-missing, bitsandbytes makes the eight bits (LLM.int8(), arXiv:2208.07339, which on a GPU rounds
-activations too; without outliers, by which a token would depend on the other rows of its batch).
+bitsandbytes quantizes to four bits (NF4, with scales that are quantized too, arXiv:2305.14314);
+torchao quantizes only the weights to eight bits. Embeddings, head and norms keep their type.
+Without torchao, bitsandbytes quantizes to eight bits (LLM.int8(), arXiv:2208.07339, which on a GPU
+rounds activations too; without outliers, which would make a token depend on the other rows of its
+batch).
 
-Such weights are never merged with an adapter: the sum would be rounded again, to another model.
+Quantized weights are never merged with an adapter: rounding the sum again would give a different
+model.
 """
 
 from __future__ import annotations
@@ -47,8 +49,8 @@ def loading_options(bits: Bits, dtype: torch.dtype, device: torch.device | str) 
 
     Args:
         bits: ``"4bit"`` or ``"8bit"``.
-        dtype: of products, and of what is not quantized.
-        device: where the model goes.
+        dtype: dtype of products, and of weights that are not quantized.
+        device: device of the model.
 
     Raises:
         MissingExtraError: no package for it is installed.
@@ -72,7 +74,7 @@ def loading_options(bits: Bits, dtype: torch.dtype, device: torch.device | str) 
 
 
 def prepare(model: nn.Module) -> nn.Module:
-    """Let a model that was just quantized compute the same in sampling and in training.
+    """Make a newly quantized model compute the same in sampling and in training.
 
     Args:
         model: changed in place.
@@ -87,7 +89,7 @@ def prepare(model: nn.Module) -> nn.Module:
 
 
 class _FrozenLinear(nn.Linear):
-    """A layer of quantized weights that keeps no copy of them in full for the backward."""
+    """A layer of quantized weights that keeps no full-precision copy for the backward pass."""
 
     def forward(self, input: Tensor) -> Tensor:
         out = _FrozenProduct.apply(input, self.weight)
@@ -109,17 +111,17 @@ def is_quantized(model: nn.Module) -> bool:
     """Whether a model, or one within its wrappers, has quantized weights.
 
     Args:
-        model: of any kind.
+        model: any module.
     """
     return any(getattr(part, "is_quantized", False) for part in model.modules())
 
 
 def weight_bytes(model: nn.Module, bits: Bits | None) -> int:
-    """Bytes of the weights of a model once it is quantized, adapters as they are.
+    """Bytes of a model's weights after quantization; adapters are not quantized.
 
     Args:
-        model: not quantized, without its numbers for instance.
-        bits: ``None`` for weights as they are.
+        model: a model that is not quantized, for example without weight values.
+        bits: ``None`` for weights without quantization.
 
     Example:
         >>> layer = nn.ModuleList([nn.Linear(256, 256, bias=False)])
@@ -133,10 +135,10 @@ def weight_bytes(model: nn.Module, bits: Bits | None) -> int:
 
 
 def quantized_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The weights that would be quantized: of all linear layers but the head and the adapters.
+    """The weights that would be quantized: of all linear layers except head and adapters.
 
     Args:
-        model: not quantized.
+        model: a model that is not quantized.
     """
     find_head = getattr(model, "get_output_embeddings", lambda: None)
     head = getattr(find_head(), "weight", None)

@@ -1,4 +1,4 @@
-"""Reference policies without a second model: the policy itself, its adapters off or as loaded."""
+"""Reference policies without a second model: the policy with its adapters off or as loaded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _REFERENCE = "reference"
 
 
 class _SwitchedAdapter(TokenScorer):
-    """Scores tokens with a PEFT policy, its adapters in another state meanwhile."""
+    """Scores tokens with a PEFT policy while its adapters are in a different state."""
 
     def __init__(self, policy: TokenScorer) -> None:
         self.policy = policy
@@ -31,7 +31,7 @@ class _SwitchedAdapter(TokenScorer):
 
     @abc.abstractmethod
     def _switch(self) -> AbstractContextManager[Any]:
-        """Bring the adapters into that state, until the end of the context."""
+        """Switch the adapters to that state for the duration of the context."""
 
     def token_scores(
         self,
@@ -61,7 +61,8 @@ class _SwitchedAdapter(TokenScorer):
                     "adapters are merged into the base weights, so the reference is not there; "
                     "unmerge them before scoring with it"
                 )
-            # PEFT freezes what it switches off and makes all of it trainable when it comes back.
+            # PEFT freezes adapters that it switches off, and makes them fully trainable when they
+            # return.
             before = [(p, p.requires_grad) for p in self._model.parameters()]
             try:
                 with self._switch():
@@ -72,15 +73,15 @@ class _SwitchedAdapter(TokenScorer):
 
 
 class AdapterDisabled(_SwitchedAdapter):
-    """Scores tokens with a PEFT policy whose adapters are off: the base model, at no memory.
+    """Scores tokens with a PEFT policy whose adapters are off: the base model, at no extra memory.
 
-    For a policy that trains LoRA adapters the base weights are what training started from, so that
-    they serve as the reference of a KL term. The adapters are on again, and every parameter takes
-    gradients as before, when the call returns or raises. Scoring never builds a graph: with
-    gradient checkpointing the layers would be computed again with the adapters on.
+    For a policy that trains LoRA adapters, training starts from the base weights, so they serve as
+    the reference of a KL term. When the call returns or raises, the adapters are on again and every
+    parameter requires gradients as before. Scoring never builds a graph: with gradient
+    checkpointing the layers would be computed again with the adapters on.
 
-    What the scorer of the policy knows of the model is kept: temperature, chunks, layout. Sampling
-    in other threads waits meanwhile; the trainer must not score in another thread.
+    The settings of the policy's scorer are kept: temperature, chunks, layout. Sampling in other
+    threads waits during the call; the trainer must not score in another thread.
 
     Args:
         policy: a policy wrapper, a backend or a ``CausalScorer`` over a ``peft.PeftModel``.
@@ -106,18 +107,19 @@ class AdapterDisabled(_SwitchedAdapter):
 
 
 class AdapterAsLoaded(_SwitchedAdapter):
-    """Scores tokens with a PEFT policy and the adapter that it has now, whatever it learns later.
+    """Scores tokens with a PEFT policy and a frozen copy of its current adapter.
 
-    For a policy that goes on training an adapter: it began as that adapter on its base, and so does
-    the reference. A frozen copy of the adapter, without dropout, joins the model under the name
-    ``reference``; it is active while it scores, is not trained, and is in no checkpoint. Otherwise
-    as :class:`AdapterDisabled`.
+    For a policy that continues to train an existing adapter: the reference is that adapter on its
+    base, as at the start of training. A frozen copy of the adapter, without dropout, joins the
+    model under the name ``reference``; it is active while it scores, is not trained, and is in no
+    checkpoint. Otherwise as :class:`AdapterDisabled`.
 
     Args:
-        policy: as there. A second reference of the same model shares the copy of the first.
+        policy: as in :class:`AdapterDisabled`. A second reference of the same model shares the copy
+            of the first.
 
     Raises:
-        ConfigError: as there.
+        ConfigError: as in :class:`AdapterDisabled`.
         MissingExtraError: without peft.
 
     Example:
@@ -142,7 +144,7 @@ class AdapterAsLoaded(_SwitchedAdapter):
         config = copy.deepcopy(self._model.peft_config[self._active])
         config.inference_mode, config.lora_dropout = True, 0.0
         trains = {name for name, p in self._model.named_parameters() if p.requires_grad}
-        with torch.random.fork_rng():  # PEFT draws weights, which the copy replaces
+        with torch.random.fork_rng():  # PEFT draws random weights, which the copy replaces
             self._model.add_adapter(_REFERENCE, config)
         state = peft.get_peft_model_state_dict(self._model, adapter_name=self._active)
         peft.set_peft_model_state_dict(self._model, state, adapter_name=_REFERENCE)

@@ -19,23 +19,23 @@ class HFRewardModelWrapper(TensorDictModuleBase):
     """Scores rows with a sequence classifier that has one output, such as TRL's reward trainer's.
 
     Rows may be ragged or padded on any side. Hugging Face's classifiers find the end of a row by
-    ``model.config.pad_token_id``, so rows of different length are padded with that; a model without
-    one scores row by row, and so does one with LongRoPE. (Such a classifier reads the score at the
-    last token that is not the pad id, also where a row ends with that very id.)
+    ``model.config.pad_token_id``, so rows of different length are padded with that id; a model
+    without one, or with LongRoPE, scores row by row. (Such a classifier reads the score at the last
+    token that is not the pad id, even if a row ends with that id.)
 
     Args:
-        model: takes ``input_ids`` and ``attention_mask`` and gives ``logits`` or ``rewards``
+        model: takes ``input_ids`` and ``attention_mask`` and returns ``logits`` or ``rewards``
             ``[B]`` or ``[B, 1]``, as an attribute or as a bare tensor.
         token_key: ids of the rows.
-        attention_mask_key: mask of padded rows; ``None`` hands the model no mask, which takes rows
-            of one length. Ragged rows need none.
-        reward_key: where the reward goes, float32 ``[B]``; ``("next", "reward")`` writes ``[B, 1,
-            1]``, the form that advantage estimators read.
+        attention_mask_key: mask of padded rows; ``None`` passes no mask to the model, which
+            requires rows of equal length. Ragged rows need none.
+        reward_key: key of the reward, float32 ``[B]``; ``("next", "reward")`` writes ``[B, 1, 1]``,
+            the form that advantage estimators read.
         inference_mode: score without gradients.
 
     Raises:
         DataError: for rows without ids, or padded ones without a mask.
-        RewardError: when the model gives no finite number per row.
+        RewardError: if the model does not return a finite number per row.
 
     Example:
         >>> from tensordict import TensorDict
@@ -106,11 +106,11 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         return rewards
 
     def score_ids(self, rows: list[Tensor], *, masked: bool = True) -> Tensor:
-        """Rewards of rows without padding, whatever they are.
+        """Rewards of rows without padding, finite or not.
 
         Args:
             rows: ``B`` int64 tensors ``[T_b]``.
-            masked: hand the model a mask.
+            masked: pass a mask to the model.
 
         Returns:
             float32 ``[B]`` on the model's device; it may be NaN or infinite.
@@ -129,7 +129,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
         inputs = {"input_ids": pad_rows(rows, pad_id or 0).to(device)}
         if masks is not None:
             mask = pad_rows(masks, False).to(device)
-            # Padding that came with the rows may have another id than the model's own.
+            # Padding in the rows may have a different id than the model's.
             inputs["input_ids"] = inputs["input_ids"].masked_fill(~mask, pad_id or 0)
             inputs["attention_mask"] = mask.long()
         return _one_a_row(self.model(**inputs), len(rows))
@@ -147,7 +147,7 @@ class HFRewardModelWrapper(TensorDictModuleBase):
 
 
 def _ragged(tensordict: Any, key: NestedKey) -> bool:
-    """Whether a column is one tensor per row, so that nothing of it is padding."""
+    """Whether a column is one tensor per row, so that it has no padding."""
     nodes = [tensordict, tensordict if isinstance(key, str) else tensordict.get(key[:-1], None)]
     nodes = [node._tensordict if is_tensorclass(node) else node for node in nodes]
     return any(isinstance(node, LazyStackedTensorDict) for node in nodes)

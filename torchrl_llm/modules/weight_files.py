@@ -1,10 +1,10 @@
-"""Weights of a model in a folder: written in shards, read in each form of Hugging Face.
+"""Weights of a model in a folder: written in shards, read in each of Hugging Face's formats.
 
-Nothing that is read here runs code. Writing goes tensor by tensor, so that it needs no more memory
-than the largest of them: one of another device, of other ranks (a DTensor) or with an adapter to
-add is made when its turn comes. Every rank makes the tensors, and one of them writes.
+Reading never runs code. Tensors are written one by one, so that no more memory is needed than for
+the largest: a tensor on a different device, spread over ranks (a DTensor) or with an adapter to add
+is made only when it is written. Every rank makes the tensors, and one rank writes them.
 
-Next: :func:`~torchrl_llm.trainers.save_pretrained` adds what else such a folder holds.
+Next: :func:`~torchrl_llm.trainers.save_pretrained` adds the other files of such a folder.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointEr
 from torchrl_llm.modules.quantization import is_quantized
 
 PICKLED_NAME = "pytorch_model.pt"
-"""Ludic's name of weights in one file, which ``from_pretrained`` does not know."""
+"""Ludic's name for weights in one file, which ``from_pretrained`` does not know."""
 _FORMS = (SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME, WEIGHTS_NAME, WEIGHTS_INDEX_NAME)
 _FORMS += (PICKLED_NAME,)
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
@@ -52,8 +52,8 @@ class LazyTensor(NamedTuple):
     """A tensor that is made when it is written.
 
     Attributes:
-        like: of its shape and type; where it is written as it is, the tensor itself.
-        make: the tensor, whole, on any device. A collective call where it is spread over ranks.
+        like: a tensor of its shape and type; the tensor itself if it is written unchanged.
+        make: makes the whole tensor, on any device. A collective call if it is spread over ranks.
     """
 
     like: Tensor
@@ -61,21 +61,21 @@ class LazyTensor(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> LazyTensor:
-        """A tensor as it is.
+        """Wrap a tensor that is written unchanged.
 
         Args:
-            tensor: of any device; a DTensor is gathered when it is written.
+            tensor: on any device; a DTensor is gathered when it is written.
         """
         return cls(tensor, lambda: whole(tensor))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of it in a file."""
+        """Number of its bytes in a file."""
         return self.like.numel() * self.like.element_size()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor without gradient, gathered where it is spread over ranks.
+    """A tensor without gradient, gathered if it is spread over ranks.
 
     Args:
         tensor: a collective call for a DTensor.
@@ -85,13 +85,13 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def size_in_bytes(size: str | int) -> int:
-    """Number of bytes of a size as Hugging Face writes it.
+    """Number of bytes of a size in Hugging Face's notation.
 
     Args:
         size: a number of bytes, or as ``"5GB"`` (``KB``, ``MB``, ``GB``, ``TB``: powers of 1000).
 
     Raises:
-        ConfigError: no such size, or none above 0.
+        ConfigError: not a size, or not above 0.
 
     Example:
         >>> size_in_bytes("5GB"), size_in_bytes("1.5MB"), size_in_bytes(100)
@@ -115,9 +115,9 @@ def write_tensors(file: Path | None, tensors: Mapping[str, LazyTensor]) -> int:
         Its CRC-32.
 
     Raises:
-        CheckpointError: a tensor of a type that such a file cannot hold.
+        CheckpointError: a tensor of a type that such a file cannot store.
     """
-    # Larger elements first, so that each tensor lies at a multiple of its own.
+    # Larger elements first, so that each tensor starts at a multiple of its element size.
     names = sorted(tensors, key=lambda name: (-tensors[name].like.element_size(), name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -158,7 +158,7 @@ def write_weights(
     Args:
         folder: where to; ``None`` to make the tensors and write nothing, as other ranks do.
         tensors: by name, as ``from_pretrained`` looks for them.
-        max_shard_size: bytes of tensors that a file may hold; a larger tensor has one of its own.
+        max_shard_size: bytes of tensors that a file may hold; a larger tensor gets a separate file.
 
     Returns:
         CRC-32 of each file of tensors, by its name.
@@ -182,12 +182,13 @@ def write_weights(
 
 
 def holds_whole(model: nn.Module) -> bool:
-    """Whether a checkpoint holds the weights of a model, its adapters added.
+    """Whether a checkpoint holds the whole weights of a model, with its adapters added.
 
-    Else it holds the adapter alone, over quantized weights, or what another module writes itself.
+    Otherwise it holds only the adapter, for quantized weights, or the files of a module that writes
+    its own.
 
     Args:
-        model: as of :func:`published_weights`.
+        model: as in :func:`published_weights`.
     """
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     return isinstance(base, PreTrainedModel) and (base is model or not is_quantized(base))
@@ -196,16 +197,16 @@ def holds_whole(model: nn.Module) -> bool:
 def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
     """The weights of a model under the names that ``from_pretrained`` looks for.
 
-    Tied weights are there once. LoRA adapters are added to the weights that they adapt, each when
-    it is written; the model in memory is not changed (merging and unmerging in place would round
-    its weights).
+    Tied weights appear once. LoRA adapters are added to the weights that they adapt, each when it
+    is written; the model in memory is not changed (merging and unmerging in place would round its
+    weights).
 
     Args:
         model: a ``PreTrainedModel`` or a ``PeftModel`` over one.
 
     Raises:
-        CheckpointError: an adapter that no weight can hold, such as a learned prompt; quantized
-            weights, which would be rounded again.
+        CheckpointError: an adapter that cannot be merged into weights, such as a learned prompt;
+            quantized weights, which would be rounded again.
     """
     if is_quantized(model):
         raise CheckpointError(
@@ -227,7 +228,7 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
     kept, used = {id(v) for v in published.values()}, Counter(map(id, state.values()))
     if any(id(state[name]) not in kept or used[id(state[name])] > 1 for name in adapted):
         # transformers cuts or joins these weights, or they are tied to one that is not adapted:
-        # that needs them as they will be.
+        # this needs their final values.
         merged = {n: v.make() for n, v in adapted.items()}
         return {n: LazyTensor.of(v) for n, v in _published(base, {**state, **merged}).items()}
     lazy = {id(state[name]): value for name, value in adapted.items()}
@@ -236,7 +237,7 @@ def published_weights(model: nn.Module) -> dict[str, LazyTensor]:
 
 def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
     left_out = base._keys_to_ignore_on_save or ()
-    # transformers tells what is tied by where it lies, which an empty shard does not say.
+    # transformers detects tied weights by their memory address, which an empty shard does not have.
     places: dict[int, Tensor] = {}
     lie = {n: places.setdefault(id(v), torch.empty(1)) for n, v in state.items()}
     kept = remove_tied_weights_from_state_dict(lie, base)
@@ -245,7 +246,7 @@ def _published(base: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _names_of_adapters(base: nn.Module) -> Iterator[str]:
-    """Names of what PEFT has put beside the weights of the model, or holds in reserve."""
+    """Names of weights that PEFT has added to the model, or holds in reserve."""
     for name, module in base.named_modules():
         if hasattr(module, "base_layer"):
             parts = module.state_dict(keep_vars=True)
@@ -259,7 +260,7 @@ def _names_of_adapters(base: nn.Module) -> Iterator[str]:
 
 
 def _plain_name(name: str) -> str:
-    """The name of a weight without what PEFT has put around it."""
+    """The name of a weight without PEFT's additions."""
     return re.sub(r"\.(modules_to_save\.[^.]+|token_adapter|base_layer)(?=\.)", "", name)
 
 
@@ -281,7 +282,7 @@ def _adapted(base: nn.Module) -> Iterator[tuple[str, LazyTensor]]:
 
 
 def _is_plain(module: nn.Module, adapter: str) -> bool:
-    """Whether an adapter adds a product of two matrices to the weight, and no more."""
+    """Whether an adapter adds a product of two matrices to the weight, and nothing else."""
     if not hasattr(module, "lora_B"):
         return False
     bias = getattr(module.lora_B[adapter], "bias", None) if adapter in module.lora_B else None
@@ -289,7 +290,7 @@ def _is_plain(module: nn.Module, adapter: str) -> bool:
 
 
 def _merged_copy(module: nn.Module, adapters: list[str], part: str) -> Callable[[], Tensor]:
-    """DoRA and others, as PEFT merges them, but not in place."""
+    """Merge DoRA and others as PEFT does, but not in place."""
 
     def make() -> Tensor:
         layer = copy.deepcopy(module)
@@ -310,16 +311,16 @@ def _merged(module: nn.Module, adapters: list[str]) -> Callable[[], Tensor]:
 
 
 class WeightFolder:
-    """The weights in a folder, by name, in any form that ``from_pretrained`` reads, or Ludic.
+    """The weights in a folder, by name, in any form that ``from_pretrained`` or Ludic reads.
 
     In this order: ``model.safetensors``, ``model.safetensors.index.json`` with shards,
     ``pytorch_model.bin``, ``pytorch_model.bin.index.json`` with shards, ``pytorch_model.pt``.
 
     Args:
-        folder: of a model.
+        folder: folder of a model.
 
     Attributes:
-        names: of the weights.
+        names: names of the weights.
         form: name of the file that has them, or of their index.
 
     Raises:
@@ -364,16 +365,16 @@ class WeightFolder:
                 if file.suffix == ".safetensors":
                     self._open[file] = safe_open(file, framework="pt")
                 else:
-                    mapped = zipfile.is_zipfile(file)  # not as before torch 1.6
+                    mapped = zipfile.is_zipfile(file)  # not in the format before torch 1.6
                     self._open[file] = torch.load(file, weights_only=True, mmap=mapped)
-            # A pickle that is damaged raises whatever its bytes happen to mean.
+            # A damaged pickle can raise any error.
             except Exception as error:
                 raise DamagedCheckpointError(f"cannot read the weights {file}: {error}") from error
         return self._open[file]
 
 
 def _read_index(index: Path) -> dict[str, Path]:
-    """Name of each weight to its file."""
+    """Map the name of each weight to its file."""
     try:
         where = json.loads(index.read_text(encoding="utf-8")).get("weight_map")
     except (ValueError, AttributeError, RecursionError) as error:

@@ -63,7 +63,7 @@ def test_messages_cannot_follow_what_was_rewritten_in_the_same_step(mode, tokeni
     env = ChatEnv(batch_size=(1,), input_mode=mode, tokenizer=tokenizer)
     env = env.append_transform(TruncatedThinking()).append_transform(Ask())
     policy = FakeWrapper("<think>a</think>b", tokenizer=tokenizer, input_mode=mode)
-    with pytest.raises(TemplateError, match="after what adds messages"):
+    with pytest.raises(TemplateError, match="after transforms that add messages"):
         env.step(policy(env.reset(queries("a"))))
 
 

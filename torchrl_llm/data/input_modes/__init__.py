@@ -1,4 +1,4 @@
-"""The three input modes: how conversations, text or token ids of rows are read and continued."""
+"""The three input modes: read and continue conversations, text or token ids of rows."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ def make_mode(
     example: Chat,
     policy_role: str,
 ) -> InputMode:
-    """The mode of that name.
+    """Make the mode of that name.
 
     Args:
         name: ``"history"``, ``"text"`` or ``"tokens"``.
-        tokenizer: a Hugging Face tokenizer; text and tokens mode cannot do without.
+        tokenizer: a Hugging Face tokenizer; required in text and tokens mode.
         template_kwargs: ``chat_template``, ``chat_template_name`` and ``tools`` of
             :class:`~torchrl_llm.data.text.ChatFormatter`; any other name is a variable of the
             template.
@@ -85,7 +85,7 @@ def make_mode(
 
 
 class _Decoder:
-    """The one method of a formatter that reading responses takes."""
+    """The only formatter method that reading responses needs."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer

@@ -1,11 +1,11 @@
-"""Appending of messages to sampled turns, for rows that travel as token ids.
+"""Append messages to sampled turns, for rows stored as token ids.
 
-Text and tokens mode keep no messages. The model's turn is read from its ids, and what the chat
-template writes behind it (the end of the turn, the new messages, the next generation prompt) is
-encoded and appended, with its provenance; no id that was sampled is encoded again.
+Text and tokens mode keep no messages. The model's turn is read from its ids. The text that the chat
+template writes after it (the end of the turn, the new messages, the next generation prompt) is
+encoded and appended, with its provenance; sampled ids are never encoded again.
 
-Next: :mod:`torchrl_llm.data.input_modes` calls this; in history mode the formatter of
-the policy does it.
+Next: :mod:`torchrl_llm.data.input_modes` calls this; in history mode, the policy's formatter does
+the same.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``N_b`` of them new.
 """
@@ -36,12 +36,12 @@ class NewText(NamedTuple):
 
 
 class Grown(NamedTuple):
-    """Rows with what was appended to them.
+    """Rows after an append.
 
     Attributes:
-        columns: ``B`` tensors ``[T_b]`` of each fact that is carried, by its name; log-probs that
-            were not known before stay empty.
-        texts: what was done to the text of each row.
+        columns: for each carried fact, by its name, ``B`` tensors ``[T_b]``; unknown log-probs stay
+            empty.
+        texts: the change of each row's text.
     """
 
     columns: dict[str, list[Tensor]]
@@ -62,8 +62,8 @@ def read_turns(
     """The responses as messages.
 
     Args:
-        formatter: knows the template.
-        td: rows with ``("tokens", "full")``, or without ids where the policy writes text only.
+        formatter: formatter with the chat template.
+        td: rows with ``("tokens", "full")``, or without ids if the policy writes text only.
         responses: the text of each response.
     """
     return [
@@ -82,14 +82,14 @@ def append_ids(
     """Append messages to the prompts that a step has written.
 
     Args:
-        formatter: knows the template.
-        td: rows as the policy left them.
+        formatter: formatter with the chat template.
+        td: rows after the policy's call.
         columns: the carried facts of the next prompts, by name; not changed.
-        added: the messages of each row; none leaves it as it is.
+        added: the messages of each row; an empty list leaves the row unchanged.
         responses: the text of each response.
 
     Raises:
-        TemplateError: the template refuses the messages, or the row has no turn of the model.
+        TemplateError: the template rejects the messages, or the row has no turn of the model.
     """
     grown = Grown(
         {name: list(rows) for name, rows in columns.items()}, [NewText("", "")] * len(added)
@@ -99,7 +99,7 @@ def append_ids(
         if not new:
             continue
         if turns[row] is None:
-            raise TemplateError(f"row {row} has no response to put messages behind")
+            raise TemplateError(f"row {row} has no response to append messages to")
         _append_row(formatter, grown, row, turns[row], list(new))
     return grown
 
@@ -110,9 +110,9 @@ def _append_row(
     prompt = grown.columns["token_ids"][row]
     if turn.start and not torch.equal(prompt[: turn.token_ids.shape[0]], turn.token_ids):
         raise TemplateError(
-            f"row {row}: the prompt does not begin with the turn that messages are to be put "
-            "behind. Leave out rows that are not stepped, and append what rewrites the "
-            "conversation (a context strategy) after what adds messages to it"
+            f"row {row}: the prompt does not begin with the turn to which messages are "
+            "appended. Leave out rows that are not stepped, and append transforms that rewrite the "
+            "conversation (a context strategy) after transforms that add messages to it"
         )
     extension = formatter.extend_turn(
         turn.token_ids,
@@ -139,11 +139,11 @@ def _append_row(
 def _behind_others(
     formatter: ChatFormatter, prompt: Tensor, new: list[Message]
 ) -> tuple[int, Tensor, Tensor]:
-    """Ids behind messages that another transform has appended in the same step.
+    """Ids after messages that a different transform has appended in the same step.
 
     Returns:
-        How many ids of the prompt stay (what ends it stands behind the new messages again), the ids
-        behind them, and the source of each.
+        The number of prompt ids to keep (the end of the prompt is repeated after the new messages),
+        the ids after them, and the source of each.
     """
     stand_in = [
         {"role": "user", "content": "Go on."},
@@ -158,7 +158,7 @@ def _behind_others(
     kept = prompt.shape[0] - len(end)
     if prompt[kept:].tolist() != end:
         raise TemplateError(
-            f"a message of role {new[0]['role']!r} cannot be put behind those that were appended "
+            f"a message of role {new[0]['role']!r} cannot follow the messages that were appended "
             "before it in this step: with this chat template the prompt does not end as expected"
         )
     return kept, after.token_ids[shared:], after.source[shared:]
@@ -181,7 +181,7 @@ def _turns(
 
 
 def _starts(td: TensorDictBase, full: Sequence[Tensor]) -> list[int]:
-    """Where each response begins."""
+    """The start of each response."""
     prompts = read_rows(td, ("tokens", "prompt"))
     answers = read_rows(td, ("tokens", "response"), None)
     turn = aligned_rows(valid_rows(td, ("trace", "turn")), full)
@@ -211,7 +211,7 @@ def aligned_rows(column: list[Tensor] | None, rows: Sequence[Tensor]) -> list[Te
 
 
 def valid_rows(td: TensorDictBase, key: tuple[str, str]) -> list[Tensor] | None:
-    """Ragged rows as they are, right-padded dense ones cut to their valid tokens."""
+    """Ragged rows unchanged, right-padded dense ones cut to their valid tokens."""
     rows = read_rows(td, key, None)
     mask = read_rows(td, ("masks", "all_attention_mask"), None)
     if not rows or mask is None or not are_aligned(rows, mask) or all(bool(m.all()) for m in mask):

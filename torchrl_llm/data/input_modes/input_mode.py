@@ -1,8 +1,8 @@
 """Input mode of a chat environment: the interface, and history mode.
 
-A mode knows which keys hold the conversation, how a conversation becomes a prompt at reset, and how
-the policy's output becomes the next prompt. Nothing else in :mod:`torchrl_llm.envs` asks which mode
-it is in.
+A mode defines which keys hold the conversation, how a conversation becomes a prompt at reset, and
+how the policy's output becomes the next prompt. No other code in :mod:`torchrl_llm.envs` depends on
+the mode.
 
 Next: :mod:`torchrl_llm.data.input_modes.token_modes` has text and tokens mode,
 :func:`torchrl_llm.data.input_modes.make_mode` makes a mode by name.
@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 
 
 class InputMode(ABC):
-    """What an environment does differently for history, text and tokens.
+    """The parts of an environment that differ between history, text and tokens.
 
     Args:
         formatter: renders and encodes conversations; history mode needs none.
@@ -67,34 +67,34 @@ class InputMode(ABC):
 
     @abstractmethod
     def responses(self, td: TensorDictBase) -> list[str | DataError]:
-        """The text of each response, without the prompt; an error where there is none."""
+        """The text of each response, without the prompt; an error if there is none."""
 
     @abstractmethod
     def turns(self, td: TensorDictBase) -> list[Message | None]:
-        """The message that the model wrote in this turn of each row; ``None`` where it did not."""
+        """The message that the model wrote in this turn of each row; ``None`` if it wrote none."""
 
     @abstractmethod
     def append(
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
     ) -> None:
-        """Put messages behind the model's turn, in the next prompts that a step has written.
+        """Append messages after the model's turn, in the next prompts that a step has written.
 
-        No id that was sampled is encoded again.
+        Sampled ids are not encoded again.
 
         Args:
-            td: the rows as the policy left them.
-            out: what the step has made of them; changed in place.
-            added: the messages of each row; none leaves the row as it is.
+            td: the rows after the policy's call.
+            out: the result of the step; changed in place.
+            added: the messages of each row; an empty list leaves the row unchanged.
 
         Raises:
-            TemplateError: the chat template refuses the messages (text and tokens mode).
+            TemplateError: the chat template rejects the messages (text and tokens mode).
         """
 
     @abstractmethod
     def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
-        """Put other conversations into rows of the prompts that a reset or step has written.
+        """Replace conversations in the prompts that a reset or step has written.
 
-        They are encoded again: nothing in them was sampled.
+        The new conversations are encoded as a whole: nothing in them was sampled.
 
         Args:
             out: the prompts; changed in place.
@@ -103,7 +103,7 @@ class InputMode(ABC):
 
 
 def merge_rows(new: Sequence[Any], old: Sequence[Any], stepped: Sequence[bool] | None) -> list[Any]:
-    """New values of the rows that are stepped (``None`` for all), old ones of the others."""
+    """New values for the stepped rows (``None`` for all rows), old values for the others."""
     if stepped is None:
         return list(new)
     return [a if moved else b for a, b, moved in zip(new, old, stepped, strict=True)]
@@ -141,7 +141,7 @@ def read_chats(td: TensorDictBase, field: str) -> list[Chat]:
         field: ``"prompt"`` or ``"full"``.
 
     Raises:
-        DataError: there are none.
+        DataError: the rows have none.
     """
     history = td.get(("history", field), None)
     if history is None and field == "prompt":
@@ -175,7 +175,7 @@ def append_chats(out: TensorDictBase, added: Sequence[Sequence[Message]]) -> Non
 
 
 def replace_chats(out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
-    """Put conversations into rows of ``("history", "prompt")``."""
+    """Replace conversations in rows of ``("history", "prompt")``."""
     now = read_chats(out, "prompt")
     write_chats(out, [chats.get(row, chat) for row, chat in enumerate(now)])
 
@@ -223,5 +223,5 @@ class HistoryMode(InputMode):
         append_chats(out, added)
 
     def replace(self, out: TensorDictBase, chats: Mapping[int, Chat]) -> None:
-        """Set ``history.prompt``; the policy encodes what has no record."""
+        """Set ``history.prompt``; the policy encodes messages without a record."""
         replace_chats(out, chats)

@@ -1,6 +1,6 @@
-"""Text and tokens mode of a chat environment, in which the ids travel under their own keys.
+"""Text and tokens mode of a chat environment, with separate keys for the ids.
 
-Next: :mod:`torchrl_llm.data.input_modes.appending` puts messages behind a turn that was sampled,
+Next: :mod:`torchrl_llm.data.input_modes.appending` appends messages to a sampled turn,
 :mod:`torchrl_llm.data.input_modes.input_mode` is the interface.
 
 Shape legend: ``B`` rows, ``T`` tokens of a row.
@@ -29,7 +29,7 @@ from torchrl_llm.errors import DataError
 
 
 class _TokenCarrier(InputMode):
-    """Text and tokens mode: the ids and their carried facts travel under their own keys."""
+    """Text and tokens mode: separate keys for the ids and their carried facts."""
 
     def __init__(self, formatter: ChatFormatter | None, example: Chat, policy_role: str) -> None:
         super().__init__(formatter, example, policy_role)
@@ -48,7 +48,7 @@ class _TokenCarrier(InputMode):
         return specs | {node: RaggedSpec(keys, shape=(size,)) for node, keys in nodes}
 
     def _reset_ids(self, out: TensorDictBase, chats: Sequence[Chat | None]) -> list[Tensor]:
-        """Write the ids of conversations that begin; none for a row without one."""
+        """Write the ids of new conversations; none for a row without one."""
         encoded = iter(self.formatter.encode_batch([chat for chat in chats if chat is not None]))
         nothing = torch.zeros(0, dtype=torch.int64)
         filler = Encoded(nothing, nothing, nothing.bool())
@@ -75,7 +75,7 @@ class _TokenCarrier(InputMode):
     def _unsampled(
         self, rows: Sequence[Tensor], sources: Sequence[Tensor]
     ) -> dict[str, Sequence[Tensor]]:
-        """The columns of ids of which none was sampled."""
+        """The columns for ids that were not sampled."""
         given = {"token_ids": rows, "source": [source.to(torch.int8) for source in sources]}
         return {
             fact.name: given[fact.name] if fact.name in given else _filled(rows, fact)
@@ -90,7 +90,8 @@ class _TokenCarrier(InputMode):
         full = appending.valid_rows(td, ("tokens", "full")) or [ids.new_zeros(0) for ids in prompts]
         columns = {fact.name: self._written(td, fact, full) for fact in self._facts}
         if stepped is not None:
-            # The policy has run on these rows too: what belongs to the prompt is its beginning.
+            # The policy has run on these rows too: their prompt is only the beginning of each
+            # column.
             kept = [len(ids) for ids in prompts]
             columns = {
                 name: merge_rows(rows, _cut(rows, kept), stepped) for name, rows in columns.items()
@@ -100,13 +101,13 @@ class _TokenCarrier(InputMode):
 
     @staticmethod
     def _written(td: TensorDictBase, fact: TokenFact, full: list[Tensor]) -> Sequence[Tensor]:
-        """What the policy has written of a fact, if it is of these ids."""
+        """The policy's column of a fact, if it belongs to these ids."""
         if fact.name == "token_ids":
             return full
         rows = appending.aligned_rows(appending.valid_rows(td, fact.key), full)
         if rows is not None:
             return rows
-        # Empty rows say that the log-probs are unknown, which zeros would not.
+        # Empty rows mean that the log-probs are unknown; zeros would look like values.
         return _filled([row[:0] for row in full] if fact.name == "log_probs" else full, fact)
 
     def turns(self, td: TensorDictBase) -> list[Message | None]:
@@ -116,7 +117,7 @@ class _TokenCarrier(InputMode):
     def append(
         self, td: TensorDictBase, out: TensorDictBase, added: Sequence[Sequence[Message]]
     ) -> None:
-        """Append what the template writes for the messages, up to the next generation prompt."""
+        """Append the template's text for the messages, up to the next generation prompt."""
         if any(added):
             self._append_ids(td, out, added)
 
@@ -150,7 +151,7 @@ class _TokenCarrier(InputMode):
         return grown.texts
 
     def _carried(self, out: TensorDictBase) -> dict[str, list[Tensor]]:
-        """What a reset or step has written of each fact."""
+        """The column of each fact, as a reset or step has written it."""
         return {fact.name: read_rows(out, fact.prompt_key) for fact in self._facts}
 
     def _write_tokens(self, out: TensorDictBase, columns: Mapping[str, Sequence[Tensor]]) -> None:
@@ -170,9 +171,9 @@ def _cut(rows: Sequence[Tensor], lengths: Sequence[int]) -> list[Tensor]:
 class TextMode(_TokenCarrier):
     """Strings: ``("text", "full")`` becomes the next ``("text", "prompt")``.
 
-    The ids travel along in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and ``"trace"``:
-    a turn that was sampled is not encoded again, and what a user wrote writes no special token,
-    which the text alone would do.
+    The ids are kept next to the text in ``("tokens", "prompt")``, ``("log_probs", "prompt")`` and
+    ``"trace"``: sampled turns are not encoded again, and user text that looks like a special token
+    does not become one, as it would from the text alone.
     """
 
     name = "text"

@@ -1,4 +1,4 @@
-"""Replay buffers of rows: the buffer, joined turns, and the queues behind grouping transforms."""
+"""Replay buffers of rows: the buffer, joined turns, and the queues of grouping transforms."""
 
 from torchrl_llm._imports import lazy
 

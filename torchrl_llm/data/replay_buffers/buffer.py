@@ -1,8 +1,8 @@
 """A replay buffer for rows of text and ragged tokens.
 
-TorchRL's buffer with four differences: inverse transforms see the rows themselves and not a clone
-of them (which cost more than their work), a storage that would lose text is refused, rows are kept
-with memory of their own, and state is saved through :mod:`torchrl_llm.data.wire`.
+TorchRL's buffer with four differences: inverse transforms get the rows themselves and not a clone
+(cloning cost more than the transforms), a storage that would lose text is rejected, stored rows
+have their own memory, and state is saved through :mod:`torchrl_llm.data.wire`.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ _STATE_FILE = "rows.pt"
 
 
 class ReplayBuffer(_ReplayBuffer):
-    """Keeps rows, one a turn or one a joined trajectory.
+    """Stores rows, one per turn or one per joined trajectory.
 
     Inverse transforms (:class:`~torchrl_llm.objectives.MCAdvantage`, :class:`JoinTurns`, ...) run
-    when rows are written, **last appended first**, as in TorchRL. Those of this package add keys to
-    rows and never change what is there; any other transform gets a shallow copy, as TorchRL's
-    buffer gives it.
+    when rows are written, **last appended first**, as in TorchRL. Transforms of this package add
+    keys to rows and never change existing values; other transforms get a shallow copy, as in
+    TorchRL's buffer.
 
     Args:
-        storage: ``LazyStackStorage`` without limit by default. A tensor storage takes rows that are
-            dense and have no text; others are refused when they are written.
+        storage: ``LazyStackStorage`` without limit by default. A tensor storage accepts dense rows
+            without text; other rows are rejected when they are written.
         **kwargs: as in :class:`torchrl.data.ReplayBuffer`: ``sampler``, ``writer``, ``transform``,
             ``batch_size``, ``prefetch``, ``generator``, ...
 
     ``extend`` takes a lazy stack of rows, a rollout ``[B, T]`` (which it splits), a list of rows or
-    :class:`~torchrl_llm.data.wire.PackedRows`, and returns the indices that were written; none when
-    the rows wait in a transform's queue.
+    :class:`~torchrl_llm.data.wire.PackedRows`, and returns the written indices; none if the rows
+    wait in a transform's queue.
 
     Example:
         >>> from torchrl_llm.data.ragged import ragged_rows, read_rows
@@ -59,7 +59,7 @@ class ReplayBuffer(_ReplayBuffer):
         super().__init__(storage=LazyStackStorage() if storage is None else storage, **kwargs)
 
     def _get_collate_fn(self, collate_fn: Any) -> None:
-        # A plain ListStorage hands out lists, whose stack would have to be dense.
+        # A plain ListStorage returns lists, whose stack would have to be dense.
         if collate_fn is None and type(self._storage) is ListStorage:
             collate_fn = lazy_rows
         super()._get_collate_fn(collate_fn)
@@ -83,7 +83,7 @@ class ReplayBuffer(_ReplayBuffer):
             raise ConfigError("update_priority has no effect in this buffer; leave it out")
         if not self.initialized:
             self._init()
-        # Transforms keep queues of trajectories, so writers take turns through them, too.
+        # Transforms keep queues of trajectories, so one writer at a time runs them, too.
         with self._replay_lock:
             rows = _as_rows(data)
             if isinstance(self._storage, ListStorage):  # others hold rows of one shape only
@@ -124,8 +124,8 @@ class ReplayBuffer(_ReplayBuffer):
         writing_only = all(getattr(t, "adds_keys_only", False) for t in self._transform.transforms)
         if not (plain and writing_only) or self._pin_memory:
             return super()._sample(batch_size)
-        # Transforms that act on what is written have nothing to do here, but TorchRL unlocks and
-        # locks every node of every row around them, which takes longer than all of the rest.
+        # Transforms of written rows do nothing here, but TorchRL unlocks and locks every node of
+        # every row around them, which takes longer than everything else.
         with self._replay_lock, self._write_lock:
             index, info = self._sampler.sample(self._storage, batch_size)
             data = self._storage.get(index)
@@ -160,10 +160,10 @@ class ReplayBuffer(_ReplayBuffer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken; batches that were prefetched are dropped.
+        """Continue from a :meth:`state_dict`; prefetched batches are dropped.
 
         Args:
-            state_dict: of a buffer with the same kinds of storage, sampler and transforms.
+            state_dict: state of a buffer with the same kinds of storage, sampler and transforms.
         """
         if not self.initialized:
             self._init()
@@ -185,7 +185,7 @@ class ReplayBuffer(_ReplayBuffer):
                 self.set_rng(generator)
 
     def dumps(self, path: str | Path) -> None:
-        """Save the state into a folder; an earlier one there survives a failure.
+        """Save the state into a folder; if this fails, an earlier state there is kept.
 
         Args:
             path: the folder; made if missing.
@@ -208,7 +208,7 @@ class ReplayBuffer(_ReplayBuffer):
 
 
 def _as_rows(data: Any) -> list[TensorDict]:
-    """Rows whose root is their own, so that a key added here is seen nowhere else."""
+    """Rows with a separate root, so that keys added here appear nowhere else."""
     if isinstance(data, PackedRows):
         return unpack_row_list(data)
     if isinstance(data, LazyStackedTensorDict) and data.batch_dims == 1:

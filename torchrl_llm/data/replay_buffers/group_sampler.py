@@ -1,7 +1,7 @@
-"""Sampling whole groups: so many answers of each of so many prompts.
+"""Sampling of whole groups: several answers to each of several prompts.
 
-Rows stay in the buffer when they are sampled, so answers of earlier steps can be trained again
-next to new ones: RePO, "Replay-Enhanced Policy Optimization", arXiv:2506.09340.
+Sampled rows stay in the buffer, so answers of earlier steps can be trained on again next to new
+ones: RePO, "Replay-Enhanced Policy Optimization", arXiv:2506.09340.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ _STATE_FILE = "groups.pt"
 class PromptGroupSampler(Sampler):
     """Draws batches of balanced groups: the same number of rows of each of several prompts.
 
-    Rows of a batch lie group after group. Rows of different agents (``"agent"``) are in different
-    groups. A group with too few rows, or a buffer with too few groups, is completed by drawing some
-    again, with one warning.
+    The rows of a batch are ordered by group. Rows of different agents (``"agent"``) are in
+    different groups. A group with too few rows, or a buffer with too few groups, is completed by
+    drawing some again, with one warning.
 
     Args:
         num_groups: groups of a batch; the rows of each follow from the batch size.
         samples_per_group: rows of each group; the number of groups follows. One of the two must be
             given.
-        group_key: what tells groups apart, integers or text; ``None`` for ``"group_id"``, and
-            ``"query"`` where rows have none. ``"query"`` puts answers of several epochs into one
-            group.
+        group_key: key that identifies the group of a row, integers or text; ``None`` for
+            ``"group_id"``, and ``"query"`` if a row has no ``"group_id"``. ``"query"`` puts answers
+            of several epochs into one group.
         strategy: which rows of a group: ``"random"``; ``"recency"``, the last written;
             ``"reward"``, the best; ``"variance"``, those whose rewards have the largest variance,
-            and of several such choices the one with the highest rewards (RePO).
+            and among several such choices the highest rewards (RePO).
         reward_key: the reward; per-token rewards of a row are added up. Rows whose reward is NaN or
             infinite are never chosen by it.
-        cache_groups: read the keys of a row once, when it was written. ``False`` reads all rows at
+        cache_groups: read the keys of a row once, after it was written. ``False`` reads all rows at
             every call, for buffers whose rows are changed in place.
 
     Raises:
-        ConfigError: for impossible arguments, or a batch size that is no multiple.
+        ConfigError: for impossible arguments, or a batch size that is not a multiple.
         DataError: a row lacks a key.
 
     Example:
@@ -80,7 +80,7 @@ class PromptGroupSampler(Sampler):
         self._warned = False
         self._empty()
 
-    # -- what the buffer tells --------------------------------------------------------------------
+    # -- calls by the buffer --------------------------------------------------------------------
 
     def _empty(self) -> None:
         self._keys: list[Hashable] = []
@@ -121,8 +121,8 @@ class PromptGroupSampler(Sampler):
         """Indices of a batch.
 
         Args:
-            storage: the buffer's.
-            batch_size: a multiple of the number that was given.
+            storage: storage of the buffer.
+            batch_size: a multiple of ``num_groups`` or ``samples_per_group``, whichever was given.
 
         Returns:
             int64 ``[batch_size]``, group after group, and an empty dictionary.
@@ -198,13 +198,13 @@ class PromptGroupSampler(Sampler):
         return positions[order[:count]]
 
     def _random(self, number: int, count: int) -> list[int]:
-        """``count`` of ``number``, each at most once where that is possible."""
+        """``count`` of ``number``, each at most once if possible."""
         chosen = torch.randperm(number, generator=self._rng)[:count]
         if number < count:
             if not self._warned:
                 self._warned = True
                 logger.warning(
-                    f"{type(self).__name__}: {count} were asked for and there are {number} rows of "
+                    f"{type(self).__name__}: {count} were requested and there are {number} rows of "
                     "a group, or groups; some are drawn again"
                 )
             more = torch.randint(number, (count - number,), generator=self._rng)
@@ -214,11 +214,11 @@ class PromptGroupSampler(Sampler):
     # -- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """When each row was written; everything else is read off the rows."""
+        """When each row was written; everything else is read from the rows."""
         return {"written": list(self._written), "clock": self._clock}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue from a :meth:`state_dict`."""
         self._empty()
         self._grow(len(state_dict["written"]))
         self._written, self._clock = list(state_dict["written"]), state_dict["clock"]
@@ -234,10 +234,10 @@ class PromptGroupSampler(Sampler):
 
 
 def _widest(falling: Tensor, count: int) -> Tensor:
-    """Of falling rewards, the ``count`` with the largest variance: some from each end.
+    """The ``count`` of descending rewards with the largest variance: some from each end.
 
-    A subset of largest variance always consists of the highest and the lowest: moving a member
-    away from the mean of the others never lowers the variance.
+    A subset with the largest variance always consists of the highest and lowest rewards: moving a
+    member away from the mean of the others never lowers the variance.
     """
     number = len(falling)
     ends = torch.stack(
@@ -247,6 +247,6 @@ def _widest(falling: Tensor, count: int) -> Tensor:
         ]
     )
     variance = falling[ends].var(1, correction=0)
-    # The last of the widest takes the most from the top.
+    # Among equal variances, the last choice takes the most from the top.
     widest = variance >= variance.amax() - 1e-12 * falling.square().amax()
     return ends[int(widest.nonzero()[-1])]

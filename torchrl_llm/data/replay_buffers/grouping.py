@@ -1,17 +1,17 @@
 """Transforms that hold rows until their group is complete: credit, selection of the best, ...
 
-:class:`GroupTransform` does the waiting: rows to trajectories, trajectories to groups, what is
-invalid, what never fills, counts, and a state that resumes exactly. Its subclasses say what becomes
-of a complete group.
+:class:`GroupTransform` holds the queues: it collects rows into trajectories and trajectories into
+groups, handles invalid and incomplete ones, counts, and has a state that resumes exactly. Its
+subclasses define the processing of a complete group.
 
-A **selector** says which trajectories of a group take part: any function from them to one flag
-each. What it leaves out enters no statistic, is not written, and is counted as filtered; of a group
-with fewer than two left nothing is written. Every advantage estimator takes selectors::
+A **selector** chooses the trajectories of a group that take part: any function from trajectories to
+one flag each. The others enter no statistic, are not written, and are counted as filtered; a group
+with fewer than two left is not written at all. Every advantage estimator takes selectors::
 
     MCAdvantage(8, selectors=[drop_truncated])
 
-``keep_zero_variance`` and ``keep_return_bounds`` of the estimators that compare returns judge whole
-groups.
+``keep_zero_variance`` and ``keep_return_bounds`` of the estimators that compare returns filter
+whole groups.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ Selector = Callable[[Sequence[Trajectory]], Sequence[bool]]
 
 
 def drop_truncated(group: Sequence[Trajectory]) -> list[bool]:
-    """Leave out episodes that were cut, from outside or to fit into training.
+    """Leave out episodes that were truncated, or cut to fit into training.
 
     Args:
         group: trajectories of one group.
 
     Returns:
-        True where the episode came to an end of its own.
+        True for episodes that ended by themselves.
 
     Example:
         >>> from tensordict import TensorDict
@@ -79,13 +79,13 @@ def drop_truncated(group: Sequence[Trajectory]) -> list[bool]:
 
 
 def drop_incomplete(group: Sequence[Trajectory]) -> list[bool]:
-    """Leave out trajectories with a response that its length limit cut.
+    """Leave out trajectories with a response that was cut by its length limit.
 
     Args:
         group: trajectories of one group.
 
     Returns:
-        True where every turn's ``("tokens", "finish_reason")`` is another than ``length``.
+        True if no turn has ``length`` as its ``("tokens", "finish_reason")``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -104,32 +104,32 @@ def drop_incomplete(group: Sequence[Trajectory]) -> list[bool]:
 
 
 class GroupTransform(Transform):
-    """Inverse transform of a replay buffer that sees whole groups of finished trajectories.
+    """Inverse transform of a replay buffer that works on whole groups of finished trajectories.
 
-    Rows wait until their trajectory is done and their group is full. An episode that went on in a
+    Rows wait until their trajectory is done and their group is full. An episode that continues in a
     second row after a fork counts once. A trajectory with an invalid reward (``reward_valid``
-    false, NaN, infinite) fills a place, but takes no part: its rows are not written. A group with
-    fewer than two valid trajectories is dropped, where groups have two or more. The same is true of
-    what a selector leaves out.
+    false, NaN, infinite) counts for the size of its group, but takes no part: its rows are not
+    written. A group with fewer than two valid trajectories is dropped if groups have two or more.
+    The same holds for trajectories that a selector leaves out.
 
     Args:
-        group_size: size of a group; 1 where a rule needs no group.
-        prompt_key: what tells groups apart; ``None`` for ``"group_id"``, which
-            :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer` stamps, and for rows without it
+        group_size: size of a group; 1 if the estimator needs no group.
+        prompt_key: key that identifies the group of a row; ``None`` for ``"group_id"``, which
+            :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer` writes, and for rows without it
             :attr:`fallback_key`, with one warning. Rows of different agents (``"agent"``) are in
             different groups.
-        rewards_key: rewards, ``[1, 1]`` a row, or ``[R, 1]`` aligned with the response's tokens.
-        done_key: where a row says that its trajectory ends with it.
+        rewards_key: rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the response's tokens.
+        done_key: key of the flag that the trajectory ends with this row.
         selectors: which valid trajectories of a full group take part;
             all by default.
-        max_queued_groups: bound on the groups that wait; beyond it the oldest is given up and
-            counted as unfilled, with one warning.
+        max_queued_groups: most groups that wait; beyond this the oldest is dropped and counted as
+            unfilled, with one warning.
         verbose: log every call.
 
     Attributes:
-        whole_groups: whether each write brings all there is of its groups, so that one that is not
-            full is given up and does not wait. So it is where episodes begin together and not every
-            player acts.
+        whole_groups: whether each write contains all trajectories of its groups, so that incomplete
+            groups are dropped and do not wait. This is the case if episodes start together and not
+            every player acts.
 
     Raises:
         ConfigError: for sizes below 1.
@@ -137,9 +137,9 @@ class GroupTransform(Transform):
 
     whole_groups: bool = False
     counts: ClassVar[Literal["trajectories", "turns"]] = "trajectories"
-    """What the size of a group counts."""
+    """The unit of the group size."""
     fallback_key: ClassVar[NestedKey] = "query"
-    """What tells groups apart where rows have no ``"group_id"`` and no key was named."""
+    """Key that identifies the group if rows have no ``"group_id"`` and no key was given."""
     adds_keys_only = True
     requires_shared_write_state = True
 
@@ -174,25 +174,25 @@ class GroupTransform(Transform):
 
     @abstractmethod
     def complete(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[TensorDict] | None]:
-        """What to write of the groups that one write completed.
+        """Process the groups that one write completed.
 
         Args:
-            groups: of each group the trajectories that take part, two at least (one where groups
-                have one).
+            groups: the selected trajectories of each group, at least two (one for groups of size
+                one).
 
         Returns:
-            For each group its rows, with whatever keys this transform adds; ``None`` filters the
+            The rows of each group, with the keys that this transform adds; ``None`` filters the
             whole group out.
         """
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """Which trajectories of a full group take part.
+        """Select the trajectories of a full group that take part.
 
         Args:
             group: its valid trajectories.
 
         Returns:
-            Some of them, or none.
+            The selected ones, possibly none.
         """
         for selector in self.selectors:
             flags = selector(group)
@@ -227,11 +227,11 @@ class GroupTransform(Transform):
         return lazy_rows(ready) if ready else None
 
     def _arrived(self, key: Hashable, trajectory: Trajectory) -> list[Trajectory] | None:
-        """Queue a trajectory; its group when that is full."""
+        """Queue a trajectory; returns its group once that is full."""
         return self._groups.push(key, trajectory)
 
     def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
-        """Groups that are completed together, out of those that this write has filled."""
+        """Batches of groups to complete together, from the groups that this write has filled."""
         if groups:
             yield groups
 
@@ -250,7 +250,7 @@ class GroupTransform(Transform):
             value = leaf(row, as_path(self.prompt_key))
             if value is None:
                 raise DataError(
-                    f"rows are grouped by {self.prompt_key!r}, and one does not have it"
+                    f"rows are grouped by {self.prompt_key!r}, but one of them lacks it"
                 )
             return group_value(value)
         value = leaf(row, ("group_id",))
@@ -270,7 +270,7 @@ class GroupTransform(Transform):
         return self.fallback_key, group_value(value)
 
     def _admitted(self, group: list[Trajectory]) -> list[list[Trajectory]]:
-        """A full group without what takes no part: a list of one group, or of none."""
+        """The selected part of a full group: a list of one group, or an empty list."""
         self._counts["completed_groups"] += 1
         least = min(2, self.group_size)
         valid = [trajectory for trajectory in group if trajectory.valid]
@@ -307,15 +307,15 @@ class GroupTransform(Transform):
             logger.warning(f"{type(self).__name__}: {message}")
 
     def waiting(self) -> Iterator[Trajectory]:
-        """Finished trajectories whose group is not full, to be looked at, or made invalid."""
+        """Finished trajectories whose group is not full, for inspection or to mark them invalid."""
         return (t for group in self._groups.groups.values() for t in group)
 
     def unfinished(self) -> Iterator[TensorDict]:
-        """Rows whose trajectory is not done, likewise."""
+        """Rows of unfinished trajectories, for the same purposes."""
         return (row for held in self._trajectories.open.values() for row in held)
 
     def held(self) -> Iterator[TensorDict]:
-        """Every row that waits: for the end of its trajectory, for its group, or for others."""
+        """All waiting rows: for the end of their trajectory, for their group, or for others."""
         yield from self.unfinished()
         yield from (row for trajectory in self.waiting() for row in trajectory.rows)
 
@@ -325,7 +325,7 @@ class GroupTransform(Transform):
         self._give_up([next(iter(self._groups.groups))])
         self._warn(
             f"more than {self.max_queued_groups} groups wait for {self.group_size} trajectories; "
-            "the oldest are given up. Does the primer repeat each prompt "
+            "the oldest are dropped. Does the primer repeat each prompt "
             f"{self.group_size} times, and do all trajectories end?"
         )
 
@@ -338,12 +338,12 @@ class GroupTransform(Transform):
         self._counts["unfilled_tokens"] += sum(t.num_tokens for group in groups for t in group)
 
     def clear_queues(self) -> int:
-        """Give up groups that have not filled and trajectories that are not done; count them.
+        """Drop and count incomplete groups and unfinished trajectories.
 
-        To be called when an epoch ends: what was drawn in it and is not complete never will be.
+        Call this at the end of an epoch: its incomplete groups will never fill.
 
         Returns:
-            How many groups were given up.
+            Number of dropped groups.
         """
         keys = list(self._groups.groups)
         self._give_up(keys)
@@ -354,15 +354,15 @@ class GroupTransform(Transform):
         return len(keys)
 
     def get_stats(self) -> dict[str, int]:
-        """Counts since the start or :meth:`reset_stats`, and what waits now.
+        """Counts since the start or :meth:`reset_stats`, and sizes of the queues now.
 
         Returns:
             ``completed_trajectories``, of these ``invalid_trajectories``; ``completed_groups``, of
             these ``written_groups``, ``invalid_groups`` (fewer than two valid members) and
-            ``filtered_groups`` (by a selector or the rule); ``unfilled_groups``,
+            ``filtered_groups`` (by a selector or the estimator); ``unfilled_groups``,
             ``unfilled_trajectories``; the sampled tokens in ``invalid_tokens``,
-            ``filtered_tokens``, ``unfilled_tokens``; and
-            ``queued_groups``, ``queued_trajectories``, ``queued_tokens``, ``open_trajectories``.
+            ``filtered_tokens``, ``unfilled_tokens``; and ``queued_groups``,
+            ``queued_trajectories``, ``queued_tokens``, ``open_trajectories``.
         """
         return {
             **self._counts,
@@ -373,7 +373,7 @@ class GroupTransform(Transform):
         }
 
     def reset_stats(self) -> None:
-        """Count from zero; queues are left alone."""
+        """Reset the counts; the queues do not change."""
         self._counts = dict.fromkeys(_COUNTS, 0)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -385,7 +385,7 @@ class GroupTransform(Transform):
         }
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Continue from a :meth:`get_extra_state`."""
         self._trajectories.load_state_dict(state["trajectories"])
         self._groups.load_state_dict(state["groups"])
         self._counts = dict(state["counts"])

@@ -1,7 +1,7 @@
 """Join the turns of a trajectory into one row, so that each sampled token is trained once.
 
-A turn's row holds the whole conversation up to that turn: trained as they are, the tokens of the
-first turn of three would count three times, and three rows would be scored where one does.
+A turn's row holds the whole conversation up to that turn: without joining, the tokens of the first
+of three turns would be trained three times, and three rows would be scored instead of one.
 
 Shape legend: ``T`` tokens of the joined row, ``P`` its prompt, ``R = T - P`` its response.
 """
@@ -39,33 +39,32 @@ from torchrl_llm.data.token_facts import FACTS, TokenFact
 class JoinTurns(Transform):
     """Inverse transform of a replay buffer: the turns of one trajectory become one row.
 
-    Rows wait until their trajectory is done (``traj_id`` tells which; see
+    Rows wait until their trajectory is done (identified by ``traj_id``; see
     :class:`~torchrl_llm.data.replay_buffers.trajectory_queues.TrajectoryQueue`). A turn is joined
     to an earlier one when its prompt begins with that turn's ids, token for token, and it was
-    sampled at the same temperature. Where it extends the last turn of no row (a template rewrote
-    the history, a program branched), the trajectory has a further row, whose prompt is marked as
-    prompt: its sampled tokens are trained in the row that they were sampled in.
+    sampled at the same temperature. If it extends the last turn of no row (a template rewrote the
+    history, a program branched), the trajectory gets a further row, whose whole prompt is marked as
+    prompt: sampled tokens in it are trained in the row in which they were sampled.
 
-    The joined row has the first turn's prompt; everything after it is the response, tool results
-    and templates included, which ``trace`` tells apart. Log-probs, masks, trace, kept ids and the
-    other per-token facts whose ``join`` is ``"turns"``
-    (:class:`~torchrl_llm.data.token_facts.TokenFact`) are, at each response, those of the turn that
-    sampled it; the reward is the sum of the turns' rewards
-    (``[1, 1]``, or ``[R, 1]`` when they are per token), and so are its parts: the floats called as
-    the reward with a suffix (``reward_right``, ``reward_seconds``), and value and seconds of each
-    ``("next", "rewards", name)``, which is valid where it is in all turns; and ``"cut_tokens"``. An
-    advantage that is already there is kept if the turns agree, else spread over the tokens,
-    ``[T, 1]``. Everything else is the last turn's.
-    ``"num_turns"``, int64, says how many turns a row holds.
+    The joined row has the first turn's prompt; everything after it is the response, including tool
+    results and template text; ``trace`` tells them apart. At each response, log-probs, masks,
+    trace, kept ids and the other per-token facts whose ``join`` is ``"turns"``
+    (:class:`~torchrl_llm.data.token_facts.TokenFact`) come from the turn that sampled it. The
+    reward is the sum of the turns' rewards (``[1, 1]``, or ``[R, 1]`` if they are per token). The
+    parts of the reward are summed, too: floats with the name of the reward and a suffix
+    (``reward_right``, ``reward_seconds``), value and seconds of each ``("next", "rewards", name)``,
+    which is valid if it is valid in all turns, and ``"cut_tokens"``. An existing advantage is kept
+    if the turns agree, otherwise spread over the tokens, ``[T, 1]``. Everything else is the last
+    turn's. ``"num_turns"``, int64, is the number of turns in a row.
 
     Args:
-        done_key: where a row says that its trajectory ends with it.
+        done_key: key of the flag that the trajectory ends with this row.
         reward_key: the reward that is summed.
         advantage_key: the advantage that is spread.
 
     In a buffer the transform appended last runs first, so ``JoinTurns`` comes after
-    ``MCAdvantage``; in the other order a trajectory still counts once, but its turns have
-    advantages of their own where rewards are not summed.
+    ``MCAdvantage``; in the other order a trajectory still counts once, but its turns have separate
+    advantages if rewards are not summed.
 
     Example:
         >>> from torchrl_llm.data.replay_buffers import ReplayBuffer
@@ -190,11 +189,11 @@ class JoinTurns(Transform):
     # -- the queue --------------------------------------------------------------------------------
 
     def get_stats(self) -> dict[str, int]:
-        """Trajectories, turns and rows so far, forks among them, and trajectories that wait."""
+        """Numbers of trajectories, turns, rows and forks so far, and of waiting trajectories."""
         return {**self.stats, "open_trajectories": len(self.queue)}
 
     def clear_queues(self) -> int:
-        """Give up trajectories that are not done; returns how many rows were dropped."""
+        """Drop unfinished trajectories; returns the number of dropped rows."""
         return len(self.queue.clear())
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -202,19 +201,19 @@ class JoinTurns(Transform):
         return {"queue": self.queue.state_dict(), "stats": dict(self.stats)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Continue from a :meth:`get_extra_state`."""
         self.queue.load_state_dict(state["queue"])
         self.stats = dict(state["stats"])
 
 
 def _span(turn: TensorDict) -> tuple[int, int]:
-    """Where a turn's response begins and ends in ``tokens.full``."""
+    """Start and end of a turn's response in ``tokens.full``."""
     end = turn.get(("tokens", "full")).shape[0]
     return end - turn.get(("tokens", "response")).shape[0], end
 
 
 def _conversations(turns: list[TensorDict]) -> list[list[TensorDict]]:
-    """The turns of a trajectory, and those of each child whose rows ride in it."""
+    """The turns of a trajectory, and those of each child whose rows are in it."""
     by_child: dict[int, list[TensorDict]] = {}
     for turn in turns:
         child = leaf(turn, ("child_id",))
@@ -223,9 +222,9 @@ def _conversations(turns: list[TensorDict]) -> list[list[TensorDict]]:
 
 
 def _chains(turns: list[TensorDict]) -> list[list[TensorDict]]:
-    """Runs of turns in which each prompt extends the row before it, the youngest that it extends.
+    """Chains of turns: each prompt extends the last row of the newest chain that it can extend.
 
-    Conversations of one trajectory may alternate: those of sub-agents, or calls in parallel.
+    Conversations of one trajectory may alternate: of sub-agents, or of parallel calls.
     """
     chains: list[list[TensorDict]] = []
     for turn in turns:
@@ -247,7 +246,7 @@ def _extends(before: TensorDict, turn: TensorDict) -> bool:
     source = leaf(turn, ("trace", "source"))
     between = slice(old.shape[0], prompt.shape[0])
     if source is not None and bool((source[between] == Source.SAMPLED).any()):
-        return False  # a turn of another row stands between them
+        return False  # a turn of a different row lies between them
     return torch.equal(prompt[: old.shape[0]], old)
 
 
@@ -262,7 +261,7 @@ def _overlay(columns: Sequence[Tensor | None], spans: list[tuple[int, int]]) -> 
 
 
 def _first_prompts(first: TensorDict, facts: Sequence[TokenFact]) -> dict[tuple[str, str], Tensor]:
-    """The columns of the first turn's prompt, where it has them."""
+    """The columns of the first turn's prompt, if it has them."""
     keys = [(fact.key[0], "prompt") for fact in facts if fact.key[1] == "full"]
     found = [(key, leaf(first, key)) for key in keys]
     return {key: column for key, column in found if column is not None}
@@ -284,7 +283,7 @@ def _joined_support(
     if all(leaf(turn, ("support", "counts")) is None for turn in turns):
         return None
     own = [
-        # A turn without the node was sampled from the whole vocabulary, or is refused by its flag.
+        # A turn without the node was sampled from the whole vocabulary, or its flag excludes it.
         Support.whole(end)
         if leaf(turn, ("support", "counts")) is None
         else Support(*(leaf(turn, ("support", name)) for name in Support._fields))
@@ -301,7 +300,7 @@ def _joined_support(
 
 
 def _forget_prompt(columns: dict[tuple[str, ...], Any], start: int) -> None:
-    """Mark sampled tokens of the prompt as prompt: another row trains them."""
+    """Mark sampled tokens of the prompt as prompt: a different row trains them."""
     source = columns.get(("trace", "source"))
     if source is None:
         return
@@ -313,7 +312,7 @@ def _forget_prompt(columns: dict[tuple[str, ...], Any], start: int) -> None:
 
 
 def _rest(prompt: Any, whole: Any) -> Any:
-    """What ``whole`` adds to ``prompt``: messages of a History, characters of a text."""
+    """The part of ``whole`` after ``prompt``: messages of a History, characters of a text."""
     if isinstance(prompt, NonTensorData):
         if isinstance(prompt.data, str) and whole.data.startswith(prompt.data):
             return cell(whole.data[len(prompt.data) :])
@@ -332,14 +331,14 @@ def _sum_rewards(rewards: list[Tensor], spans: list[tuple[int, int]]) -> Tensor:
     start = spans[0][0]
     total = rewards[-1].new_zeros(spans[-1][1] - start, 1)
     for reward, (begin, end) in zip(rewards, spans, strict=True):
-        # A reward of the whole turn falls on its last token.
+        # A reward of the whole turn is placed on its last token.
         begin = end - 1 if reward.numel() == 1 else begin
         total[begin - start : end - start] += reward.reshape(-1, 1)
     return total
 
 
 def _sum_parts(turns: list[TensorDict], reward: tuple[str, ...]) -> dict[tuple[str, ...], Any]:
-    """The parts of a reward and its components, each as the reward itself."""
+    """Sum the parts of a reward and its components in the same way as the reward itself."""
     *above, name = reward
     last = leaf(turns[-1], tuple(above))
     summed = {
@@ -367,7 +366,7 @@ def _sum_parts(turns: list[TensorDict], reward: tuple[str, ...]) -> dict[tuple[s
 
 
 def _broken(flags: Sequence[Tensor]) -> int:
-    """The first turn whose flag says that it failed, else the last."""
+    """The first turn with a failure flag, otherwise the last."""
     return next((at for at, flag in enumerate(flags) if not flag.all()), len(flags) - 1)
 
 

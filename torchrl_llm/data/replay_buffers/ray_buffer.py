@@ -20,7 +20,7 @@ from torchrl_llm.errors import ConfigError
 
 
 class _Host:
-    """What runs in the actor."""
+    """The object in the actor."""
 
     def __init__(self, cls: type[ReplayBuffer], options: Mapping[str, Any]) -> None:
         options = dict(options)
@@ -51,24 +51,24 @@ class _Host:
 class RayReplayBuffer:
     """A :class:`~torchrl_llm.data.replay_buffers.ReplayBuffer` in a Ray actor.
 
-    Copies are picklable and name the same buffer: give it to several
+    It can be pickled, and copies refer to the same buffer: pass it to several
     :class:`~torchrl_llm.collectors.RayLLMCollector` as their ``replay_buffer``, and sample from it
-    where you train. Rows travel in wire form. A group whose conversations come from different
-    collectors completes here, for the credit transform is here too.
+    in the training process. Rows travel in wire form. Groups whose conversations come from
+    different collectors are completed in the actor, because the credit transform runs there too.
 
     Args:
-        replay_buffer_cls: the buffer over there.
-        ray_init_config: arguments of ``ray.init``, where Ray does not run yet.
-        remote_config: what the actor needs, fields of ``ActorOptions``.
+        replay_buffer_cls: class of the buffer in the actor.
+        ray_init_config: arguments of ``ray.init``, if Ray does not run yet.
+        remote_config: resources and limits of the actor, fields of ``ActorOptions``.
         timeout_s: most seconds that a call may take.
         **options: arguments of the buffer: ``storage``, ``sampler``, ``batch_size``, ...;
-            ``transform_factory`` makes the transform over there, or a list of such, to be appended
-            in their order (what is appended last runs first).
+            ``transform_factory`` makes the transform in the actor, or a list of transforms, which
+            are appended in order (the last one runs first).
 
     Raises:
-        ConfigError: for arguments that the buffer refuses.
+        ConfigError: for arguments that the buffer rejects.
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ResourceError: Ray is not running, or has too few resources.
         WorkerError: the actor did not start or answer in time, or died.
     """
 
@@ -97,7 +97,7 @@ class RayReplayBuffer:
         self.batch_size: int | None = options.get("batch_size")
 
     def extend(self, data: Any, *, update_priority: bool | None = None) -> Tensor:
-        """Write rows, through the transforms over there; see :meth:`ReplayBuffer.extend`."""
+        """Write rows, through the transforms in the actor; see :meth:`ReplayBuffer.extend`."""
         packed = data if isinstance(data, PackedRows) else pack_rows(_rows(data))
         return self._remote.call("buffer.extend", packed, update_priority=update_priority)
 
@@ -107,10 +107,10 @@ class RayReplayBuffer:
         return int(index[0]) if index.numel() == 1 else index
 
     def sample(self, batch_size: int | None = None) -> LazyStackedTensorDict:
-        """Rows drawn by the sampler over there.
+        """Rows drawn by the sampler in the actor.
 
         Args:
-            batch_size: how many; the buffer's own by default.
+            batch_size: number of rows; the buffer's batch size by default.
 
         Raises:
             RuntimeError: the buffer is empty.
@@ -118,7 +118,7 @@ class RayReplayBuffer:
         return _unpacked(self._remote.call("sample", batch_size))
 
     def __iter__(self) -> Iterator[LazyStackedTensorDict]:
-        """Batches without end, as the sampler over there draws them."""
+        """Endless batches, drawn by the sampler in the actor."""
         if self.batch_size is None:
             raise ConfigError("give the buffer a batch_size to iterate over it")
         while True:
@@ -134,23 +134,23 @@ class RayReplayBuffer:
         return _unpacked(self._remote.call("rows", index))
 
     def empty(self) -> None:
-        """Forget all rows."""
+        """Remove all rows."""
         self._remote.call("buffer.empty")
 
     def transform_stats(self) -> dict[str, dict[str, Any]]:
-        """What transforms that count say, by the name of their class."""
+        """Counts of the transforms, by class name."""
         return self._remote.call("stats")
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the buffer over there, its transforms' queues included."""
+        """State of the buffer in the actor, including the queues of its transforms."""
         return self._remote.call("buffer.state_dict")
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue from a :meth:`state_dict`."""
         self._remote.call("buffer.load_state_dict", state_dict)
 
     def shutdown(self) -> None:
-        """End the actor; the rows are gone."""
+        """Stop the actor; its rows are lost."""
         self._remote.shutdown()
 
 

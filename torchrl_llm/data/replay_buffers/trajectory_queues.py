@@ -1,4 +1,4 @@
-"""Rows to trajectories, trajectories to groups: the queues behind every grouping transform.
+"""Queues of the grouping transforms: rows to trajectories, trajectories to groups.
 
 Rows arrive in any order and in any portions. :class:`TrajectoryQueue` holds the rows of each
 trajectory until one is done; :class:`GroupQueue` holds trajectories until their group is full.
@@ -25,7 +25,7 @@ from torchrl_llm.data.wire import pack_rows, unpack_row_list
 from torchrl_llm.errors import DataError
 
 CUT_TOKENS = "cut_tokens"
-"""Of a row that was cut to fit into training: how many of its sampled tokens are gone."""
+"""Number of removed sampled tokens of a row that was cut to fit into training."""
 
 
 def was_cut(row: TensorDictBase) -> bool:
@@ -47,10 +47,10 @@ def as_path(key: NestedKey) -> tuple[str, ...]:
 
 
 def task_path(reward: tuple[str, ...]) -> tuple[str, ...]:
-    """Where a row keeps the task's own reward, if a KL divergence is subtracted from its reward.
+    """Key of the task's own reward, if a KL divergence is subtracted from a row's reward.
 
     Args:
-        reward: where the penalised one is.
+        reward: key of the penalised reward.
     """
     return (*reward[:-1], f"{reward[-1]}_before_kl")
 
@@ -79,17 +79,17 @@ def group_value(value: Any) -> Hashable:
 
 
 def trajectory_of(row: TensorDictBase) -> tuple[Hashable, Hashable] | None:
-    """What tells the trajectory of a row from the others; ``None`` where it does not say.
+    """Identifier of a row's trajectory; ``None`` if the row has none.
 
     Args:
-        row: with ``traj_id``, and ``agent`` where there are several.
+        row: with ``traj_id``, and ``agent`` if there are several.
     """
     trajectory = leaf(row, ("traj_id",))
     return None if trajectory is None else (group_value(trajectory), agent_of(row))
 
 
 def agent_of(row: TensorDictBase) -> Hashable:
-    """Whose trajectory a row is in; ``None`` where there is one agent only.
+    """Agent to whose trajectory a row belongs; ``None`` if there is only one agent.
 
     Args:
         row: without batch dimension. The ``"agent"`` of a child is a path of names, and its row is
@@ -106,7 +106,7 @@ class Trajectory:
 
     Attributes:
         rows: tensordicts without batch dimension.
-        rewards: of each row, ``[1, 1]``, or ``[R, 1]`` where they are per token.
+        rewards: rewards of each row, ``[1, 1]``, or ``[R, 1]`` if they are per token.
         totals: sum of each row's rewards.
         valid: whether every reward is a number and none is marked invalid.
     """
@@ -122,7 +122,7 @@ class Trajectory:
 
         Args:
             rows: the rows.
-            rewards_key: where a row's rewards are.
+            rewards_key: key of a row's rewards.
 
         Raises:
             DataError: a row has no reward.
@@ -152,19 +152,19 @@ class Trajectory:
 
     @property
     def total(self) -> float:
-        """Sum of all rewards, rounded once, so the same in whatever order they came."""
+        """Sum of all rewards, rounded once, so independent of their order."""
         return fsum(self.totals)
 
     @property
     def truncated(self) -> bool:
-        """Whether the episode was cut: it might have gone on, or a row was too long to train."""
+        """Whether the episode was cut: it might have continued, or a row was too long to train."""
         return self.goes_on or any(map(was_cut, self.rows))
 
     @property
     def goes_on(self) -> bool:
-        """Whether an unknown future stands behind the last row: truncated, and not terminated.
+        """Whether the future after the last row is unknown: truncated, and not terminated.
 
-        Behind the end of a row that was cut to fit into training stands what is known: its rewards.
+        The future of a row that was cut to fit into training is known: its rewards.
         """
         if was_cut(self.rows[-1]):
             return False
@@ -175,11 +175,11 @@ class Trajectory:
 class TrajectoryQueue(SavedState):
     """Holds rows until their trajectory is done.
 
-    Rows of one trajectory have the same ``traj_id`` (and ``agent``, where there is one). Rows
-    without ``traj_id`` must come as whole trajectories, one after the other.
+    Rows of one trajectory have the same ``traj_id`` (and ``agent``, if there is one). Rows without
+    ``traj_id`` must come as whole trajectories, one after the other.
 
     Args:
-        done_key: where a row says that its trajectory ends with it.
+        done_key: key of the flag that the trajectory ends with this row.
     """
 
     saved_rows = ("open",)
@@ -189,7 +189,7 @@ class TrajectoryQueue(SavedState):
         self.open: dict[Hashable, list[TensorDict]] = {}
 
     def push(self, rows: Iterable[TensorDictBase]) -> list[list[TensorDict]]:
-        """Add rows and take out the trajectories that they finish.
+        """Add rows and remove the trajectories that they finish.
 
         Args:
             rows: tensordicts without batch dimension; rows of one trajectory in order.
@@ -206,7 +206,9 @@ class TrajectoryQueue(SavedState):
         for row in rows:
             done = leaf(row, done_path)
             if done is None:
-                raise DataError(f"a row has no {self.done_key!r}, so where it ends is unknown")
+                raise DataError(
+                    f"a row has no {self.done_key!r}, so its trajectory's end is unknown"
+                )
             key = trajectory_of(row)
             if key is None:
                 loose.append(row)
@@ -236,14 +238,14 @@ class TrajectoryQueue(SavedState):
         return len(self.open)
 
     def clear(self) -> list[TensorDict]:
-        """Give up the open trajectories; returns their rows."""
+        """Drop the open trajectories; returns their rows."""
         rows = [row for held in self.open.values() for row in held]
         self.open.clear()
         return rows
 
 
 class GroupQueue:
-    """Holds finished trajectories until ``size`` of one group have come.
+    """Holds finished trajectories until ``size`` of one group have arrived.
 
     Args:
         size: size of a group.
@@ -257,7 +259,7 @@ class GroupQueue:
         self.groups: dict[Hashable, list[Trajectory]] = {}
 
     def push(self, key: Hashable, trajectory: Trajectory) -> list[Trajectory] | None:
-        """Add a trajectory; returns its group when that fills it.
+        """Add a trajectory; returns its group once it is full.
 
         Args:
             key: the group.
@@ -297,7 +299,7 @@ class GroupQueue:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`state_dict` was taken."""
+        """Continue from a :meth:`state_dict`."""
         rows = iter(unpack_row_list(state["rows"]))
         waiting = iter(
             [

@@ -2,7 +2,7 @@
 
 It has no thread: whichever caller finds enough work, or a request that has waited long enough, runs
 the batch for all. A failing batch is repeated request by request, so that an error reaches only the
-caller whose request it is.
+caller of the failing request.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ class RequestBatcher:
     Args:
         min_batch_size: items to wait for.
         max_batch_size: most items of one call; a single larger request still runs, alone.
-        timeout_s: seconds that a request waits for company; then it runs with what there is.
+        timeout_s: seconds that a request waits for others; then it runs with those that have
+            arrived.
 
     Raises:
         ConfigError: for sizes that contradict each other.
@@ -100,7 +101,7 @@ class RequestBatcher:
         return request.answer.result()
 
     def _next_batch(self, own: _Request) -> list[_Request]:
-        """A batch that is due; empty once the own request has been run by another thread."""
+        """A batch that is due; empty once a different thread has run the own request."""
         with self._changed:
             while not own.answer.done():
                 batch = [] if self._running else self._due()
@@ -140,7 +141,7 @@ class RequestBatcher:
     def _execute(self, batch: list[_Request]) -> None:
         try:
             self._run_together(batch)
-        except BaseException as error:  # an interrupt: no caller may wait for ever
+        except BaseException as error:  # after an interrupt, no caller may wait forever
             stopped = BackendError(f"the thread that ran the batch stopped: {error!r}")
             for request in batch:
                 if not request.answer.done():
@@ -167,7 +168,7 @@ class RequestBatcher:
             request.answer.set_result(list(islice(results, len(request.items))))
 
     def cleanup(self, *, flush: bool = False) -> None:
-        """Empty the queue; a batch that is running is left alone.
+        """Empty the queue; a running batch is not affected.
 
         Args:
             flush: run what is queued; otherwise its callers get a
@@ -191,7 +192,7 @@ class RequestBatcher:
             self._execute(together)
 
     def state(self) -> dict[str, Any]:
-        """Settings, and how much is queued and running now."""
+        """Settings, and numbers of queued and running requests."""
         with self._changed:
             return {
                 **self.__getstate__(),
@@ -204,10 +205,10 @@ class RequestBatcher:
 def make_batcher(
     batching: bool | None, minimum: int | None, maximum: int | None, timeout_s: float
 ) -> RequestBatcher | None:
-    """The batcher that a policy's arguments ask for, ``None`` for none.
+    """The batcher for a policy's arguments; ``None`` without batching.
 
     Args:
-        batching: on, off, or by whether a size is given.
+        batching: on, off, or ``None``: on if a size is given.
         minimum: see :class:`RequestBatcher`.
         maximum: see :class:`RequestBatcher`.
         timeout_s: see :class:`RequestBatcher`.

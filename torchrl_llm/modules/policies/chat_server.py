@@ -1,8 +1,8 @@
-"""Policy that a server answers by chat completions: messages go out, text comes back.
+"""Policy over a chat completions server: it sends messages and receives text.
 
-For evaluation alone. The server writes the prompt by its own template and encodes it with its own
-tokenizer, so that there are no token ids, no log-probs and nothing that could be trained; a server
-that takes and gives token ids is an :class:`~torchrl_llm.modules.OpenAIBackend`.
+For evaluation only. The server renders the prompt with its own template and encodes it with its own
+tokenizer, so there are no token ids or log-probs to train on. For servers that accept and return
+token ids, use :class:`~torchrl_llm.modules.OpenAIBackend`.
 """
 
 from __future__ import annotations
@@ -36,25 +36,24 @@ _SENT = ("role", "content", "tool_call_id")
 
 
 class ChatServerPolicy(TensorDictModuleBase):
-    """Answers conversations at a server that speaks chat completions.
+    """Answers conversations with a chat completions server.
 
     It reads ``("history", "prompt")`` of rows ``[B]`` and writes ``("history", "full")``,
-    ``("tokens", "finish_reason")`` (``ABORT`` where the server says neither that the model stopped,
-    nor that it was cut) and ``("tokens", "response_length")``, int64, what the server counted; -1
-    where it did not say. Rows that ``"_step"`` leaves out are not asked about.
+    ``("tokens", "finish_reason")`` (``ABORT`` if the server reports neither a stop nor a cut) and
+    ``("tokens", "response_length")``, int64, as counted by the server; -1 if it reports no count.
+    Rows that ``"_step"`` leaves out are not sent.
 
     Args:
-        http: the server.
+        http: HTTP client of the server.
         request: fields of every request, ``model`` among them.
-        timeout_s: most seconds for one request, those of repeated attempts included.
+        timeout_s: most seconds for one request, including retries.
         concurrency: most requests at once.
-        on_overlong: what becomes of a conversation that the server refuses as longer than its
-            context: :class:`~torchrl_llm.errors.OverlongError`, or an empty response that was
-            ``ABORT``-ed.
-        tools: schemas of tools that the server is told of; it reads the calls.
+        on_overlong: result for a conversation that the server rejects as longer than its context:
+            :class:`~torchrl_llm.errors.OverlongError`, or an empty response with ``ABORT``.
+        tools: tool schemas to send to the server, which parses the calls.
 
     Raises:
-        ConfigError: fields of requests that are not the user's to set.
+        ConfigError: ``request`` contains reserved fields.
 
     Example:
         >>> http = HTTPClient("http://localhost:8000")
@@ -88,21 +87,21 @@ class ChatServerPolicy(TensorDictModuleBase):
         self._threads = RequestThreads(concurrency)
 
     def get_new_version(self, *, tools: Sequence[Mapping[str, Any]]) -> Self:
-        """The same server, told of tools."""
+        """A policy over the same server, with tools."""
         other = copy.copy(self)
         other._tools = list(tools)
         return other
 
     def close(self) -> None:
-        """Close connections and end threads; the next call opens them again."""
+        """Close connections and stop threads; the next call opens them again."""
         self._threads.close()
         self._http.close()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Ask for an answer to each row.
+        """Request an answer for each row.
 
         Raises:
-            BackendError: the server refuses a request, or answers nonsense.
+            BackendError: the server rejects a request, or its answer cannot be read.
             OverlongError: a conversation is longer than the server's context.
             WorkerError: no answer.
         """
@@ -110,7 +109,8 @@ class ChatServerPolicy(TensorDictModuleBase):
         steps = tensordict.get("_step", None)
         asked = [True] * len(chats) if steps is None else steps.reshape(len(chats), -1).any(-1)
         rows = [row for row, yes in enumerate(asked) if yes]
-        # Of torch's generator, so that its seed repeats a run where the server can.
+        # From torch's generator, so that its seed makes runs repeatable if the server supports
+        # seeds.
         seeds = torch.randint(2**31 - 1, (len(rows),)).tolist()
         jobs = [partial(self._answer, chats[i], s) for i, s in zip(rows, seeds, strict=True)]
         reasons = torch.full((len(chats),), int(FinishReason.ABORT), dtype=torch.int8)
@@ -132,7 +132,7 @@ class ChatServerPolicy(TensorDictModuleBase):
         try:
             return ask_chat(self._http, body, timeout_s=self._timeout_s, cancellation=cancellation)
         except BackendError as error:
-            # OpenAI says "maximum context length" and so does vLLM; no status tells it.
+            # OpenAI and vLLM write "maximum context length"; no status code identifies this error.
             if "context" not in str(error) or "length" not in str(error):
                 raise
             if self._on_overlong == "error":
@@ -141,7 +141,7 @@ class ChatServerPolicy(TensorDictModuleBase):
 
 
 def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message as the protocol has it: arguments of calls are a text."""
+    """A message in the protocol's form: arguments of calls are text."""
     out = {name: message[name] for name in _SENT if name in message}
     calls = []
     for call in calls_of(message):
@@ -152,7 +152,7 @@ def _sent(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _message(answer: ChatAnswer) -> dict[str, Any]:
-    """A server's message as conversations hold it."""
+    """A server's message in the form of conversations."""
     found = answer.message
     reasoning = found.get("reasoning_content") or found.get("reasoning")
     try:

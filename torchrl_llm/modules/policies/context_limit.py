@@ -23,7 +23,7 @@ class Fitted(NamedTuple):
     Attributes:
         records: ``B`` records, cut where they were truncated.
         overlong: ``B`` flags of prompts that did not fit.
-        answered: ``B`` flags of prompts that the model is asked.
+        answered: ``B`` flags of prompts that are sent to the model.
     """
 
     records: list[TokenRecord]
@@ -39,16 +39,16 @@ def fit_context(
     on_overlong: OnOverlong,
     asked: Sequence[bool] | None = None,
 ) -> Fitted:
-    """Deal with prompts that leave no room for one token, or are longer than wanted.
+    """Handle prompts that leave no room for one token, or exceed ``max_prompt_length``.
 
     Args:
         records: ``B`` prompts.
         max_length: tokens of the context; ``None`` without a limit.
-        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
-        max_new_tokens: room that a truncated prompt leaves, where the context is that large.
+        max_prompt_length: most tokens of a prompt; ``None`` to limit it by the context only.
+        max_new_tokens: tokens that a truncated prompt leaves free, if the context is large enough.
         on_overlong: ``"error"`` raises; ``"drop"`` gives the row an empty, aborted response;
             ``"truncate"`` cuts the beginning of the prompt off.
-        asked: ``B`` flags of the rows that are to be answered at all; the others pass as they are.
+        asked: ``B`` flags of the rows to answer; the others pass unchanged.
 
     Raises:
         OverlongError: for the first such prompt under ``"error"``.
@@ -85,11 +85,11 @@ def fit_context(
 
 
 def longest_prompt(max_length: int | None, max_prompt_length: int | None) -> int | None:
-    """Tokens that a prompt may have; ``None`` without a limit.
+    """Most tokens of a prompt; ``None`` without a limit.
 
     Args:
         max_length: tokens of the context, of which a response needs at least one.
-        max_prompt_length: what is wanted.
+        max_prompt_length: the configured limit.
 
     Example:
         >>> longest_prompt(2048, None), longest_prompt(2048, 512), longest_prompt(None, None)

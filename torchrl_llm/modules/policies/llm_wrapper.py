@@ -1,9 +1,10 @@
 """Policy over any backend: rows of a tensordict in, answered or scored rows out.
 
-:meth:`LLMWrapperBase.forward` reads rows (:mod:`~torchrl_llm.modules.policies.row_readers`), asks
-the backend, writes columns (:mod:`~torchrl_llm.modules.policies.outputs`) and pads once if asked.
+:meth:`LLMWrapperBase.forward` reads rows (:mod:`~torchrl_llm.modules.policies.row_readers`), calls
+the backend, writes columns (:mod:`~torchrl_llm.modules.policies.outputs`) and pads once if
+requested.
 
-Shape legend: ``B`` rows, ``n`` samples a prompt, ``T`` tokens, ``V`` vocabulary.
+Shape legend: ``B`` rows, ``n`` samples per prompt, ``T`` tokens, ``V`` vocabulary.
 """
 
 from __future__ import annotations
@@ -72,13 +73,13 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
 
     Args:
         backend: samples and scores token ids.
-        tokenizer: a fast tokenizer; tokens mode does without one.
+        tokenizer: a fast tokenizer; optional in tokens mode.
         **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Attributes:
         backend: as given.
         options: as given.
-        policy_version: set by what updates the weights.
+        policy_version: set by the weight updater.
         overlong_counts: prompts dropped and truncated so far.
 
     Raises:
@@ -182,8 +183,8 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
     def get_new_version(self, **changes: Any) -> Self:
         """The same policy with other arguments; model, tokenizer and backend are shared.
 
-        Keys that were derived from the mode are derived again, and what has no effect while scoring
-        is left behind with ``generate=False``.
+        Keys that were derived from the mode are derived again, and arguments without effect on
+        scoring are dropped with ``generate=False``.
 
         Args:
             changes: constructor arguments.
@@ -201,12 +202,12 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
 
     @property
     def sampling_defaults(self) -> SamplingParams:
-        """How it samples where neither a call nor a row says otherwise; for policies that do."""
+        """Sampling parameters unless a call or row overrides them; for policies that sample."""
         return self._with_closers(self._arguments.params)
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens that a prompt may have: by the context and by ``max_prompt_length``."""
+        """Most tokens of a prompt, by the context and by ``max_prompt_length``."""
         return longest_prompt(self.backend.max_length, self.max_prompt_length)
 
     # -- forward ----------------------------------------------------------------------------------
@@ -221,19 +222,20 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         """Answer or score the rows; those that an environment will not step get an empty answer.
 
         Args:
-            tensordict: batch size ``[]``, ``[B]`` or more dimensions; ``"_step"``, where it is
-                there, says which rows are to be answered.
-            tensordict_out: where to write instead of what ``inplace`` says.
+            tensordict: batch size ``[]``, ``[B]`` or more dimensions; ``"_step"``, if present,
+                flags the rows to answer.
+            tensordict_out: where to write, instead of the output chosen by ``inplace``.
             generate_kwargs: override those of the constructor, for this call and this caller only;
                 checked and without effect with ``generate=False``.
 
         Returns:
-            As ``inplace`` says; with ``num_samples`` a new one of batch size ``[B, n]``.
+            The output chosen by ``inplace``; with ``num_samples`` a new one, of batch size
+            ``[B, n]``.
 
         Raises:
             ConfigError: for wrong arguments, and for ``num_samples`` inside an environment.
             DataError: for a missing column or an empty prompt.
-            OverlongError: for a prompt that does not fit, unless ``on_overlong`` says otherwise.
+            OverlongError: for a prompt that does not fit, unless ``on_overlong`` allows it.
         """
         blocks = row_blocks.flat_blocks(tensordict)
         arguments = self._arguments
@@ -294,7 +296,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         return flat
 
     def _with_closers(self, params: SamplingParams) -> SamplingParams:
-        """Let what ends a turn in the chat template end a response."""
+        """Let the chat template's end-of-turn ids end a response, too."""
         if self.formatter is None or params.ignore_eos:
             return params
         ends = {*params.stop_token_ids, *self.formatter.stop_token_ids}
@@ -395,10 +397,10 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
         )
 
     def _score_rows(self, blocks: Sequence[TensorDictBase]) -> TensorDict:
-        """What the policy writes for rows with ``generate=False``: a dense root with ragged nodes.
+        """The output for rows with ``generate=False``: a dense root with ragged nodes.
 
-        Requests of several threads are scored together where there is a batcher and no gradients
-        are wanted.
+        Requests of several threads are scored together if there is a batcher and no gradients are
+        needed.
         """
         sequences = self.reader.read_sequences(blocks)
         ids = sequences.token_ids
@@ -457,7 +459,7 @@ class LLMWrapperBase(WrapperAttributes, WrapperDistributions, TensorDictModuleBa
     def get_batching_state(self) -> dict[str, Any]:
         """Whether requests are batched, the settings, and what is queued and running.
 
-        TorchRL's names (``batching_enabled``, ``queue_size``, ``timeout``, ...) stand beside ours.
+        TorchRL's names (``batching_enabled``, ``queue_size``, ``timeout``, ...) are included, too.
         """
         if self.batcher is None:
             return {"batching": False, "batching_enabled": False}

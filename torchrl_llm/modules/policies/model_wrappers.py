@@ -1,4 +1,4 @@
-"""Policies that users build: each makes its backend and is an :class:`LLMWrapperBase` over it."""
+"""Policies for users: each builds its backend and is an :class:`LLMWrapperBase` over it."""
 
 from __future__ import annotations
 
@@ -28,16 +28,15 @@ class TransformersWrapper(LLMWrapperBase):
     """Samples and scores with a ``transformers`` model.
 
     Args:
-        model: a causal language model, its name or path, or a backend that exists already.
-        tokenizer: a fast tokenizer, its name or path; that of the model by default where the model
-            is given by name.
-        pad_model_input: score rows padded to one length (``True``), or packed behind each other
-            (``False``); by default in the way that is cheapest for the rows. More ways are named by
-            ``backend.layout``, see
-            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
+        model: a causal language model, its name or path, or an existing backend.
+        tokenizer: a fast tokenizer, its name or path; by default the model's, if the model is given
+            by name.
+        pad_model_input: score rows padded to one length (``True``), or packed one after the other
+            (``False``); by default the cheapest way for the rows. ``backend.layout`` offers more
+            ways, see :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`.
         device: move the model there.
-        full_logits: score by the model's own logits, ``[B, T, V]`` at once, for heads that the
-            chunked one does not know.
+        full_logits: score with the model's own logits, ``[B, T, V]`` at once, for heads that the
+            chunked head does not support.
         **options: see :class:`~torchrl_llm.modules.policies.PolicyOptions`.
 
     Attributes:
@@ -93,17 +92,17 @@ class TransformersWrapper(LLMWrapperBase):
         elif device is not None:
             model.model.to(device)
         super().__init__(model, tokenizer=tokenizer, **options)
-        # Registered here, so that parameters() and state_dict() have it; None without one.
+        # Registered here, so that parameters() and state_dict() contain it; None without one.
         self.value_head = model.value_head
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """What ``layout`` may be, see :class:`~torchrl_llm.data.scoring.TokenScorer`."""
+        """Possible values of ``layout``, see :class:`~torchrl_llm.data.scoring.TokenScorer`."""
         return self.backend.layouts
 
     @property
     def layout(self) -> str | None:
-        """How the backend lays rows out for scoring; may be set."""
+        """Row layout of the backend for scoring; can be set."""
         return self.backend.layout
 
     @layout.setter
@@ -112,7 +111,7 @@ class TransformersWrapper(LLMWrapperBase):
 
     @property
     def pad_model_input(self) -> bool:
-        """Whether rows may be padded for scoring; ``False`` where they are always packed."""
+        """Whether rows may be padded for scoring; ``False`` if they are always packed."""
         return self.layout != "packed"
 
     def get_new_version(self, **changes: Any) -> Self:
@@ -124,14 +123,14 @@ class TransformersWrapper(LLMWrapperBase):
 
 
 def _makes_logits(backend: TransformersBackend) -> bool:
-    """Whether the model makes the logits itself, and not the chunked head."""
+    """Whether the model computes the logits itself, without the chunked head."""
     return getattr(backend.scorer, "head", False) is None
 
 
 class vLLMWrapper(LLMWrapperBase):
     """Samples and scores with vLLM: the modes, columns and arguments of every other policy.
 
-    It has no parameters and no gradients: it samples, and scores as a reference. New weights come
+    It has no parameters and no gradients: it samples, and scores as a reference. New weights arrive
     through a weight updater (:mod:`torchrl_llm.weights`), or ``backend.update_weights``.
 
     Args:
@@ -140,8 +139,8 @@ class vLLMWrapper(LLMWrapperBase):
             :class:`~torchrl_llm.modules.backends.Backend`, such as engines on Ray
             (:class:`~torchrl_llm.modules.AsyncVLLM`).
         tokenizer: a fast tokenizer, its name or path; by default that of the backend.
-        pad_model_input: without effect, and a warning: vLLM takes rows as they are.
-        device: refused: the engine chooses its devices.
+        pad_model_input: no effect, with a warning: vLLM takes rows without padding.
+        device: rejected: the engine chooses its devices.
         engine_options: further arguments of the backend that is built here: see
             :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend` for a name or an engine, and
             :class:`~torchrl_llm.modules.backends.openai.OpenAIBackend` for a URL.
@@ -187,7 +186,7 @@ class vLLMWrapper(LLMWrapperBase):
             model = _engine_or_server(model, tokenizer, dict(engine_options or {}))
         elif engine_options:
             raise ConfigError(
-                f"engine_options={sorted(engine_options)} have no effect on a backend that exists"
+                f"engine_options={sorted(engine_options)} have no effect on an existing backend"
             )
         tokenizer = model.tokenizer if tokenizer is None else tokenizer
         super().__init__(model, tokenizer=tokenizer, **options)
@@ -204,24 +203,25 @@ def _engine_or_server(model: Any, tokenizer: Any, options: dict[str, Any]) -> Ba
 class RemoteTransformersWrapper(LLMWrapperBase):
     """:class:`TransformersWrapper` over a model in a Ray actor.
 
-    Templates and tokenizer stay here; token ids go to the actor and come back with log-probs, so
-    that it does all that other policies do. It has no parameters here and no gradients: it samples,
-    and scores as a reference or a teacher.
+    Templates and tokenizer stay in this process; token ids go to the actor and come back with
+    log-probs, so it supports everything that other policies do. It has no parameters in this
+    process and no gradients: it samples, and scores as a reference or a teacher.
 
     Use it in a ``with`` block, or call :meth:`shutdown`. Pickled copies use the same actor. An
-    actor that dies is restarted with the weights that it was sent last.
+    actor that dies is restarted with the last weights that were sent to it.
 
     Args:
-        model: name or folder of a model, or the pool of another such policy.
-        max_concurrency: calls that the actor takes at once; the model runs one after the other.
-        validate_model: make sure that the model can be found before an actor is started.
+        model: name or folder of a model, or the pool of an existing ``RemoteTransformersWrapper``.
+        max_concurrency: most concurrent calls of the actor; the model runs them one after the
+            other.
+        validate_model: check that the model exists before an actor is started.
         actor_name: policies of the same Ray cluster with the same name share one actor, which ends
             with the policy that started it.
-        num_gpus: GPUs of the actor; by default one where the cluster has any.
+        num_gpus: GPUs of the actor; by default one if the cluster has any.
         num_cpus: CPUs of the actor.
-        tokenizer: a fast tokenizer, its name or folder; by default that of the model.
+        tokenizer: a fast tokenizer, its name or folder; by default the model's.
         num_replicas: actors with a model each, which share the work.
-        device: where the model goes; by default its GPU where it has one.
+        device: device of the model; by default the actor's GPU, if it has one.
         dtype: of the weights.
         timeout_s: most seconds that a call may take.
         start_timeout_s: most seconds that the start may take.
@@ -300,7 +300,7 @@ class RemoteTransformersWrapper(LLMWrapperBase):
             raise
 
     def shutdown(self) -> None:
-        """End the actor. Policies made by :meth:`get_new_version` share it."""
+        """Stop the actor. Policies made by :meth:`get_new_version` share it."""
         self.backend.shutdown()
 
     def __enter__(self) -> Self:
@@ -326,9 +326,9 @@ class FakeWrapper(LLMWrapperBase):
     For tests, examples and dry runs.
 
     Args:
-        answers: see :class:`~torchrl_llm.modules.backends.fake.FakeBackend`, or a backend that
-            exists already.
-        tokenizer: a fast tokenizer; tokens mode does without one.
+        answers: see :class:`~torchrl_llm.modules.backends.fake.FakeBackend`, or an existing
+            backend.
+        tokenizer: a fast tokenizer; optional in tokens mode.
         vocab_size: number of ids; by default the tokenizer's.
         eos_token_ids: ids that end a response; by default the tokenizer's.
         max_length: most tokens of prompt and response.

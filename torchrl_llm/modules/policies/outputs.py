@@ -42,7 +42,7 @@ def answered_columns(
         prompts: ``B`` records of the prompts.
         completions: ``B`` answers.
         records: ``B`` records of both.
-        params: how each was sampled.
+        params: sampling parameters of each.
         names: names of the nodes.
         unscored: rows whose earlier turns have no known log-probs; these tokens are marked invalid.
         overlong: rows whose prompt was cut or dropped; earlier turns in it are marked overlong.
@@ -50,8 +50,8 @@ def answered_columns(
 
     Returns:
         A dense root ``[B]`` with ragged nodes: tokens, masks, trace, log-probs, registered facts,
-        and the support where it was recorded. A response is a slice of ``full``. Earlier turns
-        whose kept ids are not known (text and token prompts carry none) are marked off support.
+        and the support if it was recorded. A response is a slice of ``full``. Earlier turns whose
+        kept ids are not known (text and token prompts carry none) are marked off support.
     """
     lengths = [record.token_ids.shape[0] for record in records]
     sampled = torch.cat([record.source for record in records]) == Source.SAMPLED
@@ -191,14 +191,14 @@ def pad_columns(
 ) -> TensorDict:
     """Make the ragged nodes dense, so that ``full[:, P:]`` is the response.
 
-    Prompts are padded on the left to ``P`` tokens, responses on the right; ``full`` and what is
-    aligned with it is one behind the other. Kept ids are padded on the right.
+    Prompts are padded on the left to ``P`` tokens, responses on the right; ``full`` and the columns
+    aligned with it hold both, one after the other. Kept ids are padded on the right.
 
     Args:
-        flat: as the other functions here return it.
+        flat: result of the other functions here.
         pad_token_id: fills token columns; the masks alone tell what is padding.
         names: names of the nodes.
-        places: bool ``[B, T]``, where the tokens of ``full`` belong, of rows without a response.
+        places: bool ``[B, T]``, positions of the tokens of ``full``, for rows without a response.
     """
     out = flat.copy()
     if places is None:
@@ -228,8 +228,8 @@ def pad_columns(
 def _rows_of(dense: dict[str, Tensor]) -> dict[str, Sequence[Tensor]]:
     """Rows of one length, for a lazy stack.
 
-    What is assigned to a row of a mask must reach the batch, which it does not in a dense node; and
-    an environment's next prompts, which are ragged, must fit into the node of an added fact.
+    Assignments to a row of a mask must reach the batch, which they do not in a dense node; and an
+    environment's ragged next prompts must fit into the node of an added fact.
     """
     return {column: rows.unbind(0) for column, rows in dense.items()}
 
@@ -254,11 +254,11 @@ def _dense(node: TensorDictBase, name: str, pad_token_id: int, places: Tensor) -
 def with_tool_calls(
     completions: Sequence[Completion], messages: Sequence[Mapping[str, Any]]
 ) -> list[Completion]:
-    """Mark finished responses that ask for tools.
+    """Mark finished responses that call tools.
 
     Args:
         completions: ``B`` responses.
-        messages: ``B`` messages that they were read as.
+        messages: the responses as ``B`` messages.
     """
     return [
         completion._replace(finish_reason=FinishReason.TOOL_CALLS)

@@ -1,4 +1,4 @@
-"""Arguments of policies: the list of what every constructor takes, and what generation takes."""
+"""Arguments of policies: those of every constructor, and those of generation."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ DEFAULT_MAX_NEW_TOKENS = 256
 
 InputMode = Literal["history", "text", "tokens"]
 _NAMES = json.loads(Path(__file__).with_name("argument_names.json").read_text(encoding="utf-8"))
-# Arguments of one mode, and their values where they change nothing.
+# Arguments of a single mode, and their values without effect.
 _OF_A_MODE: dict[str, tuple[str, Any]] = _NAMES["of_a_mode"]
-# What TorchRL takes in every mode, so that one dictionary may serve all of them.
+# Arguments that TorchRL accepts in every mode, so that one dictionary works for all modes.
 _TAKEN_IN_EVERY_MODE = {"tokenizer_kwargs", "chat_template_name", "chat_template"}
-# What TorchRL's wrappers take for generate() of transformers or for vLLM, and nothing here reads.
+# Arguments of TorchRL's wrappers for generate() of transformers or for vLLM, not used here.
 _WITHOUT_EFFECT: dict[str, str] = _NAMES["without_effect"]
-# What TorchRL's wrappers set for the tokenizer, and what is so here whatever they say.
+# Tokenizer settings of TorchRL's wrappers that are always in effect here.
 _TOKENIZER_NEUTRAL: dict[str, Any] = _NAMES["tokenizer_neutral"]
-# Those of sampling are its fields, two of which are spelled otherwise.
+# The arguments of sampling are the fields of SamplingParams, two of them with different names.
 _COMMON = {field.name for field in fields(SamplingParams)} - {"stop", "native"}
 _COMMON |= {"stop_sequences", "num_return_sequences", "do_sample", "skip_special_tokens"}
 _COMMON |= {"logprobs", *_NAMES["beams"]}
@@ -47,21 +47,21 @@ class PolicyOptions:
     """Arguments that every policy takes next to its model and its tokenizer.
 
     This is their only list. Constructors take them by name; ``take_options`` adds them to the
-    signatures of these.
+    constructors' signatures.
 
     Args:
         input_mode: what the rows hold: ``"history"``, ``"text"`` or ``"tokens"``.
-        input_key: where they are, by default ``(input_mode, "prompt")``, or ``"full"`` to score.
+        input_key: their key, by default ``(input_mode, "prompt")``, or ``"full"`` to score.
         attention_mask_key: mask of padded token prompts, read in tokens mode where it is present.
-        generate: sample, or score what is there.
+        generate: sample, or score existing text.
         generate_kwargs: see :func:`parse_generate_kwargs`; each call may override them.
         tokenizer_kwargs: arguments of the tokenizer's call on text (text mode); by default no
             special token is added. Those that TorchRL sets itself (``return_tensors="pt"``,
-            ``return_attention_mask=True``, ``padding=True``, ``padding_side="left"``) may be
-            there and change nothing: ids are not padded before the model.
+            ``return_attention_mask=True``, ``padding=True``, ``padding_side="left"``) are accepted
+            and change nothing: ids are not padded before the model.
         pad_output: write dense columns, ``full`` as TorchRL does: prompts padded on the left to
             ``P`` tokens and responses on the right, so that ``full[:, P:]`` is the response.
-            Buffers of ragged rows, joined turns and training steps take the padding out again.
+            Buffers of ragged rows, joined turns and training steps remove the padding again.
         inplace: ``True`` writes into the input (the default without ``num_samples``), ``"empty"``
             into an empty one of its kind, ``False`` into a new one.
         layout: ``None`` or ``torch.strided``; jagged rows cannot be indexed and are not offered.
@@ -70,7 +70,7 @@ class PolicyOptions:
         chat_template: a Jinja template; the tokenizer's own by default.
         template_kwargs: variables of the template, such as ``enable_thinking``.
         tools: tools of every conversation.
-        on_rewrite: what to do where the template rewrites history, see
+        on_rewrite: what to do if the template rewrites history, see
             :class:`~torchrl_llm.data.text.ChatFormatter`.
         return_log_probs: write the sampled log-probs (the default).
         history_key: name of the conversations.
@@ -81,15 +81,15 @@ class PolicyOptions:
         trace_key: name of the provenance columns.
         support_key: name of the ids that truncated sampling kept; written with
             ``generate_kwargs={"record_support": True}``.
-        batching: run requests of several threads together; on when a size is given.
+        batching: run requests of several threads together; by default on if a size is given.
         min_batch_size: prompts to wait for.
         max_batch_size: most prompts of one call of the model.
-        batching_timeout: seconds after which a request runs with whatever is there.
+        batching_timeout: seconds after which a request runs with those that have arrived.
         prefer_tokens: use known ids (a chat's record, ``tokens.prompt`` that spells the text)
             instead of encoding again. ``False`` always encodes.
         on_overlong: prompts that leave no room in the context: ``"error"``, ``"drop"`` (an empty,
             aborted response) or ``"truncate"`` (from the left); counted in ``overlong_counts``.
-        max_prompt_length: tokens that a prompt may have; ``None`` for what the context leaves.
+        max_prompt_length: most tokens of a prompt; ``None`` to limit it by the context only.
         policy_version: version of the weights, written into the trace of every sampled token.
 
     Raises:
@@ -139,7 +139,7 @@ class PolicyOptions:
         check_mode(self.input_mode, self.layout, vars(self))
 
     def changed(self, changes: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of a policy with some of them changed; what then has no effect is left out.
+        """Arguments of a policy with some changes; arguments that lose their effect are left out.
 
         Args:
             changes: names and values.
@@ -154,14 +154,14 @@ class PolicyOptions:
 
 
 def take_options(constructor: Callable[..., None]) -> Callable[..., None]:
-    """Let a policy's constructor that ends in ``**options`` take these by the names listed above.
+    """Let a policy's constructor with ``**options`` take the arguments listed above by name.
 
-    They are added to its signature, where ``inspect``, the help of a notebook and the reference
-    pages read them. An unknown name is a ``TypeError`` that tells the nearest one, before a model
-    is loaded or an engine started.
+    They are added to its signature, which ``inspect``, notebook help and the reference pages read.
+    An unknown name raises a ``TypeError`` with the nearest known name, before a model is loaded or
+    an engine started.
 
     Args:
-        constructor: an ``__init__``; one without ``**options`` stays as it is.
+        constructor: an ``__init__``; one without ``**options`` is not changed.
     """
     shown = inspect.signature(constructor)
     own = [p for p in shown.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -187,11 +187,11 @@ def take_options(constructor: Callable[..., None]) -> Callable[..., None]:
 
 
 def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[str, Any]) -> None:
-    """Check a policy's input mode, and refuse or warn of arguments that it would not use.
+    """Check a policy's input mode; raise or warn for arguments that it would not use.
 
     Args:
-        input_mode: of the policy.
-        layout: the constructor's.
+        input_mode: mode of the policy.
+        layout: argument of the constructor.
         settings: arguments by name.
 
     Raises:
@@ -200,8 +200,8 @@ def check_mode(input_mode: str, layout: torch.layout | None, settings: Mapping[s
     """
     if layout not in (None, torch.strided):
         raise ConfigError(
-            f"layout must be None or torch.strided, got {layout}: rows are ragged lists or padded, "
-            "for jagged tensors can be neither indexed nor stacked"
+            f"layout must be None or torch.strided, got {layout}: rows are ragged lists or padded; "
+            "jagged tensors can be neither indexed nor stacked"
         )
     for name, (mode, neutral) in _OF_A_MODE.items():
         if settings.get(name, neutral) == neutral or input_mode == mode:
@@ -219,8 +219,8 @@ class GenerationArguments:
     Args:
         params: how to sample; ``num_samples`` is 1 unless it was given.
         skip_special_tokens: leave special tokens out of the text columns.
-        log_probs: whether the log-probs are written; ``None`` where they do not tell.
-        num_samples: as given, ``None`` where it was not.
+        log_probs: whether the log-probs are written; ``None`` if the arguments do not set it.
+        num_samples: as given, ``None`` if it was not given.
     """
 
     params: SamplingParams
@@ -237,7 +237,8 @@ def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
         backend: see :func:`parse_generate_kwargs`.
 
     Raises:
-        ConfigError: for two values of one thing, or fewer ends of a response than the model has.
+        ConfigError: for two values of the same argument, or fewer ends of a response than the model
+            has.
 
     Example:
         >>> from torchrl_llm.modules.backends import FakeBackend
@@ -257,7 +258,7 @@ def common_names(kwargs: Mapping[str, Any], backend: Backend) -> dict[str, Any]:
         if lost := set(backend.eos_token_ids) - ends:
             raise ConfigError(
                 f"eos_token_id={sorted(ends)} leaves out {sorted(lost)}, which end a response of "
-                "this model; further ends are stop_token_ids, ignore_eos=True takes all ends away"
+                "this model; add further ends with stop_token_ids; ignore_eos=True removes all ends"
             )
         given["stop_token_ids"] = tuple(sorted(ends.union(given.get("stop_token_ids") or ())))
     for name in sorted(_WITHOUT_EFFECT.keys() & given.keys() - backend.native_arguments):
@@ -274,12 +275,12 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
     ``stop_sequences``, ``stop_token_ids``, ``seed``, ``ignore_eos``, ``record_support``,
     ``skip_special_tokens``, ``logprobs``; further names are those of ``backend.native_arguments``.
     ``max_tokens`` and ``n``, vLLM's names, mean ``max_new_tokens`` and ``num_return_sequences``, as
-    in TorchRL; ``eos_token_id`` means ``stop_token_ids`` and must name the model's own, too. Names
-    of TorchRL's that would change nothing here are left out with a warning.
+    in TorchRL; ``eos_token_id`` means ``stop_token_ids`` and must include the model's own ids.
+    TorchRL's names without effect here are dropped with a warning.
 
     Args:
         kwargs: names and values; ``None`` means "not given", as everywhere in transformers.
-        backend: says which further names it takes.
+        backend: provides the further names.
 
     Raises:
         ConfigError: for an unknown name (with the nearest known one), an old name (with the new
@@ -298,7 +299,7 @@ def parse_generate_kwargs(kwargs: Mapping[str, Any], backend: Backend) -> Genera
         if given.pop(name, neutral) != neutral:
             raise ConfigError(
                 f"{name} belongs to beam search, which is not sampling: its results have no "
-                "log-prob that a loss could use; take it away"
+                "log-prob that a loss could use; remove it"
             )
     num_samples = given.pop("num_samples", None)
     same = given.pop("num_return_sequences", num_samples)
@@ -335,18 +336,18 @@ def settle_generation(
     num_samples: int | None,
     return_log_probs: bool | None,
 ) -> GenerationArguments:
-    """A policy's generation arguments, with those that its constructor takes by name.
+    """A policy's generation arguments, including those that its constructor takes by name.
 
     Args:
         kwargs: see :func:`parse_generate_kwargs`.
         backend: see :func:`parse_generate_kwargs`.
-        generate: whether the policy samples at all; otherwise the arguments are checked and change
-            nothing, for one dictionary may serve the policy that samples and the one that scores.
-        num_samples: the constructor's.
-        return_log_probs: the constructor's.
+        generate: whether the policy samples at all; otherwise the arguments are checked but have no
+            effect, so that a sampling and a scoring policy can share one dictionary.
+        num_samples: argument of the constructor.
+        return_log_probs: argument of the constructor.
 
     Raises:
-        ConfigError: for two values of one thing, or arguments without effect.
+        ConfigError: for two values of the same argument, or arguments without effect.
     """
     if not generate and return_log_probs is False:
         raise ConfigError(
@@ -376,7 +377,7 @@ def override_generation(
     Args:
         kwargs: those of the constructor, overridden by those of the call.
         backend: see :func:`parse_generate_kwargs`.
-        own: what the policy settled at construction.
+        own: the policy's arguments from construction.
 
     Raises:
         ConfigError: for an argument that shapes the output, which is fixed at construction.

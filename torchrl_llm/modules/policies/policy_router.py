@@ -33,14 +33,14 @@ _NOBODY = -1  # the place of a row that is not answered
 
 
 def derived_seed(seed: int, *parts: Any) -> int:
-    """A seed that follows from another one and from what it is for, by hashing.
+    """Derive a seed from a base seed and its purpose, by hashing.
 
     Args:
-        seed: of the run.
-        parts: what it is for: a name, a count.
+        seed: seed of the run.
+        parts: the purpose: a name, a count.
 
     Returns:
-        In ``[0, 2**31)``; that of other parts is unrelated.
+        A seed in ``[0, 2**31)``, unrelated to the seeds of different parts.
 
     Example:
         >>> derived_seed(0, "X", 1) == derived_seed(0, "X", 1), derived_seed(0, "X", 1) % 1000
@@ -51,10 +51,10 @@ def derived_seed(seed: int, *parts: Any) -> int:
 
 
 class CallCounts:
-    """How often each player's policy was asked: where the seeds of a router go on after a resume.
+    """Numbers of calls of each player's policy; a router's seeds continue from them on resume.
 
     Args:
-        names: of the players.
+        names: names of the players.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ class CallCounts:
         """Continue where :meth:`state_dict` was taken.
 
         Raises:
-            CheckpointError: it is of other players.
+            CheckpointError: it is for different players.
         """
         if set(state) != set(self.counts):
             raise CheckpointError(
@@ -79,23 +79,24 @@ class CallCounts:
 
 
 class PolicyRouter(TensorDictModuleBase):
-    """Gives each row to the policy of its player.
+    """Passes each row to the policy of its player.
 
-    Rows that are not to be answered (``"_step"``) get an empty answer, as of any policy. A policy
-    in which nobody acts is not asked.
+    Rows that ``"_step"`` leaves out get an empty answer, as with any policy. A policy without rows
+    to answer is not called.
 
     Args:
-        policies: the policy of each player, by the player's name. One may stand for several.
-        seed: where the seeds of sampling follow from: each call of each player has one of its own,
-            by hashing. Without it policies sample as they do by themselves.
+        policies: the policy of each player, by the player's name. One policy may serve several
+            players.
+        seed: base of the sampling seeds: each call of each player has a separate seed, derived by
+            hashing. Without it, policies sample as they do outside a router.
 
     Attributes:
         policies: as given.
         asked: the wrappers that answer, one for each different policy, which share its weights.
-        calls: how often each was asked, a part of a checkpoint.
+        calls: number of calls of each player's policy, part of a checkpoint.
 
     Raises:
-        ConfigError: no policy, or what is none.
+        ConfigError: there are no policies, or one is not a policy.
 
     Example:
         >>> from torchrl_llm.envs.games import TicTacToeForTwoEnv
@@ -128,13 +129,13 @@ class PolicyRouter(TensorDictModuleBase):
         self.in_keys, self.out_keys = list(first.in_keys), list(first.out_keys)
 
     def seat(self, policies: Mapping[str, LLMWrapperBase]) -> None:
-        """Give players other policies, between two batches.
+        """Give players different policies, between two batches.
 
         Args:
-            policies: as of the constructor.
+            policies: as in the constructor.
         """
         self.policies = dict(policies)
-        # As parts of this module each is found once: by collectors, and by optimizers.
+        # As submodules, they are found once each by collectors and optimizers.
         distinct = list(dict.fromkeys(policies.values()))
         self._distinct = nn.ModuleList(distinct)
         self.asked = [policy.get_new_version(inplace=False) for policy in distinct]
@@ -146,12 +147,12 @@ class PolicyRouter(TensorDictModuleBase):
             tensordict: ``[B]``, with ``"agent"``.
 
         Returns:
-            The same, with what the policies wrote.
+            The same rows, with the outputs of the policies.
 
         Raises:
             DataError: the rows have no ``"agent"``.
             ConfigError: a player has no policy.
-            BackendError: the policy of a player failed; its name is told.
+            BackendError: the policy of a player failed; the message contains its name.
         """
         size = tensordict.batch_size.numel()
         rows = self._rows(tensordict, size)
@@ -192,7 +193,7 @@ class PolicyRouter(TensorDictModuleBase):
     def _ask(self, name: str, td: TensorDictBase, rows: Sequence[int]) -> TensorDictBase:
         given, options = self.policies[name], {}
         policy = self.asked[list(self._distinct).index(given)]
-        # What counts versions counts those of the policies that were given.
+        # Version counters update the policies that were given, not the wrappers.
         policy.policy_version = given.policy_version
         if self.seed is not None:
             options["seed"] = derived_seed(self.seed, name, self.calls.counts[name])
@@ -205,13 +206,13 @@ class PolicyRouter(TensorDictModuleBase):
 
 
 def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]], given: Any = None) -> Any:
-    """A column of the rows of several answers.
+    """A column merged from the rows of several answers.
 
     Args:
-        nodes: of each answer.
+        nodes: the column of each answer.
         places: answer and row of it, for each row.
-        given: what the rows have there already, if anything; rows that nobody answered keep it, and
-            are empty where there is nothing.
+        given: the existing column of the rows, if any; unanswered rows keep it, and are empty
+            without it.
     """
     if is_tensorclass(nodes[0]) and not is_non_tensor(nodes[0]):
         plain = [node._tensordict for node in nodes]
@@ -250,7 +251,7 @@ def _merged(nodes: Sequence[Any], places: Sequence[tuple[int, int]], given: Any 
 
 
 def _emptied(row: TensorDictBase) -> TensorDictBase:
-    """A row like another one, without tokens."""
+    """A row like the given one, without tokens."""
     return TensorDict(
         {name: value[:0] if value.ndim else value for name, value in row.items()}, batch_size=[]
     )

@@ -49,7 +49,7 @@ def object_rows(blocks: Sequence[TensorDictBase], key: tuple[str, ...]) -> list[
 
 
 def _joined(parts: Sequence[list[Any] | None]) -> list[Any] | None:
-    """The rows of all parts, ``None`` where a part has none."""
+    """The rows of all parts, ``None`` if a part has none."""
     return None if any(p is None for p in parts) else [row for part in parts for row in part]
 
 
@@ -70,7 +70,7 @@ def _leaf_values(leaf: Any) -> list[Any]:
         # TorchRL's step_mdp reads a column through its tensorclass, and leaves a list in its place.
         return list(leaf) if isinstance(leaf, list) else leaf.tolist()
     count = leaf.batch_size.numel() if leaf.batch_size else 1
-    # With set_list_to_stack(False) a list stands in one cell for the whole batch.
+    # With set_list_to_stack(False) one cell holds a list for the whole batch.
     if leaf.batch_size and isinstance(leaf.data, (list, np.ndarray)) and len(leaf.data) == count:
         return list(leaf.data if isinstance(leaf.data, list) else leaf.data.tolist())
     return [leaf.data] * count
@@ -85,9 +85,9 @@ def deliver(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> None:
     """Write the rows of a flat result into a batch of any shape.
 
     Args:
-        target: where to; its rows in row-major order are those of ``flat``.
+        target: batch to write into; its rows in row-major order are those of ``flat``.
         flat: one-dimensional result: dense root, nodes of columns.
-        merge: set only the columns of each node; otherwise a node replaces what it meets.
+        merge: set only the columns of each node; otherwise a node replaces the existing one.
     """
     if target.batch_dims == 0:
         _set(target, flat[0], merge=merge)
@@ -101,7 +101,7 @@ def deliver(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> None:
     elif target.batch_dims == 1:
         _set(target, flat, merge=merge)
     else:
-        # Rows of a dense batch are copies of what it holds: its nodes are set as a whole.
+        # Rows of a dense batch are copies, so its nodes are set as a whole.
         _set_nested(target, flat, merge=merge)
 
 
@@ -114,7 +114,7 @@ def _set(target: TensorDictBase, values: TensorDictBase, *, merge: bool) -> None
             continue
         node, new = _plain(present), _plain(value)
         if isinstance(new, LazyStackedTensorDict) and not isinstance(node, LazyStackedTensorDict):
-            # A dense node cannot hold ragged columns: its rows join theirs in a new one.
+            # A dense node cannot hold ragged columns: its rows and theirs are joined in a new node.
             target.set(name, _as(present, _joined_rows(node, new)))
         else:
             _merge(node, new)
@@ -128,14 +128,15 @@ def _set_nested(target: TensorDictBase, flat: TensorDict, *, merge: bool) -> Non
             continue
         joins = merge and present is not None
         node = _joined_rows(_plain(present), _plain(value)) if joins else _plain(value)
-        # TensorDict stacks ragged rows of rows, but not of classes: the class goes outside. And
-        # TorchRL's step_mdp pairs the parts of old and new nodes, whatever dimension these have.
+        # TensorDict stacks nested ragged rows of tensordicts, but not of tensorclasses: the class
+        # goes outside. And TorchRL's step_mdp pairs the parts of old and new nodes, for any
+        # dimension.
         shaped = nest(node, target.batch_size, like=_plain(present))
         target.set(name, _as(present if joins else value, shaped))
 
 
 def _as(like: Any, node: TensorDictBase) -> Any:
-    """A node in the class of another one."""
+    """A node in the class of ``like``."""
     return type(like)._from_tensordict(node) if is_tensorclass(like) else node
 
 
@@ -167,7 +168,7 @@ def nest(flat: Any, shape: torch.Size, like: Any = None) -> Any:
     Args:
         flat: batch size ``[N]``.
         shape: its product is ``N``.
-        like: node that is stacked in the same way, if it is a lazy stack of this shape.
+        like: node whose stacking is copied, if it is a lazy stack of this shape.
     """
     if len(shape) == 0:
         return flat[0]

@@ -1,7 +1,7 @@
 """Readers of the three input modes: rows of a tensordict in, token ids with their record out.
 
-A reader also writes the view of its mode (conversations, text); nothing else in the wrappers knows
-the mode. Known ids are never encoded again.
+A reader also writes the view of its mode (conversations, text); no other part of the wrappers
+depends on the mode. Known ids are never encoded again.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``P_b`` of its prompt.
 """
@@ -53,11 +53,11 @@ class KeyNames:
 
     @classmethod
     def of(cls, options: Any) -> KeyNames:
-        """The names that a policy's options give, each as ``<name>_key``."""
+        """Names from a policy's options, each as ``<name>_key``."""
         return cls(**{f.name: getattr(options, f"{f.name}_key") for f in fields(cls)})
 
     def prompt_key(self, fact: TokenFact) -> tuple[str, str]:
-        """Where the prompt's values of a fact are; a registered fact has its own node."""
+        """Key of a fact's values for the prompt; a registered fact has its own node."""
         node, column = fact.prompt_key
         return getattr(self, node) if fact.name in RECORD_COLUMNS else node, column
 
@@ -65,8 +65,8 @@ class KeyNames:
 class TextCodec:
     """Encodes and decodes batches of text with one tokenizer, from any thread.
 
-    Text is taken to be complete: nothing is added (a chat template writes its own first token), and
-    special-token strings are special tokens, for rendered conversations hold them.
+    Text is assumed to be complete: nothing is added (a chat template writes its own first token),
+    and special-token strings become special tokens, because rendered conversations contain them.
 
     Args:
         tokenizer: a fast tokenizer.
@@ -103,7 +103,7 @@ class TextCodec:
         return [torch.as_tensor(row, dtype=torch.int64) for row in rows]
 
     def encode_continuation(self, text: str) -> Tensor:
-        """Ids of text that goes on behind other text, int64 ``[T]``: no prefix space is added."""
+        """Ids of text that continues other text, int64 ``[T]``: no prefix space is added."""
         return torch.from_numpy(self._codec.encode(Piece(text, continues=True)).ids.copy())
 
     def decode(self, rows: Sequence[Tensor]) -> list[str]:
@@ -116,7 +116,7 @@ class TextCodec:
     def decode_longer(
         self, rows: Sequence[Tensor], known: Sequence[Tensor], texts: Sequence[str]
     ) -> list[str]:
-        """The text of each row, of whose beginning the text is known.
+        """The text of each row, given the text of its beginning.
 
         Args:
             rows: ``B`` int64 tensors ``[T_b]``.
@@ -127,7 +127,7 @@ class TextCodec:
             return self.decode(rows)
         more = self.decode([row[ids.shape[0] :] for row, ids in zip(rows, known, strict=True)])
         return [
-            # A character may be cut in two between what is known and what is not.
+            # A character may be split between the known and the unknown part.
             self._decode(row.tolist()) if _CUT_CHARACTER in text + new else text + new
             for row, text, new in zip(rows, texts, more, strict=True)
         ]
@@ -139,7 +139,7 @@ class TextCodec:
 
 
 class Prompts(NamedTuple):
-    """What is to be answered.
+    """Prompts to answer.
 
     Attributes:
         records: ``B`` records of the prompts.
@@ -153,7 +153,7 @@ class Prompts(NamedTuple):
     unscored: list[bool]
 
     def repeat(self, times: int) -> Prompts:
-        """Each prompt that many times in a row."""
+        """Each prompt repeated that many times, one after the other."""
         if times == 1:
             return self
         return Prompts(
@@ -162,7 +162,7 @@ class Prompts(NamedTuple):
 
 
 class Sequences(NamedTuple):
-    """What is to be scored.
+    """Whole rows to score.
 
     Attributes:
         token_ids: ``B`` int64 tensors ``[T_b]``.
@@ -178,11 +178,11 @@ class RowReader(ABC):
     """Reads the rows of one input mode, and writes the mode's view of the answers.
 
     Args:
-        key: where the rows are, ``(mode, "prompt")`` or ``(mode, "full")``.
+        key: key of the rows, ``(mode, "prompt")`` or ``(mode, "full")``.
         names: names of the other nodes.
-        formatter: of conversations; history mode only.
-        codec: of text; tokens mode may lack one.
-        prefer_tokens: use ids that are known instead of encoding text again.
+        formatter: formatter of conversations; history mode only.
+        codec: codec of text; optional in tokens mode.
+        prefer_tokens: use known ids instead of encoding text again.
     """
 
     views: ClassVar[tuple[str, ...]] = ()
@@ -212,21 +212,21 @@ class RowReader(ABC):
     def view(
         self, prompts: Prompts, records: Sequence[TokenRecord], messages: list[dict] | None
     ) -> dict[str, Any]:
-        """Nodes of the mode's own, by name.
+        """Nodes specific to the mode, by name.
 
         Args:
-            prompts: what was answered.
-            records: of prompt and answer.
-            messages: what :meth:`parse` returned.
+            prompts: the answered prompts.
+            records: records of prompt and answer.
+            messages: result of :meth:`parse`.
         """
         return {}
 
     def scored_view(self, sequences: Sequences, blocks: Blocks) -> dict[str, Any]:
-        """Nodes of the mode's own for scored rows, by name.
+        """Nodes specific to the mode for scored rows, by name.
 
         Args:
-            sequences: what was scored.
-            blocks: where it was read from.
+            sequences: the scored rows.
+            blocks: the blocks from which they were read.
         """
         return {}
 
@@ -243,9 +243,9 @@ class RowReader(ABC):
 
     @staticmethod
     def _turns(blocks: Blocks, count: int) -> list[int]:
-        """How many turns each conversation has had, where an environment counts them; else zeros.
+        """Number of turns of each conversation, if an environment counts them; else zeros.
 
-        What a fork has left of a conversation does not tell.
+        The conversation itself is not enough: a fork may have cut it.
         """
         rows = tensor_rows(blocks, "turn")
         if rows is None or any(row.numel() != 1 or row.is_floating_point() for row in rows):
@@ -258,14 +258,14 @@ class RowReader(ABC):
         return rows
 
     def read_support(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Support] | None:
-        """What sampling kept for each token of whole rows; ``None`` where it was not recorded.
+        """Ids that sampling kept for each token of whole rows; ``None`` if they were not recorded.
 
         Args:
             blocks: the rows.
             sequences: ``B`` int64 tensors ``[T_b]``, their ids.
 
         Raises:
-            DataError: where the record is one of other tokens.
+            DataError: the record belongs to different tokens.
         """
         counts = self.unpadded(blocks, (self.names.support, "counts"))
         ids = tensor_rows(blocks, (self.names.support, "token_ids"))
@@ -280,7 +280,7 @@ class RowReader(ABC):
         return [Support(i[: int(c.sum())], c) for i, c in zip(ids, counts, strict=True)]
 
     def _stored_assistant(self, blocks: Blocks, sequences: Sequence[Tensor]) -> list[Tensor]:
-        """Assistant masks from what stands next to the ids: trace, mask, or the prompt's length."""
+        """Assistant masks from the columns next to the ids: trace, mask, or the prompt's length."""
         names = self.names
         sources = self.unpadded(blocks, (names.trace, "source"))
         if sources is not None and are_aligned(sources, sequences):
@@ -301,12 +301,12 @@ class RowReader(ABC):
     def read_places(
         self, blocks: Blocks, sequences: Sequence[Tensor], side: Literal["left", "right"] = "right"
     ) -> Tensor:
-        """Where the tokens of whole rows are in a dense column, bool ``[B, T]``.
+        """Positions of the tokens of whole rows in a dense column, bool ``[B, T]``.
 
         Args:
-            blocks: the rows. Padded ones say it by their attention mask.
+            blocks: the rows. For padded rows, the attention mask has the positions.
             sequences: ``B`` int64 tensors ``[T_b]``, their ids.
-            side: where ragged rows are padded.
+            side: side on which ragged rows are padded.
         """
         lengths = [ids.shape[0] for ids in sequences]
         for masks in self._attention(blocks):
@@ -317,7 +317,7 @@ class RowReader(ABC):
         return pad_rows(ones, False, side=side)
 
     def unpadded(self, blocks: Blocks, key: NestedKey) -> list[Tensor] | None:
-        """A column over whole rows, the padding of a dense one taken off by the mask."""
+        """A column over whole rows; the mask removes the padding of a dense one."""
         rows = tensor_rows(blocks, key)
         for masks in [] if rows is None else self._attention(blocks):
             if are_aligned(masks, rows):
@@ -325,7 +325,7 @@ class RowReader(ABC):
         return rows
 
     def _attention(self, blocks: Blocks) -> Iterator[list[Tensor]]:
-        """The rows' attention masks, bool ``[T_b]``: ours, then that of the input."""
+        """The rows' attention masks, bool ``[T_b]``: of this package, then of the input."""
         for key in ((self.names.masks, "all_attention_mask"), self.names.attention_mask):
             masks = tensor_rows(blocks, key)
             if masks is not None:
@@ -333,13 +333,13 @@ class RowReader(ABC):
 
 
 class HistoryRows(RowReader):
-    """Conversations; their token records ride inside them."""
+    """Conversations that contain their token records."""
 
     views = ("history", "text")
     scored_views = ("history", "text")
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """Records of the prompts: reused, extended, or encoded where there is none."""
+        """Records of the prompts: reused, extended, or encoded if there is none."""
         chats = self._known(chat_rows(blocks, self.key))
         records: list[TokenRecord | None] = [None] * len(chats)
         begun = [
@@ -375,7 +375,7 @@ class HistoryRows(RowReader):
             records[row] = replace(made[index], earlier_turns=turn) if turn else made[index]
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """Ids of whole conversations, from their records or the row's ids where these are whole."""
+        """Ids of whole conversations, from their records or the row's ids if these are whole."""
         chats = self._known(chat_rows(blocks, self.key))
         ids: list[Tensor | None] = [None] * len(chats)
         assistant: list[Tensor | None] = [None] * len(chats)
@@ -453,11 +453,11 @@ class TokensRows(RowReader):
         return self.with_stored(blocks, [ids.to("cpu", torch.int64) for ids in rows])
 
     def with_stored(self, blocks: Blocks, rows: list[Tensor]) -> Prompts:
-        """Records of ids, with trace and log-probs where these belong to the same tokens."""
+        """Records of ids, with trace and log-probs if these belong to the same tokens."""
         names = self.names
         facts = [find_fact(name) for name in RECORD_COLUMNS] + added_facts()
         stored = {fact.name: tensor_rows(blocks, names.prompt_key(fact)) for fact in facts}
-        # Values of other tokens count as missing.
+        # Values for different tokens count as missing.
         columns = {
             name: column
             for name, column in stored.items()
@@ -478,20 +478,20 @@ class TokensRows(RowReader):
         return Prompts(records, None, [not known] * len(rows))
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """The ids as they are."""
+        """The ids, unchanged."""
         rows = self._known(self.unpadded(blocks, self.key))
         rows = [ids.to("cpu", torch.int64) for ids in rows]
         return Sequences(rows, self._stored_assistant(blocks, rows))
 
 
 class TextRows(RowReader):
-    """Strings; the ids that were sampled stand next to them."""
+    """Strings, with the sampled ids in columns next to them."""
 
     views = ("text",)
     scored_views = ("text",)
 
     def read_prompts(self, blocks: Blocks) -> Prompts:
-        """Records of the texts: stored ids where they spell the text, or its beginning."""
+        """Records of the texts: stored ids if they spell the text, or its beginning."""
         texts = self._known(object_rows(blocks, self.key))
         stored = tensor_rows(blocks, (self.names.tokens, "prompt")) if self.prefer_tokens else None
         if stored is None:
@@ -520,7 +520,7 @@ class TextRows(RowReader):
         return Prompts(records, None, unscored)
 
     def read_sequences(self, blocks: Blocks) -> Sequences:
-        """Ids of the texts; those stored next to them where they spell the text."""
+        """Ids of the texts; those stored next to them if they spell the text."""
         texts = self._known(object_rows(blocks, self.key))
         stored = self.unpadded(blocks, (self.names.tokens, "full")) if self.prefer_tokens else None
         spelled = None if stored is None else self.codec.decode(stored)
@@ -553,8 +553,8 @@ def text_node(
 ) -> Text:
     """The text of prompts, responses and both, decoded from their ids.
 
-    The response is what the whole text adds to the prompt's, for a decoder may drop a space at the
-    beginning of what it is given.
+    The response is the part of the whole text after the prompt's, because a decoder may drop a
+    space at the beginning of its input.
     """
     before = [record.token_ids for record in prompts]
     asked = codec.decode(before)
@@ -562,7 +562,7 @@ def text_node(
     said = [
         full[len(prompt) :]
         if full.startswith(prompt)
-        # A character split between prompt and response spells differently in the whole.
+        # A character split between prompt and response decodes differently in the whole text.
         else codec.decode([record.token_ids[ids.shape[0] :]])[0]
         for prompt, full, ids, record in zip(asked, whole, before, records, strict=True)
     ]

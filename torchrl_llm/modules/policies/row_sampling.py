@@ -1,6 +1,6 @@
-"""Sampling that a row asks for itself, instead of what the policy was made with.
+"""Sampling parameters that a row sets, in place of the policy's.
 
-The calls of programs (:mod:`torchrl_llm.gateway`) bring a temperature or a length of their own.
+Calls of programs (:mod:`torchrl_llm.gateway`) set their own temperature or length.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ SAMPLING_KEY = "sampling"
 def params_of_rows(
     blocks: Sequence[TensorDictBase], params: SamplingParams
 ) -> list[SamplingParams]:
-    """How each row is sampled.
+    """Sampling parameters of each row.
 
     Args:
         blocks: the rows.
-        params: of the policy, with the ends of a response that its template adds.
+        params: parameters of the policy, with the ends of a response that its template adds.
     """
     wanted = row_blocks.object_rows(blocks, (SAMPLING_KEY,))
     if wanted is None:
@@ -36,7 +36,7 @@ def own_params(params: SamplingParams, own: dict) -> SamplingParams:
     """Sampling parameters with some of them changed; further ends of a response are added.
 
     Args:
-        params: of the policy.
+        params: parameters of the policy.
         own: fields by name.
     """
     if not own:
@@ -48,11 +48,11 @@ def own_params(params: SamplingParams, own: dict) -> SamplingParams:
 def alike(
     rows: Iterable[int], params: Sequence[SamplingParams]
 ) -> list[tuple[SamplingParams, list[int]]]:
-    """Rows that can be sampled in one call; a row with a seed is alone.
+    """Group rows that can be sampled in one call; a row with a seed is alone.
 
     Args:
-        rows: indices.
-        params: of all rows.
+        rows: indices of the rows.
+        params: parameters of all rows.
     """
     found: list[tuple[SamplingParams, list[int]]] = []
     for row in rows:

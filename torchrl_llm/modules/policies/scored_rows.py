@@ -1,4 +1,4 @@
-"""Whole rows that are scored: which tokens, and how.
+"""Whole rows to score: their tokens and the settings for scoring.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary.
 """
@@ -27,9 +27,9 @@ class WholeRows(NamedTuple):
     Attributes:
         token_ids: ``B`` int64 tensors ``[T_b]``.
         select: ``B`` bool tensors ``[T_b]``, the tokens to score.
-        temperature: of each row, float32 ``[B]``, or of all.
-        supports: ``B``, what sampling kept, or ``None`` where nothing was recorded.
-        places: bool ``[B, T]``, where the tokens are in a dense column.
+        temperature: temperature of each row, float32 ``[B]``, or of all rows.
+        supports: ``B``, the ids that sampling kept, or ``None`` if nothing was recorded.
+        places: bool ``[B, T]``, positions of the tokens in a dense column.
     """
 
     token_ids: list[Tensor]
@@ -39,7 +39,7 @@ class WholeRows(NamedTuple):
     places: Tensor
 
     def extras(self) -> ScoreExtras | None:
-        """What to ask a scorer for so that tokens are scored on the ids that sampling kept."""
+        """Extra arguments that make a scorer score tokens on the ids that sampling kept."""
         return support_extras(self.supports, self.select)
 
     def spread(self, rows: Sequence[Tensor]) -> Tensor:
@@ -55,7 +55,7 @@ class WholeRows(NamedTuple):
 
 
 def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | Tensor:
-    """What each row was sampled at, float32 ``[B]``, or 1.0 where the rows do not say."""
+    """Sampling temperature of each row, float32 ``[B]``, or 1.0 if the rows do not record it."""
     rows = tensor_rows(blocks, (names.tokens, "temperature"))
     return 1.0 if rows is None else torch.stack(rows).float()
 
@@ -63,10 +63,10 @@ def temperatures(blocks: Sequence[TensorDictBase], names: KeyNames) -> float | T
 def support_extras(
     supports: Sequence[Support] | None, select: Sequence[Tensor]
 ) -> ScoreExtras | None:
-    """What to ask a scorer for so that tokens are scored on the ids that sampling kept.
+    """Extra arguments that make a scorer score tokens on the ids that sampling kept.
 
     Args:
-        supports: ``B``, of all tokens of a row; ``None`` where nothing was recorded.
+        supports: ``B``, of all tokens of a row; ``None`` if nothing was recorded.
         select: ``B`` bool tensors, the tokens to score.
     """
     if supports is None:
@@ -82,14 +82,14 @@ def select_tokens(
     mask_key: NestedKey | None,
     known: Mapping[NestedKey, Sequence[Tensor]],
 ) -> list[Tensor]:
-    """Which tokens of each row to score: all but the first, those of a mask if one is given.
+    """Select the tokens of each row to score: all but the first, within a mask if one is given.
 
     Args:
-        reader: knows the padding of the rows.
+        reader: reader of the rows, which removes their padding.
         blocks: rows in one-dimensional blocks.
         ids: ``B``, the ids of each row.
         mask_key: a bool column of the rows.
-        known: masks that scoring finds out, for rows without them.
+        known: masks computed for scoring, for rows without them.
 
     Raises:
         DataError: there is no such mask, or one that is shorter than its row.

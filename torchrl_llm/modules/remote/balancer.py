@@ -1,7 +1,7 @@
-"""Which replica gets the next request: pure rules over what is known of their loads.
+"""Choice of the replica for the next request: pure rules over the known loads.
 
-Nothing here knows Ray. The pool asks for each request, and the simulation of a thousand replicas
-(``test/benchmarks/sim_replicas.py``) asks the same code.
+This module does not depend on Ray. The pool calls it for each request, and the simulation of a
+thousand replicas (``test/benchmarks/sim_replicas.py``) calls the same code.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from torchrl_llm._checked import Ge, checked
 from torchrl_llm.errors import ConfigError, WorkerError
 
 Strategy = Literal["requests", "kv-cache", "prefix-aware", "round-robin"]
-"""What a choice goes by."""
+"""The criterion of a choice."""
 
 
 class LoadSnapshot(NamedTuple):
-    """What is known of one replica.
+    """The known load of one replica.
 
     Attributes:
-        index: of the replica.
-        requests: prompts that it runs or keeps waiting.
-        cache_usage: share of its key-value cache in use, 0 to 1; ``None`` where it cannot tell.
+        index: index of the replica.
+        requests: prompts that it runs or queues.
+        cache_usage: share of its key-value cache in use, 0 to 1; ``None`` if it is unknown.
         serving: whether it takes requests.
     """
 
@@ -40,7 +40,7 @@ class LoadSnapshot(NamedTuple):
 
 
 class LoadBook:
-    """What one client knows of loads: what it was told, and what it has asked for since.
+    """The loads as known to one client: the last report, plus its own requests since.
 
     Example:
         >>> book = LoadBook()
@@ -56,8 +56,8 @@ class LoadBook:
         self._loads: list[LoadSnapshot] = []
 
     def told(self, loads: Sequence[LoadSnapshot]) -> None:
-        """Take news of all replicas, which include what this client had asked for by then."""
-        # Never below the own requests: the news may be older than some of them.
+        """Store a report on all replicas, which includes this client's requests up to then."""
+        # Never below the client's own requests: the report may be older than some of them.
         own = self._own
         self._loads = [
             load if load.requests >= own[load.index] else load._replace(requests=own[load.index])
@@ -65,7 +65,7 @@ class LoadBook:
         ]
 
     def count(self, index: int, rows: int) -> None:
-        """Note requests that were sent to a replica, or with a negative number, answered by it."""
+        """Count requests that were sent to a replica or, with a negative number, answered by it."""
         self._own[index] += rows
         if index < len(self._loads):
             load = self._loads[index]
@@ -73,34 +73,34 @@ class LoadBook:
             self._loads[index] = load._replace(requests=requests)
 
     def lost(self, index: int) -> None:
-        """Note that a replica died."""
+        """Record that a replica died."""
         if index < len(self._loads):
             self._loads[index] = self._loads[index]._replace(serving=False)
 
     def loads(self) -> list[LoadSnapshot]:
-        """One snapshot a replica, as of now."""
+        """One snapshot per replica, as of now."""
         return list(self._loads)
 
 
 class ReportsLoads(Protocol):
-    """Anything that knows the loads of replicas; its snapshots are ordered by index."""
+    """Any object that reports the loads of replicas; its snapshots are ordered by index."""
 
     def loads(self) -> Sequence[LoadSnapshot]:
-        """One snapshot a replica."""
+        """One snapshot per replica."""
 
 
 class LoadBalancer:
     """Chooses replicas by one strategy, with others to fall back on.
 
     - ``"requests"``: the fewest requests; of equals the first.
-    - ``"kv-cache"``: the least used cache, of equals the fewest requests; cannot choose where no
-      replica tells how much is used.
-    - ``"prefix-aware"``: prompts that begin alike go to one replica, which then has their beginning
-      in its prefix cache; cannot choose without a prompt, or where that replica has more than
+    - ``"kv-cache"``: the least used cache, of equals the fewest requests; cannot choose if no
+      replica reports its cache use.
+    - ``"prefix-aware"``: prompts with the same beginning go to the same replica, which then has it
+      in its prefix cache; cannot choose without a prompt, or if that replica has more than
       ``overload_threshold`` times the mean number of requests.
     - ``"round-robin"``: one after the other.
 
-    A strategy that cannot choose leaves it to the next, the last of all to ``"requests"``.
+    If a strategy cannot choose, the next one does; after the last one, ``"requests"``.
 
     Args:
         actors: reports loads (a pool, an :class:`~torchrl_llm.modules.AsyncVLLM`), or a function
@@ -108,10 +108,10 @@ class LoadBalancer:
         strategy: one, or several to try in turn.
         prefix_length: tokens (or characters) that make prompts alike; ``None`` for all of them.
         overload_threshold: see ``"prefix-aware"``; at least 1.
-        sample_size: compare only so many replicas drawn at random instead of all. Many clients with
-            loads that are a moment old all run to the same least loaded replica; drawing two avoids
+        sample_size: compare only this many randomly drawn replicas instead of all. Many clients
+            with slightly old loads all choose the same least loaded replica; drawing two avoids
             that (Mitzenmacher, "The power of two choices").
-        seed: of a generator of its own for these draws.
+        seed: seed of a separate generator for these draws.
 
     Raises:
         ConfigError: for an unknown strategy or a value outside its range.
@@ -167,7 +167,7 @@ class LoadBalancer:
         Args:
             prompt: its text or token ids, for ``"prefix-aware"``.
             exclude: replicas that may not be chosen unless no other serves.
-            loads: the loads, where the caller has them at hand.
+            loads: the loads, if the caller already has them.
 
         Returns:
             The index of the replica.
@@ -194,7 +194,7 @@ class LoadBalancer:
         prompt: str | Sequence[int] | Tensor | None = None,
         request_context: Mapping[str, Any] | None = None,
     ) -> int:
-        """Choose a replica: :meth:`select_actor_index` by TorchRL's name.
+        """Choose a replica: :meth:`select_actor_index` under TorchRL's name.
 
         Args:
             prompt: see there.
@@ -207,7 +207,7 @@ class LoadBalancer:
         with self._lock:
             return {"strategies": dict(self._chosen_by), "actors": dict(self._chosen)}
 
-    # -- rules: a choice, or None where it cannot be made ---------------------------------------
+    # -- rules: a choice, or None if it is impossible ---------------------------------------
 
     def _drawn(self, loads: list[LoadSnapshot]) -> list[LoadSnapshot]:
         if self._sample_size is None or self._sample_size >= len(loads):
@@ -233,8 +233,8 @@ class LoadBalancer:
         home = _hash(prompt[: self._prefix_length]) % slots
         chosen = min(loads, key=lambda load: (load.index - home) % slots)
         mean = sum(load.requests for load in loads) / len(loads)
-        # One request more than the mean is never an overload, else an idle pool would spread
-        # prompts that begin alike.
+        # One request more than the mean is never an overload, otherwise an idle pool would spread
+        # prompts with the same beginning.
         limit = max(self._overload_threshold * mean, mean + 1)
         return chosen if chosen.requests < limit else None
 

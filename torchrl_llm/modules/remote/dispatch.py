@@ -1,7 +1,7 @@
-"""Brings the parts of a call to replicas, and to others when these die.
+"""Sends the parts of a call to replicas, and to others if these die.
 
-A :class:`Dispatcher` is what one process knows of a pool: where the replicas are, how busy they
-were a moment ago, and what it has asked of them since.
+A :class:`Dispatcher` is one process's view of a pool: its replicas, their last known loads, and the
+requests of this process since then.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Part:
     """Some rows of a call, for one replica.
 
     Attributes:
-        method: of :class:`~torchrl_llm.modules.remote.replica.Replica`.
+        method: name of a method of :class:`~torchrl_llm.modules.remote.replica.Replica`.
         args: its arguments.
-        num_rows: how many.
-        prompt: ids of the first, for balancers that look at them.
+        num_rows: number of rows.
+        prompt: ids of the first prompt, for balancers that use them.
         pinned: the only replica that may run it; ``None`` for any.
-        tried: replicas that failed it.
-        failures: what they raised.
-        result: what a replica returned; ``None`` without an answer.
+        tried: replicas that failed to run it.
+        failures: their errors.
+        result: result of a replica; ``None`` without an answer.
     """
 
     method: str
@@ -51,14 +51,14 @@ class Part:
 
 
 class Dispatcher:
-    """Sends parts to replicas; any number of threads may.
+    """Sends parts to replicas, for any number of threads.
 
     Args:
-        supervisor: of the pool.
-        num_replicas: of the pool.
-        what: the pool; begins error messages.
-        balance: makes what chooses a replica.
-        max_retries: how often a part is tried again.
+        supervisor: supervisor of the pool.
+        num_replicas: number of replicas of the pool.
+        what: description of the pool, the start of error messages.
+        balance: makes the load balancer.
+        max_retries: most retries of a part.
     """
 
     def __init__(
@@ -81,32 +81,32 @@ class Dispatcher:
         self._balancer = balance(self)
 
     def serving(self) -> dict[int, RemoteObject]:
-        """The replicas that serve, as the supervisor knows them now."""
+        """The replicas that serve, as reported by the supervisor now."""
         self.table()
         with self._lock:
             return {index: self._lives[index].remote for index in sorted(self._lives)}
 
     def loads(self) -> list[LoadSnapshot]:
-        """What is known of the replicas, with the requests of this process up to this moment."""
+        """The known loads of the replicas, including all requests of this process so far."""
         self.table(_REFRESH_S)
         with self._lock:
             return self._book.loads()
 
     def recent(self) -> PoolTable:
-        """What the supervisor knew a moment ago."""
+        """A recent table of the supervisor."""
         return self.table(_REFRESH_S)
 
     def table(self, age_s: float = 0.0) -> PoolTable:
-        """What the supervisor knew at most so many seconds ago.
+        """The supervisor's table, at most this many seconds old.
 
         Raises:
-            WorkerError: it died.
+            WorkerError: the supervisor died.
         """
         asked = time.monotonic()
         table = self._table
         if table is not None and asked - self._seen_s < age_s:
             return table
-        # While one thread asks, those that know something go on with that.
+        # While one thread asks, threads that accept an older table continue with it.
         if not self._refreshing.acquire(blocking=table is None or age_s == 0.0):
             return table
         try:
@@ -124,14 +124,14 @@ class Dispatcher:
             self._refreshing.release()
 
     def run(self, parts: Sequence[Part], *, timeout_s: float) -> None:
-        """Run all parts; those that no replica answered are left without a result.
+        """Run all parts; parts that no replica answered have no result.
 
         Args:
             parts: what to run.
             timeout_s: most seconds that all may take together.
 
         Raises:
-            WorkerError: every replica was given up, or the supervisor died.
+            WorkerError: every replica was abandoned, or the supervisor died.
             BackendError: a part broke the engine of every replica that tried it.
             Exception: what a replica raised for another reason.
         """
@@ -161,7 +161,7 @@ class Dispatcher:
             self.supervisor.submit("suspect")
 
     def _send(self, part: Part, running: dict[Any, Any]) -> bool:
-        """Give a part to a replica; whether there was one (or no more is to be tried)."""
+        """Send a part to a replica; returns whether there was one (or no more are to be tried)."""
         loads = self.loads()
         if part.pinned is None:
             allowed = loads
@@ -184,12 +184,12 @@ class Dispatcher:
         return True
 
     def _take(self, part: Part, ref: Any, index: int, life: Life) -> bool:
-        """Take the answer; whether the part is over."""
+        """Receive the answer; returns whether the part is finished."""
         try:
             part.result = get(ref, timeout_s=60.0, what=life.remote.what)
             return True
         except VersionMismatch:
-            # It is about to get them, or about to be built again; both take a moment.
+            # It is about to receive them, or about to be rebuilt; both take a moment.
             part.tried.add(index)
             time.sleep(_PAUSE_S)
             self.table()
@@ -200,7 +200,7 @@ class Dispatcher:
             if isinstance(error, WorkerError):
                 self._report(index, life, error)
             else:
-                # Its engine may have died; whether it did is the supervisor's to find out.
+                # Its engine may have died; the supervisor finds out.
                 self.supervisor.submit("suspect")
             if len(part.failures) <= self._max_retries:
                 return False

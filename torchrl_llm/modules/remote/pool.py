@@ -1,7 +1,7 @@
 """Replicas of an engine in Ray actors, behind the port of a single backend.
 
 A call is cut into as many parts as there are replicas, the balancer finds a replica for each part,
-and a part whose replica died goes to another one. What a call may take in all is limited.
+and a part whose replica died goes to a different one. The total time of a call is limited.
 """
 
 from __future__ import annotations
@@ -53,44 +53,46 @@ def _fact(name: str) -> Any:
 
 
 class EnginePool(Backend):
-    """A backend whose engines run in Ray actors, each with weights of its own.
+    """A backend whose engines run in Ray actors, each with its own weights.
 
-    It is picklable once it was started: collectors and other processes share the replicas through
+    It is picklable once it has started: collectors and other processes share the replicas through
     copies of it. The replicas live until :meth:`shutdown`, or until the process that started them
     ends.
 
-    - A replica that dies, hangs or loses its engine is built again and gets the current weights
-      before it serves. Its requests run on another replica, at most ``max_retries`` times.
+    - A replica that dies, hangs or loses its engine is rebuilt and gets the current weights before
+      it serves. Its requests run on a different replica, at most ``max_retries`` times.
     - A request that found no replica in time, or none that survived it, comes back as an aborted
-      row without tokens (``on_failure="abort"``), or raises. When every replica was given up, or
+      row without tokens (``on_failure="abort"``), or raises. When every replica was abandoned, or
       the supervisor died, all requests raise.
     - From the first update on, every completion carries the version of the weights that sampled
-      it, and no request runs on older weights than the last that were sent to the pool before it.
+      it, and no request runs on weights older than the last ones sent to the pool before the
+      request.
     - Draws come from the caller's global generator, as in one process: the same state gives the
-      same answers, whichever replicas give them. A call with a seed runs on one replica.
+      same answers, independent of the replicas. A call with a seed runs on one replica.
     - It cannot cancel single prompts: :meth:`generate_cancellable` is :meth:`generate`.
 
     Args:
         factory: makes a backend, in the process of a replica; everything it holds is sent there.
-        num_replicas: how many.
-        options: what each replica needs. ``max_concurrency`` calls run at once in each; by default
-            64 of them on one CPU.
+        num_replicas: number of replicas.
+        options: resources and limits of each replica. ``max_concurrency`` calls run at once in
+            each; by default 64 of them on one CPU.
         strategy: how a replica is chosen, see
             :class:`~torchrl_llm.modules.remote.balancer.LoadBalancer`.
         prefix_length: see there.
         overload_threshold: see there.
         sample_size: see there; by default two are drawn where there are more than eight replicas.
-            (32 clients that compare all of a hundred replicas, by loads that are a second old, get
-            a fifth less out of them than those that draw two: ``test/benchmarks/sim_replicas.py``.)
-        max_retries: how often a request is tried again on another replica.
-        on_failure: what becomes of a request that no replica answered: an aborted row, or a
+            (32 clients that compare all of a hundred replicas, by loads that are a second old,
+            reach a fifth less throughput than clients that draw two:
+            ``test/benchmarks/sim_replicas.py``.)
+        max_retries: most retries of a request on different replicas.
+        on_failure: result of a request that no replica answered: an aborted row, or a
             :class:`~torchrl_llm.errors.WorkerError`.
         timeout_s: most seconds that a call of the pool may take, retries and waiting included.
-        tokenizer: that of the backends, where whoever scores with the pool compares it.
+        tokenizer: the backends' tokenizer, for callers that compare it before they score.
         name: pools of this name in one Ray cluster share their replicas, which end with the pool
-            that started them; the settings of that one hold.
-        what: what the pool is; begins error messages.
-        **settings: further ones of
+            that started them; the settings of that pool apply.
+        what: description of the pool, the start of error messages.
+        **settings: further fields of
             :class:`~torchrl_llm.modules.remote.replica_supervisor.PoolSpec`.
 
     Raises:
@@ -129,7 +131,7 @@ class EnginePool(Backend):
         self.tokenizer = tokenizer
         self._name = name
         self._owns = False
-        self._freed: threading.Event | None = None  # set when the supervisor's place is given back
+        self._freed: threading.Event | None = None  # set when the supervisor's place is released
         if sample_size is None and num_replicas > 8:
             sample_size = 2
         self._balance = partial(
@@ -144,7 +146,7 @@ class EnginePool(Backend):
         self._timeout_s = timeout_s
         self._facts: ReplicaFacts | None = None
         self._dispatcher: Dispatcher | None = None
-        # What this process samples must be sampled by what it sent last.
+        # This process must sample with at least the weights that it sent last.
         self._minimum = 0
 
     def __getstate__(self) -> dict[str, Any]:
@@ -176,7 +178,7 @@ class EnginePool(Backend):
 
         Raises:
             MissingExtraError: Ray is not installed.
-            ResourceError: Ray is not running, or has less than all replicas need together.
+            ResourceError: Ray is not running, or has too few resources for all replicas together.
             WorkerError: a replica did not start in time.
             Exception: what the factory raised.
         """
@@ -196,13 +198,13 @@ class EnginePool(Backend):
         if supervisor.created:
             self._freed = threading.Event()
             supervisor.submit("wait").future().add_done_callback(
-                # In a thread, for Ray's own that calls this must not wait for Ray.
+                # In a thread, because Ray's own thread, which calls this, must not wait for Ray.
                 lambda _: threading.Thread(
                     target=_free, args=(place, self._freed), daemon=True
                 ).start()
             )
         try:
-            # Reserving a place and starting the replicas each have the limit of a start.
+            # The start-up limit applies to reserving a place and to starting the replicas, each.
             self._facts = supervisor.call("start", timeout_s=2 * limit + 10)
         except BaseException:
             if supervisor.created:
@@ -213,9 +215,9 @@ class EnginePool(Backend):
         return self
 
     def shutdown(self) -> None:
-        """End all replicas, and fail the requests that run; for the pool that started them.
+        """Stop all replicas, and fail running requests; for the pool that started them.
 
-        Copies only forget them. Nothing to do where they ended already.
+        Copies only drop their references. No effect if the replicas have already ended.
         """
         owns, self._owns = self._owns, False
         dispatcher, self._dispatcher = self._dispatcher, None
@@ -224,12 +226,12 @@ class EnginePool(Backend):
             self._stop(dispatcher.supervisor)
 
     def _stop(self, supervisor: RemoteObject) -> None:
-        # One that died took the replicas with it.
+        # A supervisor that died has ended its replicas, too.
         with contextlib.suppress(WorkerError):
             supervisor.call("stop", timeout_s=10.0)
         supervisor.shutdown()
         if self._freed is not None:
-            # Whoever ends Ray next must not meet a call of ours, which would start it again.
+            # A later shutdown of Ray must not meet a call from here, which would start Ray again.
             self._freed.wait(10.0)
 
     def __enter__(self) -> Self:
@@ -245,16 +247,16 @@ class EnginePool(Backend):
             )
         return self._dispatcher, self._facts
 
-    # -- what it is ---------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------
 
     @property
     def num_replicas(self) -> int:
-        """How many replicas it has, serving or not."""
+        """Number of replicas, serving or not."""
         return self.spec.num_replicas
 
     @property
     def num_copies(self) -> int:
-        """How many processes an update of the weights goes to at the moment."""
+        """Number of processes that an update of the weights currently goes to."""
         states = self.stats()
         return (states["serving"] + states["waiting"]) * self._started()[1].num_copies
 
@@ -273,7 +275,7 @@ class EnginePool(Backend):
 
     @property
     def version(self) -> int:
-        """The version of the weights that all serving replicas hold at least.
+        """Minimum version of the weights on all serving replicas.
 
         Raises:
             WorkerError: the supervisor died.
@@ -282,7 +284,7 @@ class EnginePool(Backend):
 
     @property
     def digest(self) -> str | None:
-        """Of the current weights as they arrived; ``None`` before any were sent.
+        """Digest of the current weights as they arrived; ``None`` before any were sent.
 
         Raises:
             WorkerError: the supervisor died.
@@ -290,7 +292,7 @@ class EnginePool(Backend):
         return self._started()[0].table().digest
 
     def status(self) -> EngineStatus:
-        """See :meth:`Backend.status`; the mean of the replicas that tell."""
+        """See :meth:`Backend.status`; the mean of the replicas that report it."""
         known = [load.cache_usage for load in self.loads() if load.cache_usage is not None]
         return EngineStatus(sum(known) / len(known) if known else None)
 
@@ -308,7 +310,7 @@ class EnginePool(Backend):
         return {index: remote.pid() for index, remote in serving.items()}
 
     def loads(self) -> list[LoadSnapshot]:
-        """What is known of the replicas, with the requests of this process up to this moment."""
+        """The known loads of the replicas, including all requests of this process so far."""
         return self._started()[0].loads()
 
     def create_load_balancer(
@@ -382,7 +384,7 @@ class EnginePool(Backend):
         """See :meth:`TokenScorer.token_scores`; without gradient.
 
         Raises:
-            WorkerError: no replica answered in time; scores have no form for a row that failed.
+            WorkerError: no replica answered in time; scores cannot mark a failed row.
         """
         self.check_scoring(sequences, select)
         if not sequences:
@@ -423,13 +425,13 @@ class EnginePool(Backend):
     ) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`: a receipt of every replica that serves.
 
-        Weights in hand travel through the object store, once to each machine. A replica that does
-        not get what the others got is built again; when none got them, the old ones stay.
+        In-memory weights go through the object store, once to each machine. A replica that does not
+        get the same weights as the others is rebuilt; if none got them, the old ones stay.
 
         Args:
             source: where the weights are.
             version: their number, not below the current one.
-            timeout_s: most seconds that a replica may take; that of its calls by default.
+            timeout_s: most seconds that a replica may take; the limit of its calls by default.
         """
         supervisor = self._started()[0].supervisor
         limit = self.spec.options.timeout_s if timeout_s is None else timeout_s
@@ -446,7 +448,7 @@ class EnginePool(Backend):
         return receipts
 
     def abort(self) -> None:
-        """See :meth:`Backend.abort`: of all callers, in other processes too."""
+        """See :meth:`Backend.abort`: for all callers, including those in other processes."""
         self.on_every_replica("abort")
 
     def on_every_replica(
@@ -454,12 +456,12 @@ class EnginePool(Backend):
     ) -> list[Any]:
         """Call a method of the backend of every replica that serves, all at once.
 
-        A replica that is built again later has not seen the call.
+        Replicas that are rebuilt later do not receive the call.
 
         Args:
             method: its name.
             args: its positional arguments.
-            timeout_s: most seconds that all may take; that of the replicas' calls by default.
+            timeout_s: most seconds that all may take; the limit of the replicas' calls by default.
             kwargs: its keyword arguments.
 
         Returns:
@@ -493,7 +495,7 @@ class EnginePool(Backend):
 
 
 def _blocks(num_rows: int, number: int) -> list[slice]:
-    """At most so many runs of rows of nearly equal size, by the number of rows alone."""
+    """At most this many blocks of rows of nearly equal size, by the number of rows alone."""
     number = min(number, num_rows)
     bounds = [num_rows * k // number for k in range(number + 1)]
     return [slice(start, stop) for start, stop in itertools.pairwise(bounds)]

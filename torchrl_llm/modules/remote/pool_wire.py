@@ -1,8 +1,8 @@
-"""What travels between a pool and its replicas, as a few flat arrays.
+"""Messages between a pool and its replicas, as a few flat arrays.
 
-A tensor costs a process boundary some 20 microseconds and 400 bytes whatever it holds; a thousand
-completions have five thousand of them. Weights lie in Ray's object store: they are sent once to
-each machine, and every process there maps them.
+Sending a tensor to a different process costs some 20 microseconds and 400 bytes, whatever its size;
+a thousand completions have five thousand tensors. Weights are in Ray's object store: they are sent
+once to each machine, and every process there maps them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from torchrl_llm.weights.weight_source import WeightSource
 
 
 class PackedCompletions(NamedTuple):
-    """What :meth:`~torchrl_llm.modules.backends.backend_port.Backend.generate` returns.
+    """Result of :meth:`~torchrl_llm.modules.backends.backend_port.Backend.generate`.
 
     Attributes:
-        num_samples: completions a prompt.
+        num_samples: completions per prompt.
         reasons: why each completion ended.
-        columns: what each completion has, one value a token: int64 ``token_ids``, float32
-            ``log_probs``, int32 ``versions`` where they are known, int32 ``support_ids`` and
-            ``support_counts`` where the kept ids were recorded.
+        columns: columns of the completions, one value per token: int64 ``token_ids``, float32
+            ``log_probs``, int32 ``versions`` if they are known, int32 ``support_ids`` and
+            ``support_counts`` if the kept ids were recorded.
         facts: registered per-token facts by name.
     """
 
@@ -49,11 +49,11 @@ class PackedCompletions(NamedTuple):
         """Pack completions.
 
         Args:
-            groups: as many completions for each prompt.
-            version: that of tokens whose completion does not say it; ``None`` where it is unknown.
+            groups: the completions of each prompt, the same number for all.
+            version: version of tokens whose completion has none; ``None`` if it is unknown.
 
         Raises:
-            DataError: a completion's fact is not registered, or of another dtype or length.
+            DataError: a completion's fact is not registered, or of a different dtype or length.
         """
         flat = [completion for group in groups for completion in group]
         columns = {
@@ -73,7 +73,7 @@ class PackedCompletions(NamedTuple):
         return cls(number, [c.finish_reason for c in flat], columns, _fact_columns(flat))
 
     def groups(self) -> list[list[Completion]]:
-        """The completions again."""
+        """Unpack the completions."""
         columns = {name: column.split() for name, column in self.columns.items()}
         facts = {name: column.split() for name, column in self.facts.items()}
         flat = [
@@ -98,7 +98,7 @@ def _column(rows: Sequence[Tensor], dtype: torch.dtype) -> RaggedColumn:
 
 
 def _fact_columns(completions: Sequence[Completion]) -> dict[str, RaggedColumn]:
-    """The facts of completions, with their defaults where only others have them."""
+    """The facts of completions, with defaults for those that lack them."""
     columns = {}
     for name in dict.fromkeys(name for c in completions for name in c.facts or ()):
         fact, rows = find_fact(name), []
@@ -114,8 +114,8 @@ def _fact_columns(completions: Sequence[Completion]) -> dict[str, RaggedColumn]:
 class ObjectStoreSource(WeightSource):
     """Weights as arrays in Ray's object store.
 
-    Make it with :meth:`put`. It may be opened any number of times while whoever put it lives; the
-    tensors that it yields are views of shared memory and must not be written to.
+    Make it with :meth:`put`. It may be opened any number of times while the process that put it
+    lives; the tensors that it yields are views of shared memory and must not be written to.
 
     Args:
         ref: Ray's reference to the bytes of each weight, by name.
@@ -174,7 +174,7 @@ class ObjectStoreSource(WeightSource):
             raise WeightUpdateError(str(error)) from error
         for name, (dtype, shape) in self._kinds.items():
             with warnings.catch_warnings():
-                # Torch knows no read-only tensors; receivers copy out of these.
+                # Torch has no read-only tensors; receivers copy from these.
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 flat = torch.from_numpy(arrays[name])
             yield name, flat.view(dtype).view(shape)

@@ -1,6 +1,6 @@
-"""One engine of a pool: a backend, the version of its weights, and a count of what it does.
+"""One engine of a pool: a backend, the version of its weights, and a count of its work.
 
-It knows nothing of Ray; :class:`~torchrl_llm.modules.remote.pool.EnginePool` runs it in an actor.
+It does not depend on Ray; :class:`~torchrl_llm.modules.remote.pool.EnginePool` runs it in an actor.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_
 
 
 class VersionMismatch(WorkerError):
-    """A replica does not hold the weights that a request asks for; another one may."""
+    """A replica does not hold the weights that a request needs; a different one may."""
 
 
 class Versions(NamedTuple):
@@ -39,14 +39,14 @@ class Versions(NamedTuple):
     exactly: int | None = None
 
     def accepts(self, version: int) -> bool:
-        """Whether weights of this version will do."""
+        """Whether weights of this version are accepted."""
         if self.exactly is not None:
             return version == self.exactly
         return version >= self.minimum
 
 
 class ReplicaFacts(NamedTuple):
-    """What never changes about a backend, see :class:`~torchrl_llm.modules.backends.Backend`."""
+    """Constant properties of a backend, see :class:`~torchrl_llm.modules.backends.Backend`."""
 
     vocab_size: int
     max_length: int | None
@@ -57,15 +57,15 @@ class ReplicaFacts(NamedTuple):
 
 
 class ReplicaStatus(NamedTuple):
-    """What a replica does at the moment.
+    """The current work of a replica.
 
     Attributes:
-        version: of its weights.
+        version: version of its weights.
         requests: prompts that it samples or scores.
         completed: prompts that it has answered.
-        idle_s: seconds since it last got further, 0 while nothing is asked of it.
-        cache_usage: share of its key-value cache in use; ``None`` where it cannot tell.
-        broken: why its engine will answer no more requests; ``None`` when it will.
+        idle_s: seconds since its last progress, 0 while it has no requests.
+        cache_usage: share of its key-value cache in use; ``None`` if it is unknown.
+        broken: why its engine cannot answer further requests; ``None`` if it can.
     """
 
     version: int
@@ -84,7 +84,7 @@ class Replica:
 
     Args:
         factory: makes the backend.
-        timeout_s: most seconds that a request waits for new weights, and these for requests.
+        timeout_s: most seconds that a request waits for new weights, and new weights for requests.
 
     Example:
         >>> from functools import partial
@@ -98,7 +98,7 @@ class Replica:
         self.backend = factory()
         self._gate, self._timeout_s = PauseGate(), timeout_s
         self._version = 0
-        # Until somebody says a version, whoever samples counts by itself.
+        # Until a version is set, samplers count versions by themselves.
         self._told = False
         self._lock = threading.Lock()
         self._requests = 0
@@ -107,7 +107,7 @@ class Replica:
         self._progress = time.monotonic()
 
     def facts(self) -> ReplicaFacts:
-        """What never changes about the backend."""
+        """Constant properties of the backend."""
         facts = ReplicaFacts(*(getattr(self.backend, name) for name in ReplicaFacts._fields))
         return facts._replace(
             eos_token_ids=tuple(facts.eos_token_ids),
@@ -115,7 +115,7 @@ class Replica:
         )
 
     def status(self) -> ReplicaStatus:
-        """What it does at the moment."""
+        """The current work of the replica."""
         engine = self.backend.status()
         with self._lock:
             if engine.steps != self._steps or not self._requests:
@@ -135,7 +135,8 @@ class Replica:
         """Sample, see :meth:`~torchrl_llm.modules.backends.Backend.generate`.
 
         Raises:
-            VersionMismatch: other weights than the request asks for sampled it, or would.
+            VersionMismatch: the weights that sampled it, or would, are not those that the request
+                needs.
         """
         with self._serving(len(prompts), versions):
             version = self._version if self._told else None
@@ -158,7 +159,7 @@ class Replica:
         """Score without gradient, see :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`.
 
         Raises:
-            VersionMismatch: it has other weights than the request asks for.
+            VersionMismatch: it does not have the weights that the request needs.
         """
         if not isinstance(temperature, float):
             temperature = torch.tensor(temperature, dtype=torch.float32)
@@ -179,13 +180,13 @@ class Replica:
         """Answer a request by a method of the backend that is not part of the port.
 
         Raises:
-            VersionMismatch: it has other weights than the request asks for.
+            VersionMismatch: it does not have the weights that the request needs.
         """
         with self._serving(num_rows, versions), torch.no_grad():
             return getattr(self.backend, method)(*args)
 
     def apply(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method of the backend that is no request."""
+        """Call a method of the backend that is not a request."""
         return getattr(self.backend, method)(*args, **kwargs)
 
     def update_weights(
@@ -194,16 +195,16 @@ class Replica:
         """Take new weights, see :meth:`~torchrl_llm.modules.backends.Backend.update_weights`.
 
         Args:
-            source: where they are, or a reference to that in Ray's object store.
-            version: their number.
-            timeout_s: most seconds to wait for the source and for requests that run.
+            source: their source, or a reference to it in Ray's object store.
+            version: their version number.
+            timeout_s: most seconds to wait for the source and for running requests.
 
         Raises:
-            WeightUpdateError: the weights did not arrive, or requests ran on for too long.
+            WeightUpdateError: the weights did not arrive, or requests ran for too long.
         """
         if not isinstance(source, WeightSource):
             source = get(source, timeout_s=timeout_s, what="the source of weights")
-        # Requests go on until the weights are here.
+        # Requests continue until the weights have arrived.
         incoming = open_source(source, version=version)
         gate = nullcontext(True) if self._changes_within else self._gate.pause(timeout_s=timeout_s)
         with gate as is_alone:

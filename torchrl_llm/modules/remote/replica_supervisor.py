@@ -1,9 +1,9 @@
-"""Keeps the replicas of a pool alive, and knows which weights they must hold.
+"""Keeps the replicas of a pool alive, with the current weights.
 
-It runs in an actor of its own that needs no CPU. It asks every replica for a heartbeat and for
-its load once in ``interval_s``; one that died, does not answer, or gets no further with what was
-asked of it is ended and built again, and gets the current weights before it serves. Clients ask it
-where the replicas are (:meth:`Supervisor.poll`) and tell it of those that failed them.
+It runs in a separate actor that needs no CPU. Every ``interval_s`` it asks each replica for a
+heartbeat and its load. A replica that died, does not answer, or makes no progress with its requests
+is stopped and rebuilt, and gets the current weights before it serves. Clients ask it for the
+replicas (:meth:`Supervisor.poll`) and report those that failed.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ _STATES = ("serving", "waiting", "starting", "failed")
 @checked
 @dataclass(frozen=True, kw_only=True)
 class PoolSpec:
-    """What a pool is made of.
+    """Settings of a pool.
 
     Args:
         factory: makes a backend, in the process of a replica.
-        num_replicas: how many.
-        options: what each replica needs, and the limits of its start and of its calls.
-        what: what the pool is; begins error messages.
+        num_replicas: number of replicas.
+        options: resources of each replica, and the limits of its start and of its calls.
+        what: description of the pool, the start of error messages.
         placement: how Ray spreads the replicas over machines.
         interval_s: seconds between two heartbeats.
-        health_timeout_s: seconds without one after which a replica counts as dead.
-        stall_timeout_s: seconds without progress after which a replica that answers, but does not
-            get on with its requests, is ended. It must be longer than the longest request of a
-            backend that does not count its steps.
-        max_failures: so often in a row may a replica fail, without having answered a request in
-            between, until it is given up.
+        health_timeout_s: seconds without a heartbeat after which a replica counts as dead.
+        stall_timeout_s: seconds without progress on its requests after which a replica is stopped,
+            even if it answers. It must be longer than the longest request of a backend that does
+            not count its steps.
+        max_failures: a replica is abandoned after this many failures in a row, without an answered
+            request in between.
 
     Raises:
         ConfigError: for a value outside its range.
@@ -74,15 +74,15 @@ class PoolSpec:
 
 
 class PoolTable(NamedTuple):
-    """What a client knows of a pool.
+    """A client's view of a pool.
 
     Attributes:
-        membership: another number when a replica has come or gone.
-        version: of the weights that every replica holds at least.
-        digest: of these weights; ``None`` for those that the factory made.
-        lives: of the replicas that serve, by index; ``None`` where the client knows them.
-        loads: of all replicas.
-        failed: why replicas were given up, by index.
+        membership: a number that changes when a replica joins or leaves.
+        version: minimum version of the weights on all replicas.
+        digest: digest of these weights; ``None`` for those that the factory made.
+        lives: lives of the serving replicas, by index; ``None`` if the client knows them.
+        loads: loads of all replicas.
+        failed: why replicas were abandoned, by index.
     """
 
     membership: int
@@ -111,8 +111,8 @@ class Supervisor:
     """Builds, watches and rebuilds the replicas of a pool, and sends them weights.
 
     Args:
-        spec: what the pool is made of.
-        place: name of what it reserves in the cluster, for ``free_place``.
+        spec: settings of the pool.
+        place: name of its reservation in the cluster, for ``free_place``.
     """
 
     def __init__(self, spec: PoolSpec, place: str) -> None:
@@ -145,13 +145,13 @@ class Supervisor:
     # -- start and end ------------------------------------------------------------------------
 
     def start(self) -> ReplicaFacts:
-        """Start all replicas, unless they were.
+        """Start all replicas, unless they are started.
 
         Returns:
-            What they have in common.
+            Their common properties.
 
         Raises:
-            ResourceError: there is no place for them.
+            ResourceError: the cluster has no room for them.
             WorkerError: one did not start in time.
             Exception: what the factory raised.
         """
@@ -174,7 +174,7 @@ class Supervisor:
         return facts[0]
 
     def stop(self) -> None:
-        """End all replicas and give their place back."""
+        """Stop all replicas and release their resources."""
         self._stopped.set()
         ray = require_ray(self._spec.what)
         for member in self._members:
@@ -183,7 +183,7 @@ class Supervisor:
             ray.util.remove_placement_group(self._group)
 
     def wait(self) -> None:
-        """Return when it is stopped; for whoever must know that it died without that."""
+        """Return once it is stopped; for callers that must notice its death."""
         self._stopped.wait()
 
     def _reserve(self) -> None:
@@ -192,7 +192,7 @@ class Supervisor:
             return
         ray = require_ray(self._spec.what)
         number, limit = len(self._members), self._spec.options.start_timeout_s
-        free_place(self._place)  # of one that died under this pool's name
+        free_place(self._place)  # of a dead supervisor with this pool's name
         self._group = ray.util.placement_group(
             [bundle] * number, strategy=self._spec.placement, name=self._place
         )
@@ -217,14 +217,14 @@ class Supervisor:
             placement=placement,
         )
 
-    # -- what clients ask ---------------------------------------------------------------------
+    # -- calls of clients ---------------------------------------------------------------------
 
     def poll(self, known: int = -1) -> PoolTable:
-        """Where the replicas are and what they do.
+        """The replicas and their current work.
 
         Args:
-            known: the membership that the caller knows; the lives are left out where it is still
-                so.
+            known: the membership that the caller knows; the lives are left out if it is still
+                current.
         """
         lives = {m.index: m.actor.current for m in self._members if m.actor.state == "serving"}
         membership = hash(tuple((index, life.number) for index, life in lives.items()))
@@ -238,15 +238,15 @@ class Supervisor:
         )
 
     def report(self, index: int, life: int, reason: str) -> None:
-        """A client says that a replica is of no use any more: it died, or its engine did."""
+        """Report by a client that a replica is unusable: it died, or its engine did."""
         self._retire(self._members[index], life, WorkerError(reason))
 
     def suspect(self) -> None:
-        """A client got no answer: look at once."""
+        """Report by a client that got no answer: check immediately."""
         self._look.set()
 
     def stats(self) -> dict[str, Any]:
-        """Version, replicas by state, and how many were built again."""
+        """Version, replicas by state, and number of rebuilds."""
         states = [member.actor.state for member in self._members]
         return {
             "version": self._current[0],
@@ -261,21 +261,21 @@ class Supervisor:
     ) -> list[WeightReceipt]:
         """Send weights to all replicas.
 
-        A replica that does not get what others got, or gives no answer, is built again. When none
-        gets them, the old weights and their version stay.
+        A replica that does not get the same weights as the others, or does not answer, is rebuilt.
+        If none gets them, the old weights and their version stay.
 
         Args:
-            source: where they are, or a reference to that in Ray's object store.
-            kind: that of the source.
-            reusable: whether the source can be opened again, for replicas that are built later.
-            version: their number, not below the current one.
+            source: their source, or a reference to it in Ray's object store.
+            kind: kind of the source.
+            reusable: whether the source can be opened again, for replicas that are rebuilt later.
+            version: their version number, not below the current one.
             timeout_s: most seconds that a replica may take.
 
         Returns:
             The receipts of all replicas that serve.
 
         Raises:
-            ConfigError: for a version that falls.
+            ConfigError: for a decreasing version.
             WeightUpdateError: no replica got them.
             WorkerError: no replica serves, or none answered.
         """
@@ -301,7 +301,7 @@ class Supervisor:
                 if error is None:
                     member.actor.serve()
                 elif receipts or isinstance(error, WorkerError):
-                    # It may hold these weights or not, or take them when nobody waits any more.
+                    # It may hold these weights or not, or receive them after the time limit.
                     why = WorkerError(f"version {version} did not arrive: {error}")
                     self._retire(member, life.number, why)
             if not receipts:
@@ -323,7 +323,7 @@ class Supervisor:
                         f"{life.remote.what} got {got[0].digest}, others {receipts[0].digest}"
                     )
                 receipts.extend(got)
-            except Exception as error:  # the edge: what a replica raised becomes its failure
+            except Exception as error:  # the edge: a replica's error becomes its failure
                 errors[member.index] = error
         return receipts, errors
 
@@ -335,8 +335,8 @@ class Supervisor:
             self._look.clear()
             try:
                 self._probe_all()
-            except Exception as error:  # the edge: the watch must go on
-                logger.warning(f"{self._spec.what}: looking after its replicas failed: {error!r}")
+            except Exception as error:  # the edge: the watch must continue
+                logger.warning(f"{self._spec.what}: watching its replicas failed: {error!r}")
 
     def _probe_all(self) -> None:
         ray = require_ray(self._spec.what)
@@ -354,7 +354,7 @@ class Supervisor:
                 if status.completed:
                     member.actor.failures = 0
                 self._check(status)
-            except Exception as error:  # the edge: no status is a sign of death
+            except Exception as error:  # the edge: no status counts as dead
                 self._retire(member, probe.life.number, error)
         for ref in late:
             member, probe = probes[ref]
@@ -373,15 +373,15 @@ class Supervisor:
             )
 
     def _retire(self, member: _Member, life: int, failure: Exception) -> None:
-        """End a replica, and build it again in a thread."""
+        """Stop a replica, and rebuild it in a thread."""
         if member.actor.lose(failure, life):
-            logger.warning(f"{member.actor.what}: {failure}; it is built again")
+            logger.warning(f"{member.actor.what}: {failure}; it is rebuilt")
             member.status = None
             threading.Thread(target=member.actor.revive, daemon=True).start()
 
 
 def _probe(member: _Member) -> _Probe | None:
-    """The question for its status that a replica has not answered yet; ``None`` while it starts."""
+    """The pending status request of a replica; ``None`` while it starts."""
     if not member.actor.is_up:
         return None
     life, probe = member.actor.current, member.probe
@@ -392,10 +392,10 @@ def _probe(member: _Member) -> _Probe | None:
 
 
 def free_place(name: str) -> None:
-    """Give back what a supervisor has reserved; Ray keeps it beyond the supervisor's death.
+    """Release a supervisor's reservation; Ray keeps it after the supervisor's death.
 
     Args:
-        name: of the place; nothing to do where there is none.
+        name: name of the reservation; no effect if there is none.
     """
     ray = require_ray("a pool's place", running=False)
     if not ray.is_initialized():

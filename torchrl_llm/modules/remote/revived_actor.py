@@ -1,10 +1,10 @@
-"""Objects in Ray actors that come back: built again when they die, up to date before they are used.
+"""Objects in Ray actors that are rebuilt when they die, and up to date before they are used.
 
-A replica of a pool and a remote collector are both a :class:`RevivedActor`. What it must be given
-to be up to date is in :class:`SentWeights`.
+A replica of a pool and a remote collector are both a :class:`RevivedActor`. :class:`SentWeights`
+holds the weights that bring it up to date.
 
-Ray's own restarts do not do it: they run a constructor again behind the same handle, so that
-whoever holds it calls an object without the weights that were sent since.
+Ray's own restarts are not enough: they run a constructor again behind the same handle, so that
+callers use an object without the weights that were sent since.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BACKOFF_S = 0.5
 _MOST_DELTAS = 8
 
 State = Literal["starting", "waiting", "serving", "failed", "ended"]
-"""``waiting``: built, for weights that can be had only when they are sent next."""
+"""``waiting``: built, but its weights arrive only with the next update."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -31,10 +31,10 @@ class Sent:
     """Weights as they were sent.
 
     Attributes:
-        source: where they are, or a reference to that in Ray's object store; ``None`` for what can
-            be opened only once, and where a version was told without weights.
-        version: their number.
-        kind: that of the source; ``number`` for a version without weights.
+        source: their source, or a reference to it in Ray's object store; ``None`` for a source that
+            can be opened only once, and for a version without weights.
+        version: their version number.
+        kind: kind of the source; ``number`` for a version without weights.
     """
 
     source: Any
@@ -45,7 +45,7 @@ class Sent:
         """The source itself.
 
         Raises:
-            WorkerError: it did not come in time.
+            WorkerError: it did not arrive in time.
         """
         if isinstance(self.source, WeightSource):
             return self.source
@@ -53,12 +53,12 @@ class Sent:
 
 
 class SentWeights:
-    """What a new object must be given to hold the current weights.
+    """The sent weights that a new object needs to be up to date.
 
     Attributes:
-        needed: in this order; to be replaced as a whole.
-        lock: held while weights are sent to those that serve, and when a new one begins to serve,
-            so that each gets all of them.
+        needed: these weights, in order; replaced only as a whole.
+        lock: held while weights are sent to serving objects, and while a new object starts to
+            serve, so that each gets all weights.
 
     Example:
         >>> sent = SentWeights()
@@ -73,11 +73,11 @@ class SentWeights:
         self.lock = threading.RLock()
 
     def add(self, sent: Sent, *, timeout_s: float) -> None:
-        """Note what was sent, and keep not more of it than a few times the weights.
+        """Record sent weights, and keep at most a few times their size.
 
         Args:
-            sent: after all others.
-            timeout_s: most seconds to wait for a source, where several are made one.
+            sent: the newest weights.
+            timeout_s: most seconds to wait for a source, if several are merged.
         """
         before = () if sent.kind == "full" else self.needed
         if sent.kind in ("adapter", "number"):
@@ -93,29 +93,29 @@ class SentWeights:
 
 
 class Life(NamedTuple):
-    """One of the lives of an object: the number of times that it was built, and its actor."""
+    """One life of an object: its number, counted from 1, and its actor."""
 
     number: int
     remote: RemoteObject
 
 
 class RevivedActor:
-    """An object in an actor that is built again when it dies.
+    """An object in an actor that is rebuilt when it dies.
 
     Args:
-        build: makes the object in another actor.
-        what: it is; begins error messages.
-        bring: gives a new object something of what it needs.
-        weights: what it needs before it serves.
-        max_restarts: so often in a row may it fail, until it is given up; see :attr:`failures`.
+        build: makes the object in a new actor.
+        what: description of the object, the start of error messages.
+        bring: sends one of the needed updates to a new object.
+        weights: weights that it needs before it serves.
+        max_restarts: most failures in a row before it is abandoned; see :attr:`failures`.
         on_dead: called after each of its lives.
 
     Attributes:
-        state: what it does at the moment.
+        state: its current state.
         current: its last life; ``None`` before the first.
-        failures: lives that have ended, and that could not begin; whoever sees that it does its
-            work may count from 0 again.
-        failure: what the last of them failed of.
+        failures: number of lives that ended or could not start; a caller that sees it work may
+            reset this to 0.
+        failure: error of the last of them.
     """
 
     def __init__(
@@ -139,17 +139,17 @@ class RevivedActor:
         self._ended = threading.Event()
 
     def start(self) -> None:
-        """Build it for the first time; raises what that raises."""
+        """Build it for the first time; errors of this are raised."""
         self._admit(self._build(), "serving")
 
     @property
     def is_up(self) -> bool:
-        """Whether it is built, and was not seen to die."""
+        """Whether it is built, and not known to be dead."""
         return self.state in ("serving", "waiting")
 
     @property
     def restarts(self) -> int:
-        """How often it has come back."""
+        """Number of restarts."""
         return 0 if self.current is None else self.current.number - 1
 
     @property
@@ -159,7 +159,7 @@ class RevivedActor:
         Raises:
             ConfigError: it was shut down.
             WorkerError: it is being restarted.
-            Exception: what it failed of, where it was given up.
+            Exception: its failure, if it was abandoned.
         """
         self.check()
         if self.state == "ended":
@@ -169,19 +169,19 @@ class RevivedActor:
         return self.current.remote
 
     def check(self) -> None:
-        """Raise what it failed of, where it was given up."""
+        """Raise its failure, if it was abandoned."""
         if self.state == "failed":
             raise self.failure
 
     def lose(self, failure: Exception, life: int | None = None) -> bool:
-        """End a life of it, because it is dead or of no use; :meth:`revive` comes next.
+        """End a life, because it is dead or unusable; call :meth:`revive` next.
 
         Args:
-            failure: what it died of.
-            life: number of the one that is meant; the current one by default.
+            failure: cause of the end.
+            life: number of the life; the current one by default.
 
         Returns:
-            Whether that life has not ended before.
+            ``False`` if that life had already ended.
         """
         with self._lock:
             if not self.is_up or life not in (None, self.current.number):
@@ -193,13 +193,13 @@ class RevivedActor:
         return True
 
     def serve(self) -> None:
-        """Say that the weights came that it has waited for."""
+        """Report that the awaited weights have arrived."""
         with self._lock:
             if self.state == "waiting":
                 self.state = "serving"
 
     def revive(self) -> None:
-        """Build it again, as often as it takes and is allowed; it serves when it is up to date."""
+        """Rebuild it, with retries up to the limit; it serves once it is up to date."""
         while self.failures <= self.max_restarts and not self._ended.is_set():
             remote = None
             try:
@@ -214,16 +214,16 @@ class RevivedActor:
         self._give_up()
 
     def fail(self, failure: Exception) -> None:
-        """End it for good by an error of its own.
+        """End it permanently with an error.
 
         Args:
-            failure: to be raised from now on.
+            failure: the error to raise from now on.
         """
         if self.lose(failure):
             self._give_up()
 
     def end(self) -> None:
-        """End it for good; nothing to do where it ended already."""
+        """End it permanently; no effect if it has already ended."""
         self._ended.set()
         with self._lock:
             was_up = self.is_up
