@@ -148,7 +148,8 @@ class EvaluateConfig(Group):
         seed: of sampling.
         agent: who answers, in every task.
         tasks: their names (``torchrl-llm list tasks``).
-        data_files: file of each task; those without one have data of their own.
+        data_files: file of each task; tasks without one have data of their own. A task
+            ``FILE.py:CLASS`` is named by its class, here and in ``options``.
         options: settings of each task, and its ``system_prompt`` if not its own.
         data: rows of one's own, for the task ``rows``: those of ``eval_source`` or ``eval_split``
             if one is given, else those of ``source``.
@@ -176,8 +177,12 @@ class EvaluateConfig(Group):
         ensure(bool(self.tasks), "tasks is empty: there is nothing to evaluate on")
         twice = sorted({name for name in self.tasks if self.tasks.count(name) > 1})
         ensure(not twice, f"tasks names {twice} more than once: the answers have one file a task")
-        for name in (*self.tasks, *self.data_files, *self.options):
+        for name in self.tasks:
             check_task(name)
+        for given in (self.data_files, self.options):
+            given |= {task: given.pop(name) for name, task in self._classes() if name in given}
+            for name in given:
+                check_task(name)
         ensure(
             (ROWS in self.tasks) == (self.data.source is not None),
             "tasks=[rows] and data=FILE go together: the rows of the file are the task",
@@ -204,6 +209,9 @@ class EvaluateConfig(Group):
             self.eval.repeats == 1 or self.inference_model.temperature > 0,
             "eval.repeats has no effect with inference_model.temperature=0: all samples are equal",
         )
+
+    def _classes(self) -> list[tuple[str, str]]:
+        return [(task.rpartition(":")[2], task) for task in self.tasks if ":" in task]
 
 
 def check_chat(config: EvaluateConfig, why: str) -> None:

@@ -1,6 +1,6 @@
 import random
 
-from torchrl_llm.envs import Observed, Session
+from torchrl_llm.envs import ActionError, Observed, Session
 
 
 class Nim(Session):
@@ -16,14 +16,14 @@ class Nim(Session):
 
     def step(self, action):
         if action not in self.moves():
-            return Observed(f"{action} is not a move. You lose.", -1.0, terminated=True)
+            raise ActionError(f"{action} is not a move.")
         self.sticks -= int(action)
         if self.sticks == 0:
             return Observed("You win.", 1.0, terminated=True, success=True)
         taken = self.random.choice(self.moves())
         self.sticks -= int(taken)
         if self.sticks == 0:
-            return Observed("I take the rest. You lose.", -1.0, terminated=True)
+            return Observed("I take the rest. You lose.", terminated=True)
         return f"{self.sticks} sticks."
 
     def moves(self):
