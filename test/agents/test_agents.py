@@ -462,7 +462,7 @@ class Forgetful(ContextStrategy):
 
 def test_a_context_that_takes_a_call_from_its_result_is_refused(tokenizer):
     env = ArithmeticEnv(num_envs=1, shuffle=False, tokenizer=tokenizer)
-    with pytest.raises(ConfigError, match="Forgetful takes away"):
+    with pytest.raises(ConfigError, match="Forgetful drops"):
         play(ToolAgent(tools=[lookup], context=Forgetful()), env, [LOOKUP, "4"], tokenizer)
 
 

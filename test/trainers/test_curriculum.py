@@ -86,7 +86,7 @@ def test_rates_that_spo_tracks_are_those_of_the_order():
 
 
 def test_an_order_that_follows_no_results_is_told():
-    with pytest.raises(ConfigError, match="no order that follows results"):
+    with pytest.raises(ConfigError, match="does not follow results"):
         Curriculum(DatasetChatEnv(dataset=ROWS).primer).ended()
     with pytest.raises(ConfigError, match=r"\['order'\] would have no effect"):
         DatasetChatEnv.from_dataloader(ROWS, order=BandOrder())

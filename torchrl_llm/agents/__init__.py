@@ -1,4 +1,4 @@
-"""Agents: frozen records that say how a model acts, and bring that into any environment."""
+"""Agents: frozen records that define how a model acts in any environment."""
 
 from torchrl_llm._imports import lazy
 

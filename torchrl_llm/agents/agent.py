@@ -1,8 +1,8 @@
-"""An agent: what a model sees, which tools it has, how its answers are read.
+"""An agent: the context that a model sees, its tools, and the parser of its answers.
 
-An :class:`Agent` is a frozen record without state. :meth:`Agent.wrap` puts its transforms where
-they belong in an environment, :meth:`Agent.policy` tells a policy of its tools; then whatever
-collects, trains or evaluates goes on as without it. What an episode knows is in its rows.
+An :class:`Agent` is a frozen record without state. :meth:`Agent.wrap` inserts its transforms at the
+correct places of an environment, :meth:`Agent.policy` describes its tools to a policy; collection,
+training and evaluation then work as without it. The state of an episode is in its rows.
 
 Next: :mod:`torchrl_llm.agents.tool_agent`, :mod:`~torchrl_llm.agents.react_agent` and
 :mod:`~torchrl_llm.agents.retool_agent` are agents that call tools. ``docs/source/howto/agents.rst``
@@ -34,28 +34,27 @@ from torchrl_llm.tools import Tool, ToolTransform
 from torchrl_llm.tools.tool_transform import as_tool
 
 AnyTool = str | Tool | Callable[..., Any]
-# What looks at a turn as a whole, after its tools.
+# Transforms that read a whole turn, after its tools.
 _AFTER_TOOLS = (AnswerGate, RewardParser, WorldTransform, StepCounter, ContextStrategy)
 
 
 @register("agents", "none")
 @dataclass(frozen=True, kw_only=True)
 class Agent:
-    """A model that answers, with what is said here and nothing else.
+    """A model that answers, with only the settings of this record.
 
     Args:
-        context: what of a conversation the model sees; all of it if not given.
-        tools: that the model has besides those of the environment: tools, classes of tools,
+        context: the part of a conversation that the model sees; all of it if not given.
+        tools: tools of the model in addition to the environment's: tools, classes of tools,
             functions, or names of these. One name in both is an error.
         parser: reads answers. In a world (a game, a session) it reads the action; in a plain task
-            it says what an answer looks like, see
-            :class:`~torchrl_llm.envs.transforms.ParseAnswers`.
+            it checks the form of an answer, see :class:`~torchrl_llm.envs.transforms.ParseAnswers`.
         system_prompt: instead of the environment's own (in a game, the rules are a part of that).
-        accept_cut: carry out the actions and calls of answers that were cut at their limit of
-            tokens. Other cut answers are scored anyway.
+        accept_cut: carry out the actions and calls of answers that were cut at their token limit.
+            Other cut answers are scored anyway.
 
     Raises:
-        ConfigError: what is no tool.
+        ConfigError: ``tools`` holds something that is no tool.
 
     Example:
         >>> from torchrl_llm.envs import ArithmeticEnv
@@ -65,7 +64,7 @@ class Agent:
     """
 
     OWNS_LOOP: ClassVar[bool] = False
-    """Whether it acts in a loop of its own, so that the environment only gives rows and reward."""
+    """Whether it acts in its own loop, so that the environment only provides rows and reward."""
 
     context: ContextStrategy | None = None
     tools: list[AnyTool] | tuple[AnyTool, ...] = ()
@@ -93,13 +92,13 @@ class Agent:
         """The transforms that answer the calls of the agent, made for one environment.
 
         Args:
-            acting: tools by which actions are told, of a world whose actions are calls.
+            acting: action tools of a world whose actions are calls.
         """
         tools = self.make_tools()
         return [self.tool_transform([*tools, *acting])] if tools else []
 
     def tool_transform(self, tools: Sequence[Tool]) -> ToolTransform:
-        """What answers calls of tools.
+        """The transform that answers tool calls.
 
         Args:
             tools: at least one.
@@ -110,7 +109,7 @@ class Agent:
         """Most turns in a row that only call tools.
 
         Args:
-            own: those that the environment allows by itself.
+            own: number that the environment itself allows.
         """
         made = [each.max_auxiliary_turns for each in self.make_transforms()]
         return max([own, *made])
@@ -118,19 +117,19 @@ class Agent:
     # -- environment and policy -------------------------------------------------------------------
 
     def wrap(self, env: EnvBase) -> TransformedEnv:
-        """Bring the agent into an environment; call it before the first reset.
+        """Add the agent to an environment; call it before the first reset.
 
-        Tools come before what scores a turn, the context strategy after it.
+        Tools come before the transforms that score a turn, the context strategy after them.
 
         Args:
-            env: of conversations; it is changed.
+            env: an environment of conversations; it is changed.
 
         Returns:
             The environment, inside a ``TransformedEnv`` if it was in none.
 
         Raises:
-            ConfigError: no environment of conversations, a tool of a name that the environment has
-                already, or a setting that it cannot honour.
+            ConfigError: not an environment of conversations, a tool name that the environment
+                already has, or a setting that it cannot use.
 
         Example:
             >>> from torchrl_llm.envs import CalculatorEnv
@@ -164,12 +163,12 @@ class Agent:
         return env
 
     def policy(self, policy: LLMWrapperBase, env: EnvBase | None = None) -> LLMWrapperBase:
-        """A policy that is told of the tools, in the way of its chat template.
+        """A policy whose prompts describe the tools, in the form of its chat template.
 
         Args:
-            policy: what answers; it stays as it is, and its weights are shared.
-            env: the environment that the agent was brought into, whose own tools the model is told
-                of too. Without it the model is told of the agent's.
+            policy: the policy that answers; it does not change, and its weights are shared.
+            env: the environment to which the agent was added, whose own tools are described too.
+                Without it only the agent's tools are described.
         """
         if env is None:
             made = (each.schemas for each in self.make_transforms())
@@ -200,7 +199,7 @@ class Agent:
         insert(env, ParseAnswers(parser), before=(RewardParser, StepCounter, ContextStrategy))
 
     def _judge_cuts(self, env: TransformedEnv) -> None:
-        """Let every part of the environment do the same with answers that were cut."""
+        """Let every part of the environment treat cut answers alike."""
         judges = [each for each in transforms_of(env) if hasattr(each, "accept_cut")]
         if self.accept_cut and all(isinstance(each, CutAnswers) for each in judges):
             raise ConfigError(
@@ -230,7 +229,7 @@ def tool_transforms(env: TransformedEnv) -> list[ToolTransform]:
 
 
 def _acting_tools(env: TransformedEnv) -> list[Tool]:
-    """The tool whose call is an action; none where actions are told otherwise."""
+    """The tool whose call is an action; none if actions have a different form."""
     if isinstance(env, WorldEnv) and env.acts_by_calls:
         known = {name for each in tool_transforms(env) for name in each.tools}
         return [] if env.action_tool.name in known else [env.action_tool]

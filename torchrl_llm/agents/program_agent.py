@@ -34,10 +34,10 @@ _NOT_OURS = (ToolTransform, StepCounter, ContextLimit, ContextStrategy, ParseAns
 @register("agents", "program")
 @dataclass(frozen=True, kw_only=True)
 class ProgramAgent(Agent):
-    """A program with a loop of its own, whose calls of a model the policy answers.
+    """A program with its own loop; the policy answers its model calls.
 
-    The environment gives rows and the reward; its tools and its limit of turns are taken off. The
-    program calls an endpoint that speaks the protocols of OpenAI and Anthropic. What it returns is
+    The environment provides rows and the reward; its tools and its turn limit are removed. The
+    program calls an endpoint that speaks the protocols of OpenAI and Anthropic. Its return value is
     the reward: a number, a dict of named numbers (``"reward"``, or else their sum), or ``None`` for
     the task's own reward of its last answer.
 
@@ -46,20 +46,21 @@ class ProgramAgent(Agent):
             async.
         command: words of a command instead, which finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
             ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ROW`` (JSON) in its environment, and
-            may write what it returns to ``REWARD_FILE`` as JSON.
+            may write its return value to ``REWARD_FILE`` as JSON.
         python: the Python that runs ``program``; this one if not given.
-        sandbox: ``"bubblewrap"`` or ``"container"``: runs each ``command`` in one of its own, which
-            reads the working directory, writes only in memory, and has this machine's network.
-        image: of the container; ``"python:3.12-slim"`` if not given.
-        memory_bytes: that each process in the sandbox may use.
-        timeout_s: seconds that a program may take, besides those in which it waits for answers.
-        max_calls: most calls of a rollout; further ones are refused.
+        sandbox: ``"bubblewrap"`` or ``"container"``: runs each ``command`` in a separate sandbox,
+            which reads the working directory, writes only to memory, and has this machine's
+            network.
+        image: image of the container; ``"python:3.12-slim"`` if not given.
+        memory_bytes: memory that each process in the sandbox may use.
+        timeout_s: seconds that a program may take, without the time in which it waits for answers.
+        max_calls: most calls of a rollout; further ones are rejected.
         num_hosts: processes that run functions.
         patience_s: seconds that the policy waits for further calls once one has come.
 
     Raises:
-        ConfigError: neither or both of ``program`` and ``command``, what is not there, or an
-            impossible number.
+        ConfigError: neither or both of ``program`` and ``command``, one that does not exist, or an
+            invalid number.
         MissingExtraError: without the extra ``gateway``.
         ResourceError: this machine does not have the sandbox.
 
@@ -110,22 +111,22 @@ class ProgramAgent(Agent):
         limits: EngineLimits | None = None,
         show_tools: bool = True,
     ) -> TransformedEnv:
-        """Let programs act in the place of an environment's own loop.
+        """Let programs act in place of an environment's own loop.
 
         Args:
             env: a task in history mode; it is changed.
-            policy: what answers, from which its template is read.
+            policy: the policy that answers; its template is used.
             template: without a policy, arguments of
                 :class:`~torchrl_llm.data.text.ChatFormatter`.
-            limits: what calls may ask for; those of training with the policy if not given.
+            limits: limits of the calls' settings; those of training with the policy if not given.
             show_tools: whether prompts describe the tools that calls bring.
 
         Returns:
             The environment around it.
 
         Raises:
-            ConfigError: no task over rows, one whose world moves by the model's actions, or neither
-                policy nor limits.
+            ConfigError: not a task over rows, a world that changes by the model's actions, or
+                neither policy nor limits.
         """
         require("uvicorn", extra="gateway", feature="agent=program")
         require("starlette", extra="gateway", feature="agent=program")

@@ -20,14 +20,14 @@ LAST_REQUEST = "Answer now, without tools."
 
 
 class LastRequest(ContextStrategy):
-    """Asks for an answer when a model has thought with tools as often as it may.
+    """Asks for an answer when a model has used all its turns with tools.
 
-    The request is a message of the user behind the last results. It is not kept: the prompt after
-    the answer is without it, so that the row forks there (``fork_cause`` ``"last_request"``).
+    The request is a message of the user after the last results. It is not kept: the prompt after
+    the answer does not contain it, so the row forks there (``fork_cause`` ``"last_request"``).
 
     Args:
         after: turns in a row that only called tools.
-        text: of the request.
+        text: text of the request.
 
     Raises:
         ConfigError: ``after`` below 1, or an empty text.
@@ -70,17 +70,17 @@ class LastRequest(ContextStrategy):
 @register("agents", "react")
 @dataclass(frozen=True, kw_only=True)
 class ReActAgent(ToolAgent):
-    """A model that calls tools for at most some turns, and then answers without them.
+    """A model that calls tools in a limited number of turns, and then answers without them.
 
-    The limit holds for the tools of the environment, too. Behind the last turn that may call tools
-    the model reads a request to answer, which is not kept; calls of that answer are refused, and it
-    is a step whatever it says.
+    The limit holds for the tools of the environment, too. After the last turn that may call tools
+    the model reads a request to answer, which is not kept; calls in that answer are rejected, and
+    it counts as a step in any case.
 
     Args:
-        last_request: what the model reads then.
+        last_request: text of that request.
 
     Raises:
-        ConfigError: as of :class:`~torchrl_llm.agents.ToolAgent`, or an empty request.
+        ConfigError: as in :class:`~torchrl_llm.agents.ToolAgent`, or an empty request.
 
     Example:
         >>> from torchrl_llm.envs import CalculatorEnv

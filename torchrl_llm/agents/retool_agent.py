@@ -31,7 +31,7 @@ class CodeTransform(ToolTransform):
         """One message, with what the code printed.
 
         Args:
-            results: of the block that was run, and of those that were not.
+            results: results of the block that was run, and of the blocks that were not.
         """
         env = chat_env_of(self)
         said = "\n".join(result.content.rstrip("\n") for result in results)
@@ -46,7 +46,7 @@ class ReToolAgent(ReActAgent):
 
     A turn with a code block (``python`` fences) is a part of thinking, whatever else it says: its
     first block is run, and the model reads what it printed. A turn without code is the answer.
-    Everything else is as of a :class:`~torchrl_llm.agents.ReActAgent`; ``max_auxiliary_turns``
+    Everything else is as in a :class:`~torchrl_llm.agents.ReActAgent`; ``max_auxiliary_turns``
     counts turns with code, too. No template tells the model that its code runs: say so in
     ``system_prompt``.
 

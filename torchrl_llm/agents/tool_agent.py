@@ -22,14 +22,14 @@ class ToolAgent(Agent):
 
     Args:
         max_auxiliary_turns: most turns in a row that only call its own tools. The calls of the next
-            turn are refused, and that turn counts as the answer. A limit of the environment for
-            tools of its own stays.
+            turn are rejected, and that turn counts as the answer. The environment's limit on its
+            own tools stays.
         calls: how calls are written; as the chat template writes them if not given.
         timeout: seconds that a call may take.
 
     Raises:
-        ConfigError: an impossible number, or, where it is brought into an environment, no tool in
-            either of them.
+        ConfigError: an invalid number, or, when it is added to an environment, no tool in either of
+            them.
 
     Example:
         >>> from torchrl_llm.envs import ArithmeticEnv

@@ -1,10 +1,11 @@
-"""How an answer says an action: in a tag, in a box, by a tool call, or as a bare word.
+"""Forms in which an answer writes its action: a tag, a box, a tool call, or a bare word.
 
-A parser reads the message that the model wrote. What it cannot read is an :class:`ActionError`,
-whose text goes back to the model; the world itself does not move. Parsers are links of a
-:class:`ParserChain`, and :class:`ParsedScore` scores what one has read in a plain task.
+A parser reads the message that the model wrote. For a message that it cannot read it raises an
+:class:`ActionError`, whose text goes back to the model; the state of the world does not change.
+Parsers are links of a :class:`ParserChain`, and :class:`ParsedScore` scores the parsed action in a
+plain task.
 
-Next: :mod:`torchrl_llm.envs.world` has the environments whose worlds move by actions.
+Next: :mod:`torchrl_llm.envs.world` has the environments that are driven by actions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class ActionError(TorchRLLLMError, ValueError):
     """An answer holds no action that can be carried out; the message is for the model.
 
     Attributes:
-        reward: of the parsers that have read it up to there, the one that failed included.
+        reward: sum over the parsers that have read the answer, including the one that failed.
     """
 
     reward: float = 0.0
@@ -41,14 +42,14 @@ CUT_OFF = "Your answer was cut off."
 
 
 class IncompleteCompletion(ActionError):
-    """An answer was cut at its limit of tokens, which is no answer."""
+    """An answer was cut at its token limit, so it does not count as an answer."""
 
     def __init__(self) -> None:
         super().__init__(CUT_OFF)
 
 
 class Parsed(NamedTuple):
-    """What a parser has read.
+    """Result of a parser.
 
     Attributes:
         action: the action.
@@ -63,10 +64,10 @@ class ActionParser(ABC):
     """Reads an action from an answer; subclasses write :meth:`parse` and ``help_format``.
 
     Args:
-        name: what an action is called, one word; the name of tag or tool.
-        written: how an action is written, for the model: "the number of a free cell".
-        reward: of an answer that it can read.
-        penalty: reward of one that it cannot read; usually negative.
+        name: one word for an action; also the name of the tag or tool.
+        written: how the model writes an action: "the number of a free cell".
+        reward: for an answer that it can read.
+        penalty: reward for one that it cannot read; usually negative.
 
     Raises:
         ConfigError: a reward is not finite.
@@ -95,28 +96,28 @@ class ActionParser(ABC):
 
     @property
     def help(self) -> str:
-        """One sentence that tells the model how to answer, of ``help_format``."""
+        """One sentence, made from ``help_format``, that tells the model how to answer."""
         return self.help_format.format(name=self.name, written=self.written)
 
     @abstractmethod
     def parse(self, message: Mapping[str, Any]) -> str:
-        """The action that a message says.
+        """The action in a message.
 
         Args:
-            message: the model's message: ``content``, and ``tool_calls`` where there are any.
+            message: the model's message: ``content``, and ``tool_calls`` if there are any.
 
         Raises:
-            ActionError: it says none.
+            ActionError: there is none.
         """
 
     def read(self, message: Mapping[str, Any]) -> Parsed:
-        """The action that a message says, with the reward for its form.
+        """The action in a message, with the reward for its form.
 
         Args:
             message: see :meth:`parse`.
 
         Raises:
-            ActionError: it says none; its ``reward`` is the penalty.
+            ActionError: there is none; its ``reward`` is the penalty.
         """
         try:
             return Parsed(self.parse(message), self.reward)
@@ -125,7 +126,7 @@ class ActionParser(ABC):
             raise
 
     def message(self, action: str) -> dict[str, Any]:
-        """The shortest message that says an action, as :meth:`parse` reads it; here the bare one.
+        """The shortest message from which :meth:`parse` reads an action; here the action alone.
 
         Args:
             action: the action.
@@ -134,9 +135,9 @@ class ActionParser(ABC):
 
 
 class TagAction(ActionParser):
-    """The last ``<move>...</move>`` of an answer, where ``move`` is what an action is called.
+    """The last ``<move>...</move>`` of an answer, where ``move`` is the parser's ``name``.
 
-    What stands inside the reasoning does not count, nor does reasoning that is never closed.
+    Text inside the reasoning does not count, even if the reasoning is never closed.
 
     Example:
         >>> answer = "<think><move>1</move>?</think> I take the middle. <move> 5 </move>"
@@ -160,7 +161,7 @@ class TagAction(ActionParser):
 
 
 class BareAction(ActionParser):
-    """The whole answer is the action, reasoning aside.
+    """The whole answer without its reasoning is the action.
 
     Example:
         >>> BareAction("move", "a cell").parse({"role": "assistant", "content": " 5 "})
@@ -179,7 +180,7 @@ class BareAction(ActionParser):
 
 
 class BoxedAction(ActionParser):
-    r"""The last ``\boxed{...}`` of an answer, reasoning aside; braces inside must match.
+    r"""The last ``\boxed{...}`` of an answer outside its reasoning; braces inside must match.
 
     Example:
         >>> answer = r"\boxed{1}, no: \boxed{\frac{1}{2}}"
@@ -203,7 +204,7 @@ class BoxedAction(ActionParser):
 
 
 class ThinkPrefix(ActionParser):
-    """What follows the reasoning with which an answer has to begin; a link of a chain.
+    """Requires an answer to begin with reasoning, and passes on the rest; a link of a chain.
 
     Args:
         reward: see :class:`ActionParser`.
@@ -235,7 +236,7 @@ class ThinkPrefix(ActionParser):
 
 
 class ActionTool(Tool):
-    """A tool whose call is an action; what comes of it the world tells.
+    """A tool whose call is an action; the world reports its result.
 
     Args:
         name: name of the tool.
@@ -253,19 +254,19 @@ class ActionTool(Tool):
         self.description = description
 
     def run(self, call: ToolCall) -> str:
-        """Say that the call has been read; the message of the world follows."""
+        """Report that the call was read; the message of the world follows."""
         return "Received."
 
 
 class CallAction(ActionParser):
-    """A tool call; by default of a tool with one argument, both called as an action is.
+    """A tool call; by default of a tool with one argument, both named ``name``.
 
-    Calls of other tools are not looked at; of several calls of this one none counts.
+    Calls of other tools are ignored; several calls of this tool are an error.
 
     Args:
         name: see :class:`ActionParser`.
         written: see :class:`ActionParser`.
-        parameters: JSON schema of the arguments, where there is not just the one.
+        parameters: JSON schema of the arguments, instead of the single default one.
         calls: reads the calls of a message; the message's own ``tool_calls`` if not given.
         reward: see :class:`ActionParser`.
         penalty: see :class:`ActionParser`.
@@ -330,10 +331,10 @@ class CallAction(ActionParser):
 
 
 class ParserChain(ActionParser):
-    r"""Parsers one after the other: each reads what the one before has left of the answer.
+    r"""Parsers one after the other: each reads the part of the answer that the one before has left.
 
-    The first that fails ends it. Rewards add up, that of the failing one included. Tool calls are
-    those of the message, whatever the links in front say of its content.
+    The first that fails ends the chain. Rewards add up, including the reward of the failing parser.
+    Tool calls are read from the message, whatever the earlier links leave of its content.
 
     Args:
         links: at least one; the last one's action is the action.
@@ -359,7 +360,7 @@ class ParserChain(ActionParser):
         early = next((link for link in links[:-1] if call_link(link) is not None), None)
         if early is not None:
             raise ConfigError(
-                f"{type(early).__name__} must be the last link of a chain: what it reads is the "
+                f"{type(early).__name__} must be the last link of a chain: it reads the "
                 "arguments of a call, which no further parser can read"
             )
         last = links[-1]
@@ -398,7 +399,7 @@ class ParserChain(ActionParser):
 
 
 def call_link(parser: ActionParser) -> CallAction | None:
-    """The parser of tool calls that a parser is or ends with; ``None`` where it is another.
+    """The tool-call parser that a parser is or ends with; ``None`` if there is none.
 
     Args:
         parser: a parser or a chain.
@@ -411,13 +412,14 @@ def call_link(parser: ActionParser) -> CallAction | None:
 
 @dataclass(frozen=True)
 class ParsedScore:
-    r"""The score of what a parser reads, for the ``reward`` of a plain task.
+    r"""Score of a parsed answer, for the ``reward`` of a plain task.
 
-    An answer that cannot be read is not scored: its reward is what the parsers give it.
+    An answer that cannot be read is not scored: it gets only the parsers' reward.
 
     Args:
         parser: a parser or a chain; tool calls are not seen here.
-        score: from action and answer to a number, for example of a ``"answer"`` column.
+        score: function from the action and the answer (such as the column ``"answer"``) to a
+            number.
 
     Raises:
         ConfigError: the parser reads tool calls.
@@ -440,7 +442,7 @@ class ParsedScore:
             )
 
     def __call__(self, response: str, answer: Any) -> float:
-        """The score of a response, or the reward of parsers that cannot read it."""
+        """The score of a response, or only the parsers' reward if they cannot read it."""
         try:
             action, reward = self.parser.read({"role": "assistant", "content": response})
         except ActionError as error:
@@ -453,12 +455,12 @@ def make_action_parser(actions: ActionForm | ActionParser, name: str, written: s
     """The parser of a form.
 
     Args:
-        actions: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned as it is.
+        actions: ``"tag"``, ``"call"``, ``"bare"`` or ``"boxed"``; a parser is returned unchanged.
         name: see :class:`ActionParser`.
         written: see :class:`ActionParser`.
 
     Raises:
-        ConfigError: for another form.
+        ConfigError: for an unknown form.
     """
     if isinstance(actions, ActionParser):
         return actions

@@ -1,8 +1,8 @@
 """Chat environments: one conversation per row, moved from one turn to the next.
 
 :class:`ChatEnv` starts conversations from a ``query`` and turns the policy's output into the next
-prompt. It gives no reward and ends nothing: transforms do
-(:mod:`torchrl_llm.rewards`, :mod:`torchrl_llm.envs.transforms`).
+prompt. It gives no reward and ends no episode: transforms do this (:mod:`torchrl_llm.rewards`,
+:mod:`torchrl_llm.envs.transforms`).
 
 Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from a dataset.
 """
@@ -46,9 +46,9 @@ class ChatEnv(EnvBase):
     over workers), int64 ``[B]``, and ``"truncation_reason"``, int8 ``[B, 1]``, codes of
     :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
 
-    In history mode the sampled token ids ride inside the conversations. In text and tokens mode
-    they are ``("tokens", "prompt")``, with ``("log_probs", "prompt")`` and ``"trace"``; in text
-    mode all three are empty at reset.
+    In history mode the sampled token ids are stored inside the conversations. In text and tokens
+    mode they are ``("tokens", "prompt")``, with ``("log_probs", "prompt")`` and ``"trace"``; in
+    text mode all three are empty at reset.
 
     Args:
         input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
@@ -57,8 +57,8 @@ class ChatEnv(EnvBase):
         tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
             for ``with_tokenizer``.
         template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` or variables of the
-            template, for text and tokens mode and for ``with_tokenizer``; without effect elsewhere,
-            which is warned of.
+            template, for text and tokens mode and for ``with_tokenizer``; elsewhere they have no
+            effect, with a warning.
         system_role: role of the system prompt.
         user_role: role of a ``query`` that is a string.
         policy_role: role of the model's messages; rewards look for it.
@@ -91,7 +91,7 @@ class ChatEnv(EnvBase):
     data_key = "query"
 
     def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
-        """Build the environment, inside a tokenizing one if asked."""
+        """Build the environment, inside a tokenizing one if requested."""
         if with_tokenizer:
             tokenizer = kwargs.pop("tokenizer", None)
             if tokenizer is None:
@@ -187,7 +187,7 @@ class ChatEnv(EnvBase):
     def keep_history(self) -> None:
         """Keep ``("history", "prompt")`` up to date in text and tokens mode too.
 
-        Nobody reads the policy's prompt from there; it is for transforms that work on messages. The
+        The policy does not read its prompt there; it is for transforms that work on messages. The
         context strategies call it when they are appended; call it before the first reset.
         """
         if not self.mode.keeps_history:
@@ -196,7 +196,7 @@ class ChatEnv(EnvBase):
             self.empty_cache()
 
     def give_system_prompt(self, text: str | None) -> None:
-        """Begin conversations with another system prompt; call it before the first reset.
+        """Begin conversations with a different system prompt; call it before the first reset.
 
         Args:
             text: first message of every conversation; ``None`` for none.
@@ -240,7 +240,7 @@ class ChatEnv(EnvBase):
             query: what reset reads: a string, message dicts, or a conversation.
 
         Raises:
-            DataError: it is something else, empty, or has a system message besides the
+            DataError: it has a different type, is empty, or has a system message in addition to the
                 environment's.
         """
         if isinstance(query, str):
@@ -325,11 +325,11 @@ def _batch_size(given: int | Sequence[int] | None) -> torch.Size:
 
 
 def _rows_of(queries: Any, size: int) -> list[Any]:
-    """One object a row, from any form that a tensordict gives a column of objects."""
+    """One object per row, from any form in which a tensordict returns a column of objects."""
     if isinstance(queries, History):
         return queries.chats
     if isinstance(queries, NonTensorData):
-        # Where lists are not made into stacks, tensordict keeps them (or an array) as one object.
+        # If lists are not converted to stacks, tensordict keeps them (or an array) as one object.
         data = queries.data.tolist() if hasattr(queries.data, "tolist") else queries.data
         one_a_row = isinstance(data, list) and len(data) == size
         if one_a_row and not all(isinstance(item, Mapping) for item in data):
@@ -343,7 +343,7 @@ def _rows_of(queries: Any, size: int) -> list[Any]:
 
 
 class _TokenizedEnv(TransformedEnv):
-    """Keeps its tokenizing transform last, so that it encodes what the others have appended."""
+    """Keeps its tokenizing transform last, so that it encodes the messages of the others."""
 
     def append_transform(self, transform: Any) -> TransformedEnv:
         """Insert a transform before the tokenizing one."""
@@ -353,7 +353,7 @@ class _TokenizedEnv(TransformedEnv):
 def _with_query(
     make_row: Callable[[Mapping[str, Any]], Mapping[str, Any]], row: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """A row whose column ``text`` is named ``query``, as TorchRL names it."""
+    """A row with its column ``text`` renamed to ``query``, TorchRL's name."""
     made = make_row(row)
     if "text" not in made or "query" in made:
         return made
@@ -361,7 +361,7 @@ def _with_query(
 
 
 class _Loader:
-    """Marks a data loader that is to be used as it is."""
+    """Marks a data loader that is used unchanged."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -377,25 +377,25 @@ class DatasetChatEnv(TransformedEnv):
     Args:
         dataset: a sequence of dicts, a JSON-lines file, several of these, or the id of a dataset
             on the hub; see :func:`~torchrl_llm.data.row_files.load_rows`.
-        shuffle: whether each epoch has an order of its own.
+        shuffle: whether each epoch has a different order.
         name: configuration of a hub dataset.
         split: split of a hub dataset; ``train`` if not given.
         num_envs: ``B``, conversations at a time.
         repeats: how many conversations each row starts; they share a ``group_id``.
         batch_size_dl: how many rows ``collate_fn`` sees at a time.
-        seed: seed of the order; ``set_seed`` starts the data over with another one.
+        seed: seed of the order; ``set_seed`` starts the data over with a different one.
         group_repeats: promise that all repeats of a row start in the same reset; ``num_envs`` must
             be a multiple of ``repeats``.
         tokenizer: see :class:`ChatEnv`.
         device: device of the tensors.
         template_kwargs: see :class:`ChatEnv`.
-        apply_template: has no effect, as in TorchRL, and warns of it where it is true: the policy
+        apply_template: has no effect, as in TorchRL, with a warning if it is true: the policy
             applies its template in history mode, and ``input_mode="text"`` gives templated texts.
         collate_fn: list of rows to one dict of columns.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
-        data_key: the column that holds the user's message, ``"query"`` by default. Where neither
-            this nor ``collate_fn`` is given, a column ``"text"`` is renamed to it: policies write
-            there.
+        data_key: the column that holds the user's message, ``"query"`` by default. If neither this
+            nor ``collate_fn`` is given, a column ``"text"`` is renamed to ``"query"``, because
+            policies write to ``"text"``.
         primers: specs of the columns, taken from the first row if not given.
         system_prompt: first message; the class's ``SYSTEM_PROMPT`` if not given.
         worker_id: number of this worker, see ``IdCounter``.
@@ -403,7 +403,7 @@ class DatasetChatEnv(TransformedEnv):
             ``dataloader_actor_name`` ask, see
             :class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer`.
         dataloader_actor_name: name of that actor.
-        order: follows results, instead of passes over all rows; see
+        order: an order of the rows that follows results, instead of passes over all rows; see
             :mod:`torchrl_llm.data.row_order`.
 
     ``state_dict()`` holds the position in the data and all counters, for an exact resume.
@@ -500,7 +500,7 @@ class DatasetChatEnv(TransformedEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the dataset as the environment hands it out; the row itself here."""
+        """A row of the dataset as the environment returns it; here the row itself."""
         return row
 
     @classmethod
@@ -511,7 +511,7 @@ class DatasetChatEnv(TransformedEnv):
         batch_size: int | Sequence[int] | None = None,
         **kwargs: Any,
     ) -> DatasetChatEnv:
-        """An environment over a data loader that exists already.
+        """An environment over an existing data loader.
 
         Args:
             dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`.
@@ -519,7 +519,7 @@ class DatasetChatEnv(TransformedEnv):
             kwargs: the constructor's arguments, except those that build the loader.
 
         Raises:
-            ConfigError: for an argument that only the loader could honour.
+            ConfigError: for an argument that only the loader could use.
         """
         own = "dataset shuffle name split batch_size_dl seed collate_fn order"
         if unused := sorted(set(own.split()) & set(kwargs)):

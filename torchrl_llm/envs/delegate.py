@@ -1,10 +1,10 @@
-"""Delegation: a tool by which a model hands a task to a sub-agent, whose episode is a child's.
+"""Delegation: a tool with which a model gives a task to a sub-agent in a child episode.
 
 The calls of all rows of a step open their child episodes together, in one batched environment that
-the same policy answers. A child's last answer is the result of the call; its rows leave with those
-of its parent.
+the same policy answers. A child's last answer is the result of the call; the child's rows are
+collected with its parent's rows.
 
-Next: ``torchrl_llm.data.child_rows`` has what becomes of the rows of children.
+Next: ``torchrl_llm.data.child_rows`` processes the rows of children.
 
 Shape legend: ``B`` rows of the parents, ``N`` children of a step.
 """
@@ -43,7 +43,7 @@ _RAN_OUT = "The sub-agent came to no answer in {turns} turns."
 
 
 class TaskTool(Tool):
-    """What the model calls; the task is carried out by :class:`Delegate`.
+    """The tool that the model calls; :class:`Delegate` carries out the task.
 
     Args:
         name: name of the tool.
@@ -63,7 +63,7 @@ class TaskTool(Tool):
 
 @dataclass
 class _Child:
-    """One child episode: the row that called, and what came of it."""
+    """One child episode: the calling row, and the result."""
 
     row: int
     task: Any
@@ -78,9 +78,10 @@ class _Child:
 class Delegate(ToolTransform):
     """A tool that hands a task to a sub-agent.
 
-    Whoever asks the policy lends it: :class:`~torchrl_llm.collectors.LLMCollector` and
-    :func:`~torchrl_llm.evaluation.evaluate` do, by :meth:`use_policy`. A child that fails, comes to
-    no answer, or asks for a child beyond ``max_depth`` is a result that says so.
+    The caller of the policy sets it with :meth:`use_policy`, as
+    :class:`~torchrl_llm.collectors.LLMCollector` and :func:`~torchrl_llm.evaluation.evaluate` do.
+    If a child fails, gives no answer, or calls for a child beyond ``max_depth``, the result is a
+    message about it.
 
     Args:
         make_env: makes the environment of ``N`` children, whose conversations begin with
@@ -91,19 +92,19 @@ class Delegate(ToolTransform):
         argument: name of the tool's argument.
         description: what the model reads about it.
         template: the child's first message, with ``{task}`` in it.
-        system_prompt: of a child, in the environment that is made where none is given.
+        system_prompt: system prompt of a child, in the default environment.
         max_turns: most turns of a child.
-        max_depth: how deep tasks may be handed on; a child's own call is refused at 1.
-        trained_by: what the rows of a child are trained by: the return of its ``"parent"``; its
-            ``"own"`` rewards, as a trajectory of its own; or ``"both"``, added up.
+        max_depth: most levels of delegation; at 1 a child cannot delegate.
+        trained_by: signal that trains the rows of a child: the return of its ``"parent"``; its
+            ``"own"`` rewards, as a separate trajectory; or the sum of ``"both"``.
         inherits_context: a child begins with the conversation of its parent, and the parent sees
             only what it returns (context folding); history mode only.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`, such as
             ``max_calls`` of a turn and ``max_auxiliary_turns``.
 
     Raises:
-        ConfigError: an impossible number or word, a template without ``{task}``; at the first call,
-            no policy, or an environment of children that cannot be made.
+        ConfigError: an invalid argument, or a template without ``{task}``; at the first call, no
+            policy, or an environment of children that cannot be made.
 
     Example:
         >>> from torchrl_llm.data.history import History
@@ -152,12 +153,12 @@ class Delegate(ToolTransform):
         self._before: TensorDictBase | None = None
 
     def use_policy(self, policy: Policy | None, *, keep_rows: bool = False) -> None:
-        """Lend the policy that answers children.
+        """Set the policy that answers children.
 
         Args:
-            policy: tensordict to tensordict; ``None`` takes it back.
+            policy: tensordict to tensordict; ``None`` removes it.
             keep_rows: keep the rows of children until :meth:`take_rows`; otherwise they are
-                forgotten.
+                discarded.
         """
         self._policy, self._keeps_rows = policy, keep_rows
 
@@ -208,7 +209,7 @@ class Delegate(ToolTransform):
         if self._policy is None:
             raise ConfigError(
                 f"{type(self).__name__} has no policy for its children: LLMCollector and evaluate "
-                "lend theirs; call use_policy(policy) where you step the environment yourself"
+                "set theirs; call use_policy(policy) if you step the environment yourself"
             )
         queries = [self._query(child) for child in children]
         env = self._env(len(children))
@@ -216,7 +217,7 @@ class Delegate(ToolTransform):
             self._play(env, queries, children)
         except ConfigError:
             raise
-        except Exception as error:  # what a child fails at is data
+        except Exception as error:  # a child's failure is data
             for child in children:
                 child.rows.clear()
                 child.below.clear()
@@ -258,7 +259,7 @@ class Delegate(ToolTransform):
         return env
 
     def _hand_on(self, env: EnvBase) -> None:
-        """Let children delegate as deep as is allowed, and be told where it is not."""
+        """Let children delegate up to the allowed depth; deeper ones get a message."""
         for each in delegates_of(env):
             each.depth, each.max_depth = self.depth + 1, self.max_depth
             each._path = f"{self._path}/{self.name}"
@@ -293,7 +294,7 @@ class Delegate(ToolTransform):
                 after.set(name, torch.ones_like(after.get(name)))
 
     def _note(self, child: _Child, row: TensorDict, message: Any) -> None:
-        """What the child's last turn says, or that it is no answer."""
+        """Text of the child's last turn, or a note that it is no answer."""
         auxiliary = row.get(("next", "tools", "auxiliary"), None)
         cut = FinishReason(int(row.get(("tokens", "finish_reason")))).cut
         unfinished = message is None or cut or (auxiliary is not None and bool(auxiliary.any()))
@@ -327,14 +328,14 @@ class Delegate(ToolTransform):
 def _mode(env: EnvBase) -> Any:
     base = innermost(env)
     if not isinstance(base, ChatEnv):
-        raise ConfigError(f"children live in a chat environment, got {type(base).__name__}")
+        raise ConfigError(f"children need a chat environment, got {type(base).__name__}")
     return base.mode
 
 
 def delegates_of(env: EnvBase) -> list[Delegate]:
-    """The transforms of an environment that hand on tasks.
+    """The transforms of an environment that delegate tasks.
 
     Args:
-        env: with transforms, or without.
+        env: an environment, with or without transforms.
     """
     return [each for each in transforms_of(env) if isinstance(each, Delegate)]

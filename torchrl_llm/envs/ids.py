@@ -24,15 +24,15 @@ def set_process_number(
     *,
     first: Annotated[int, In(f"[0, {2 ** (_COUNTER_BITS - 1)})")] = 0,
 ) -> None:
-    """Tell this process apart from others, in the ids of all counters that it makes from now on.
+    """Give this process its own number in the ids of all counters that it creates from now on.
 
-    Children of ``multiprocessing`` need no number; processes that were started otherwise (actors of
-    Ray, other machines) all look like the main one without it.
+    Children of ``multiprocessing`` need no number. Without a number, all processes that were
+    started differently (actors of Ray, other machines) count as the main one.
 
     Args:
         number: in ``[0, 2**16)``; the main process has 0, its children count from 1.
-        first: where the counters begin, in ``[0, 2**34)``. With a random number and a random first,
-            a run that is continued does not give out ids of the run before again.
+        first: first count, in ``[0, 2**34)``. With a random number and a random first, a resumed
+            run does not reuse ids of the run before.
 
     Raises:
         ConfigError: for a number out of range.
@@ -41,7 +41,7 @@ def set_process_number(
 
 
 def _own_worker_id(kind: str) -> int:
-    # Children of one parent are numbered by multiprocessing; two levels are told apart.
+    # Children of one parent are numbered by multiprocessing; two levels are distinguished.
     identity = multiprocessing.current_process()._identity[-2:]
     process = sum(number % 256 * 256**level for level, number in enumerate(identity))
     process = _numbers[0][0] if _numbers else process
@@ -55,8 +55,8 @@ class IdCounter:
     Args:
         kind: what is counted; counters of different kinds are numbered separately.
         worker_id: number of the worker in ``[0, 2**28)``. ``None`` derives it from the process
-            (children of ``multiprocessing`` are told apart) and from how many counters of this kind
-            the process has made. A derived number is not copied with the object: an environment
+            (children of ``multiprocessing`` are distinguished) and from the number of counters of
+            this kind in the process. A derived number is not copied with the object: an environment
             that is pickled to several workers counts differently in each.
 
     Raises:
@@ -73,7 +73,7 @@ class IdCounter:
         self, kind: str, worker_id: Annotated[int, In(f"[0, {2**28})")] | None = None
     ) -> None:
         self.kind = kind
-        # Whoever names the worker knows where it begins.
+        # With a given worker_id, counts begin at 0.
         self.count = _numbers[0][1] if _numbers and worker_id is None else 0
         self._worker_id = worker_id
         self._derived = worker_id is None

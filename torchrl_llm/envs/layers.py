@@ -1,4 +1,4 @@
-"""Layers of an environment: the transforms in all its wrappers, and what is below them."""
+"""Layers of an environment: the transforms in all its wrappers, and the environment below them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def innermost(env: EnvBase) -> EnvBase:
     """The environment below all transforms.
 
     Args:
-        env: with transforms, or without.
+        env: an environment, with or without transforms.
     """
     while isinstance(env, TransformedEnv):
         env = env.base_env
@@ -19,10 +19,10 @@ def innermost(env: EnvBase) -> EnvBase:
 
 
 def transforms_of(env: EnvBase) -> list[Transform]:
-    """The transforms of an environment: of the outermost wrapper first, in its order.
+    """The transforms of an environment, in order, those of the outermost wrapper first.
 
     Args:
-        env: with one transform, several or none, or inside others.
+        env: an environment in any number of wrappers.
     """
     found: list[Transform] = []
     while isinstance(env, TransformedEnv):
@@ -32,14 +32,14 @@ def transforms_of(env: EnvBase) -> list[Transform]:
 
 
 def first_of(env: TransformedEnv, kinds: tuple[type, ...]) -> int | None:
-    """The place of the first transform of some kinds in the outermost wrapper.
+    """Index of the first transform of the given classes in the outermost wrapper.
 
     Args:
         env: the environment.
         kinds: classes of transforms.
 
     Returns:
-        The place; ``None`` where there is none.
+        The index; ``None`` if there is none.
     """
     return next((at for at, each in enumerate(_own(env)) if isinstance(each, kinds)), None)
 
@@ -47,7 +47,7 @@ def first_of(env: TransformedEnv, kinds: tuple[type, ...]) -> int | None:
 def insert(
     env: TransformedEnv, transform: Transform, *, before: tuple[type, ...]
 ) -> TransformedEnv:
-    """Put a transform in front of the first of some kinds, or last where there is none.
+    """Insert a transform before the first one of the given classes, or last if there is none.
 
     Args:
         env: the environment.
@@ -69,12 +69,12 @@ def _own(env: TransformedEnv) -> list[Transform]:
 
 
 class HoldsTurns:
-    """An environment that tells of a turn when its outcome is known, not in the step that it took.
+    """An environment that reports a turn when its outcome is known, not in the step of the turn.
 
-    The rows that a step has told of are those of its ``"_step"``, which it writes itself.
+    Its ``"_step"``, which it writes itself, marks the rows that a step reports.
     """
 
     @property
     @abstractmethod
     def tokens_held(self) -> int:
-        """Sampled tokens of turns that are not told of yet."""
+        """Sampled tokens of turns that are not reported yet."""

@@ -1,8 +1,8 @@
 """Episodes of several players: :class:`MultiAgentChatEnv`, and the world that they share.
 
-A player is a row. An episode of ``P`` players is ``P`` rows in a row of the environment, with one
-``"episode_id"``, one drawn row of data and one ``"group_id"``, a name each (``"agent"``) and a
-conversation each. ``"active"`` says who must act next: collectors and
+A player is a row. An episode of ``P`` players is ``P`` consecutive rows of the environment. They
+share one ``"episode_id"``, one drawn row of data and one ``"group_id"``; each has its own name
+(``"agent"``) and conversation. ``"active"`` marks who must act next: collectors and
 :func:`~torchrl_llm.evaluation.evaluate` step those rows only.
 
 Next: :mod:`torchrl_llm.envs.games.game_env` plays games.
@@ -43,20 +43,20 @@ _NOTHING = Reaction(observation="")
 
 
 def joined(*texts: str) -> str:
-    """What a player is told of several things, a line each; empty texts tell nothing.
+    """Texts for a player as one text, a line each; empty texts are left out.
 
     Args:
-        texts: of each.
+        texts: the texts.
     """
     return "\n".join(filter(None, texts))
 
 
 class Episode(NamedTuple):
-    """What the players of an episode did in a step.
+    """Turns of the players of an episode in a step.
 
     Attributes:
         rows: row of each player, by name.
-        turns: turn of each player who acted; none of one who only called tools to think.
+        turns: turn of each player who acted; none for a player who only called tools to think.
         active: who had to act.
     """
 
@@ -70,10 +70,10 @@ class EpisodeReaction:
     """How the world reacts to the players of an episode.
 
     Args:
-        players: a reaction for each player that something happened to: who acted, who is told
-            something, who gets a reward. An empty observation tells nothing.
-        active: who must act next; none where the episode ends.
-        error: what failed for all of them, which ends the episode without a valid reward.
+        players: a reaction for each affected player: one who acted, or who gets a text or a reward.
+            An empty observation adds no text.
+        active: who must act next; none if the episode ends.
+        error: a failure for all of them, which ends the episode without a valid reward.
     """
 
     players: Mapping[str, Reaction]
@@ -85,8 +85,8 @@ class Opening(NamedTuple):
     """How an episode begins.
 
     Attributes:
-        observations: what each player is told who must act.
-        columns: further columns of the rows of the episode, texts.
+        observations: the text for each player who must act.
+        columns: further text columns of the episode's rows.
     """
 
     observations: Mapping[str, str]
@@ -96,17 +96,17 @@ class Opening(NamedTuple):
 class PlayersTransform(WorldTransform):
     """A world of several players; subclasses write :meth:`open` and :meth:`react_together`.
 
-    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes, where
-    players share an episode:
+    In addition to what every :class:`~torchrl_llm.envs.world.WorldTransform` writes, if players
+    share an episode:
 
     - ``"agent"``, the name of the row's player, and ``"episode_id"``, int64 ``[B]``;
     - ``"active"``, bool ``[B, 1]``: the row's player must act next;
-    - ``"untold"``, what the player has not been told yet, as text.
+    - ``"untold"``, the text that the player has not read yet.
 
-    What a player is told is kept until the player must act, and becomes one message of the user
-    then; who plays alone is told of the end, too. The reward and the end of a step are written in
-    that step for all players: those of a player who did not act stand in a row that is not stepped,
-    and whoever collects brings them to the player's last own row.
+    Texts for a player are kept until the player must act, and then become one message of the user;
+    a single player also reads the text of the end. The reward and the end of a step are written in
+    that step for all players. For a player who did not act they are in a row that is not stepped,
+    and the collector moves them to the last row in which the player acted.
 
     Args:
         players: names of the players with a row, in the order of their rows.
@@ -115,12 +115,11 @@ class PlayersTransform(WorldTransform):
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         accept_cut: see there.
         worker_id: number of this worker for ``"episode_id"``.
-        shared: there are several players, scripted ones without a row among them. Who plays alone
-            is asked in every step and told of everything at once, so that these columns are not
-            needed.
+        shared: whether there are several players, including scripted ones without a row. A single
+            player acts in every step and reads everything at once, so these columns are not needed.
 
     Raises:
-        ConfigError: no player, a name twice, or another word for ``rewards``.
+        ConfigError: no player, a name twice, or an unknown word for ``rewards``.
     """
 
     COLUMNS: ClassVar[tuple[str, ...]] = ()
@@ -140,7 +139,7 @@ class PlayersTransform(WorldTransform):
     ) -> None:
         super().__init__(parser, with_reward=with_reward, accept_cut=accept_cut)
         if not players or len(set(players)) < len(players):
-            raise ConfigError(f"players are names, each once, got {list(players)}")
+            raise ConfigError(f"players must be different names, got {list(players)}")
         self.players, self.rewards = tuple(players), rewards
         self.shared = shared
         self._texts = (*(("agent", TOLD_KEY) if self.shared else ()), *self.COLUMNS)
@@ -165,12 +164,12 @@ class PlayersTransform(WorldTransform):
             episodes: those in which somebody acted.
 
         Returns:
-            A reaction for each of ``episodes``; what fails for one is a reaction with an error. An
+            A reaction for each of ``episodes``; a failure in one is a reaction with an error. An
             exception fails all of them.
         """
 
     def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> Sequence[Reaction]:
-        """Not asked: a world of several players reacts to whole episodes."""
+        """Not used: a world of several players reacts to whole episodes."""
         raise NotImplementedError
 
     # Reset
@@ -249,7 +248,7 @@ class PlayersTransform(WorldTransform):
         return by_row
 
     def _each(self, episode: Episode, reaction: EpisodeReaction) -> dict[str, Reaction]:
-        """A checked reaction for each player; an end is that of all."""
+        """A checked reaction for each player; an end holds for all."""
         given = {name: reaction.players.get(name, _NOTHING).checked() for name in self.players}
         if self.rewards == "team":
             total = math.fsum(each.reward for each in given.values())
@@ -273,7 +272,7 @@ class PlayersTransform(WorldTransform):
         active: Sequence[bool],
         acted: Mapping[int, ModelTurn],
     ) -> None:
-        """Put what players have not been told into the prompts of those who must act."""
+        """Append unread texts to the prompts of the players who must act."""
         counts = next_td.get("turn").reshape(-1).tolist()
         added: list[list[dict[str, Any]]] = [[] for _ in untold]
         first = {}
@@ -320,7 +319,7 @@ class PlayersTransform(WorldTransform):
         return observation_spec
 
     def transform_state_spec(self, state_spec: Composite) -> Composite:
-        """Adds them to what a step reads."""
+        """Adds them to the input of a step."""
         return self.transform_observation_spec(state_spec)
 
     def get_extra_state(self) -> dict[str, Any]:
@@ -347,9 +346,9 @@ def _data_of(td: TensorDictBase, row: int) -> dict[str, Any]:
 
 
 class EpisodeEnds(Transform):
-    """Ends an episode for all players where it ends for one: a limit of turns, a full context.
+    """Ends an episode for all players if it ends for one: by a turn limit or a full context.
 
-    The others are truncated with the reason ``ENV``. It stands last.
+    The others are truncated with the reason ``ENV``. It must be the last transform.
 
     Args:
         num_players: ``P``, rows of an episode.
@@ -377,16 +376,16 @@ class MultiAgentChatEnv(WorldEnv):
 
     Args:
         world: the players and what happens between them.
-        rows: what episodes begin with.
+        rows: the data rows with which episodes begin.
         num_envs: ``B``, rows: a multiple of the number of players.
         repeats: rows that each drawn row of data starts, a multiple of the number of players: each
-            episode has one a player. One episode if not given.
+            episode has one per player. One episode if not given.
         kwargs: further arguments of :class:`~torchrl_llm.envs.world.WorldEnv`; history mode only
             where there are several players.
 
     Raises:
-        ConfigError: a number of rows that is no multiple, or another mode than history, in which a
-            prompt that waits for its player cannot be gone on with.
+        ConfigError: a number of rows that is no multiple, or a mode other than history, in which
+            the prompt of a waiting player cannot be continued.
     """
 
     WORLD_FIRST = True
@@ -412,7 +411,7 @@ class MultiAgentChatEnv(WorldEnv):
         if (mode := kwargs.get("input_mode", "history")) != "history" and world.shared:
             raise ConfigError(
                 f"{type(self).__name__} is for input_mode='history', got {mode!r}: the prompt of a "
-                "player who waits is gone on with later, which needs the conversation"
+                "player who waits is continued later, which needs the conversation"
             )
         super().__init__(world, rows, num_envs=num_envs, repeats=repeats, **kwargs)
         if world.shared:
@@ -424,7 +423,7 @@ class MultiAgentChatEnv(WorldEnv):
         return self.world.players
 
     def append_transform(self, transform: Transform) -> TransformedEnv:
-        """Append a transform; what ends an episode for all of its players stays the last.
+        """Append a transform; the one that ends an episode for all of its players stays last.
 
         Args:
             transform: the transform.

@@ -1,7 +1,7 @@
-"""Base of the environments whose world moves by what the model does.
+"""Base of the environments whose world changes by the model's actions.
 
 A game, a remote server, a simulator: each is a :class:`WorldTransform`, which gets the model's
-turns and says how the world reacts. Messages, rewards, ends and errors are written here, once.
+turns and returns the world's reactions. Messages, rewards, ends and errors are written here, once.
 :class:`WorldEnv` is the environment around one. Plain tasks, whose answer is only scored, are
 :class:`~torchrl_llm.envs.datasets.TaskEnv` with a reward.
 
@@ -49,13 +49,13 @@ class Reaction:
     """How the world reacts to a turn.
 
     Args:
-        observation: what the model is told.
-        reward: of this turn.
-        for_form: what the parser of the action gives, added to the reward.
+        observation: the text for the model.
+        reward: reward of this turn.
+        for_form: reward of the action's parser, added to ``reward``.
         terminated: the episode has ended by its rules.
         truncated: the world has cut it.
-        success: the model has done what is asked for.
-        error: what failed, which makes the reward invalid and ends the episode.
+        success: the model has solved the task.
+        error: a failure, which makes the reward invalid and ends the episode.
     """
 
     observation: str
@@ -67,7 +67,7 @@ class Reaction:
     error: Exception | None = None
 
     def checked(self) -> Self:
-        """Itself, or a failure where the reward is no finite number or a flag no bool."""
+        """The reaction itself, or a failure if the reward is no finite number or a flag no bool."""
         error = self.error
         if error is None:
             names = ("terminated", "truncated", "success")
@@ -88,22 +88,22 @@ class Reaction:
 class WorldTransform(Transform):
     """Lets a world react to the turns of the model; subclasses write :meth:`react`.
 
-    At each step it is asked about the rows that are stepped, but for turns that only called tools
-    to think (``("tools", "auxiliary")``). What the model is told is appended to the next prompt as
-    a user's message, or as a tool's where it answers a call. It writes
+    At each step it reacts to the rows that are stepped, except turns that only called tools to
+    think (``("tools", "auxiliary")``). The observation is appended to the next prompt as a user's
+    message, or as a tool's if it answers a call. It writes
 
     - ``"reward"``, float32 ``[B, 1, 1]``; ``"success"``, bool ``[B, 1, 1]``; ``"reward_valid"``,
       bool ``[B]``; and ``"error"``, the strings of a :class:`~torchrl_llm.rewards.RewardParser`;
-    - ``"done"``, ``"terminated"``, ``"truncated"`` and ``"truncation_reason"`` (``ENV``) where an
+    - ``"done"``, ``"terminated"``, ``"truncated"`` and ``"truncation_reason"`` (``ENV``) if an
       episode ends.
 
-    A reaction with an error is a row with a NaN reward that is invalid, and ends; the log shows the
-    first of each kind.
+    A reaction with an error ends the row's episode with an invalid NaN reward; the log shows the
+    first error of each kind.
 
     Args:
         parser: reads actions.
-        with_reward: write the reward and what goes with it.
-        accept_cut: read answers that were cut at their limit of tokens like others.
+        with_reward: write the reward and its related keys.
+        accept_cut: also read answers that were cut at their token limit.
         tool_role: role of the messages that answer a tool call.
     """
 
@@ -130,7 +130,7 @@ class WorldTransform(Transform):
             turns: the rows that act.
 
         Returns:
-            A reaction for each of ``turns``; what fails is a reaction with an error.
+            A reaction for each of ``turns``; a failure is a reaction with an error.
         """
 
     def write(
@@ -139,31 +139,31 @@ class WorldTransform(Transform):
         next_td: TensorDictBase,
         reactions: Sequence[Reaction | None],
     ) -> None:
-        """Write what else a world of this kind tells; nothing by default.
+        """Write further columns of this kind of world; none by default.
 
         Args:
             td: all rows.
             next_td: where to write.
-            reactions: what came of the step in each row; ``None`` for nothing.
+            reactions: reaction to the step in each row; ``None`` for none.
         """
 
     def answer(self, turn: ModelTurn) -> Mapping[str, Any]:
         """The message of a turn.
 
         Args:
-            turn: what the model did.
+            turn: the model's turn.
 
         Raises:
-            ActionError: there is none, or one that was cut.
+            ActionError: there is none, or it was cut.
         """
         return turn.said(accept_cut=self.accept_cut)
 
     def reply(self, turn: ModelTurn, text: str) -> dict[str, Any]:
-        """The message that tells what came of a turn; a tool's where it answers a call.
+        """The message with the result of a turn; a tool's message if it answers a call.
 
         Args:
-            turn: what the model did.
-            text: what it is told.
+            turn: the model's turn.
+            text: the text for the model.
         """
         calls = () if turn.message is None else turn.message.get("tool_calls") or ()
         if self.parser.form != "call" or not calls or turn.answered:
@@ -188,7 +188,7 @@ class WorldTransform(Transform):
     def _react(
         self, td: TensorDictBase, next_td: TensorDictBase, turns: Sequence[ModelTurn]
     ) -> list[Reaction | None]:
-        """What comes of a step in each row, told to those who go on; ``None`` for nothing."""
+        """Reaction to a step in each row, appended to prompts that continue; ``None`` for none."""
         size = next_td.batch_size.numel()
         replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
         by_row: list[Reaction | None] = [None] * size
@@ -199,7 +199,7 @@ class WorldTransform(Transform):
         return by_row
 
     def _write_cuts(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> None:
-        """Say of each turn that was cut why it was no action."""
+        """Write for each cut turn why it was no action."""
         if not self.accept_cut and (cut := [turn.row for turn in turns if turn.cut]):
             failures = reward_parser.written_failures(td)
             for row in cut:
@@ -259,10 +259,10 @@ class WorldEnv(TaskEnv):
 
     Args:
         world: the transform.
-        rows: what episodes begin with.
+        rows: the data rows with which episodes begin.
         max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is
             ``MAX_STEPS``.
-        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; the tool that acts is added to
+        template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; the action tool is added to
             ``tools`` in text and tokens mode.
         kwargs: further arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
     """
@@ -323,10 +323,10 @@ class WorldEnv(TaskEnv):
         *,
         columns: Sequence[str],
     ) -> Any:
-        """The rows that episodes begin with, wherever they are.
+        """Load the rows with which episodes begin.
 
         Args:
-            dataset: rows; those of ``split`` if neither this nor ``data_files`` is given.
+            dataset: rows; the rows of ``split`` if neither this nor ``data_files`` is given.
             data_files: a JSON-lines file, or several.
             split: ``"train"`` or ``"test"``.
             columns: names that rows must have.
@@ -355,13 +355,13 @@ class WorldEnv(TaskEnv):
         parser = call_link(self.world.parser)
         if parser is not None and parser.name not in transform.tools:
             raise ConfigError(
-                f"the transform would answer calls of {parser.name!r} as those of an unknown tool: "
-                f"give it env.action_tool beside {sorted(transform.tools)}"
+                f"the transform would answer calls of {parser.name!r} as calls of an unknown tool: "
+                f"give it env.action_tool next to {sorted(transform.tools)}"
             )
         return self.insert_transform(worlds[0], transform)
 
     def read_with(self, parser: ActionParser) -> None:
-        """Read actions with another parser.
+        """Read actions with a different parser.
 
         Args:
             parser: the parser.
@@ -383,7 +383,7 @@ class WorldEnv(TaskEnv):
 
     @property
     def world(self) -> WorldTransform:
-        """The transform whose world it is."""
+        """The transform with the world."""
         return next(t for t in self.transform if isinstance(t, WorldTransform))
 
     @property
@@ -393,7 +393,7 @@ class WorldEnv(TaskEnv):
 
     @property
     def action_tool(self) -> ActionTool:
-        """The tool that acts; its ``schema`` is what chat templates take.
+        """The tool whose call is an action; chat templates take its ``schema``.
 
         Raises:
             ConfigError: the actions of this environment are no tool calls.
@@ -406,7 +406,7 @@ class WorldEnv(TaskEnv):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """The tools of the transforms, and the one that acts where an action is a tool call."""
+        """Schemas of the transforms' tools, and of the action tool if actions are tool calls."""
         schemas, parser = super().tool_schemas, call_link(self.world.parser)
         if parser is None or not isinstance(parser.calls, MessageCallParser):
             return schemas

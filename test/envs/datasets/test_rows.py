@@ -88,7 +88,7 @@ def test_columns_are_found_by_usual_names_unless_they_are_named(row, named, chos
     [
         ({"prompt": "questoin"}, DataError, r"data\.prompt=questoin: .*there are \['answer', 'id'"),
         ({"answer": "anwser"}, DataError, r"data\.answer=anwser: there is no such column"),
-        ({"prompt": "question", "messages": "id"}, ConfigError, "both say what is asked"),
+        ({"prompt": "question", "messages": "id"}, ConfigError, "both name the question"),
         ({"prompt": "id"}, DataError, "row 1: .*must hold a text or a list of messages.*got 0"),
         ({"reward": None}, ConfigError, r"need a reward: reward=FILE\.py:FUNCTION"),
         ({"dataset": [{"a": 1}]}, DataError, r"none of the columns \['a'\] is a prompt"),

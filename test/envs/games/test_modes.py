@@ -148,7 +148,7 @@ def test_a_turn_that_thinks_with_a_tool_is_no_turn_of_the_game(make_tokenizer):
         return len(text)
 
     env = TicTacToeEnv(num_envs=1, player="X", actions="call", max_steps=2)
-    with pytest.raises(ConfigError, match=r"env\.action_tool beside \['count'\]"):
+    with pytest.raises(ConfigError, match=r"env\.action_tool next to \['count'\]"):
         env.append_transform(ToolTransform([count]))
     env = env.append_transform(ToolTransform([count, env.action_tool]))
     answers = [call_of("count", text="abc"), call_of("move", move="5"), call_of("move", move="5")]

@@ -184,7 +184,7 @@ def test_what_is_missing_or_impossible_is_said(monkeypatch, config):
             make_mlgym(**arguments)
     # the other project of that name has no environments
     monkeypatch.setitem(sys.modules, "mlgym", ModuleType("mlgym"))
-    with pytest.raises(MissingExtraError, match="on PyPI is another project"):
+    with pytest.raises(MissingExtraError, match="on PyPI is a different project"):
         make_mlgym(task="prisonersDilemma")
     with pytest.raises(ConfigError, match="needs env and its agent's config"):
         MLGymWrapper(StandIn())
@@ -194,4 +194,4 @@ def test_what_is_missing_or_impossible_is_said(monkeypatch, config):
     config.command_files.append(config.command_files[0].with_name("odd.txt"))
     env = MLGymWrapper(StandIn(), config=config)
     td = env.step(answered(env.reset(), "```\nls\n```"))["next"]
-    assert "it is not known how it is to be used" in " ".join(td["error", "message"][0].split())
+    assert "it is unclear how to use it" in " ".join(td["error", "message"][0].split())

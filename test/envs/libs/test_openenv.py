@@ -242,7 +242,7 @@ def test_rows_hold_the_options_of_resets(ours):
     env = OpenEnvEnv(ours.url, dataset=[{"seed": 4}], num_envs=1)
     assert env.step(answered(env.reset(), "4"))["next", "reward"].item() == 1.0
     env.close()
-    with pytest.raises(Exception, match="'query' is what the world shows"):
+    with pytest.raises(Exception, match="'query' is the world's observation"):
         OpenEnvEnv(ours.url, dataset=[{"seed": 4, "query": "x"}], num_envs=1)
 
 

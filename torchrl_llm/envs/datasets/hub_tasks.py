@@ -28,15 +28,15 @@ from torchrl_llm.sandbox.interface import MEMORY_BYTES
 
 @register("tasks", "gsm8k")
 class GSM8KEnv(TaskEnv):
-    r"""Grade-school mathematics, scored by the number that is answered.
+    r"""Grade-school mathematics, scored by the number in the answer.
 
     Rows have ``query`` (the problem), ``answer`` (the number, as a string) and ``solution`` (the
     worked text before it).
 
     Args:
         answer_format: how the answer of a response is found, see
-            :class:`~torchrl_llm.rewards.GSM8KRewardParser`. The system prompt asks for what
-            ``"tags"`` and ``"strict-match"`` read; the others have none.
+            :class:`~torchrl_llm.rewards.GSM8KRewardParser`. With ``"tags"`` and ``"strict-match"``
+            the system prompt asks for that form; the others have no system prompt.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the columns ``question`` and ``answer``; without it the hub's ``openai/gsm8k`` is
@@ -83,13 +83,13 @@ class MATHEnv(TaskEnv):
     r"""Competition mathematics, scored by whether the answer block is the same mathematics.
 
     Rows have ``query`` (the problem), ``answer`` (in LaTeX), ``solution`` (the worked text, empty
-    where the data has none), ``level`` and ``subject``, all strings.
+    if the data has none), ``level`` and ``subject``, all strings.
 
     Args:
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the column ``problem`` and either ``answer`` or ``solution``, whose last ``\boxed{}`` is
-            then the answer (MATH, MATH-500 and what is written like them); without it the hub's
+            then the answer (MATH, MATH-500 and files of the same form); without it the hub's
             ``DigitalLearningGmbH/MATH-lighteval`` is loaded, split ``train`` or ``test``.
 
     Raises:
@@ -142,12 +142,12 @@ class HumanEvalEnv(TaskEnv):
     Args:
         memory_bytes: address space of each process of a run.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
-            :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files, packed
-            by gzip or not, with the columns ``prompt``, ``entry_point`` and ``test``; without it
-            the hub's ``openai/openai_humaneval`` is loaded, which has the split ``test`` alone.
+            :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files,
+            gzipped or not, with the columns ``prompt``, ``entry_point`` and ``test``; without it
+            the hub's ``openai/openai_humaneval`` is loaded, which has only the split ``test``.
 
     Raises:
-        ConfigError: the hub's training split is asked for.
+        ConfigError: the hub's training split is requested.
         DataError: a problem without a test, or with a column of another type.
 
     Example:
@@ -169,14 +169,14 @@ class HumanEvalEnv(TaskEnv):
         super().__init__(**kwargs)
 
     def make_reward(self) -> RewardParser:
-        """The tests of the problems, within the limit of memory; or a subclass's own ``REWARD``."""
+        """The problems' tests, run within the memory limit; or a subclass's own ``REWARD``."""
         if self.REWARD is not HumanEvalRewardParser:
             return super().make_reward()
         return HumanEvalRewardParser(runner=CodeRunner(memory_bytes=self.memory_bytes))
 
     @classmethod
     def default_dataset(cls, split: str | None) -> str:
-        """The hub's problems, all of which are held out."""
+        """The hub's problems; all of them are held out."""
         if split not in (None, "test"):
             raise ConfigError(
                 f"HumanEval has no split {split!r}, only 'test'; to train on some of it, pass its "
@@ -187,7 +187,7 @@ class HumanEvalEnv(TaskEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A problem of the dataset as the environment hands it out."""
+        """A problem of the dataset as the environment returns it."""
         task_id = str(row.get("task_id", row["entry_point"]))
         answer = {name: row[name] for name in ("entry_point", "test", "prompt")}
         try:
@@ -204,14 +204,14 @@ class HumanEvalEnv(TaskEnv):
 
 @register("tasks", "ifeval")
 class IFEvalEnv(TaskEnv):
-    """Prompts such as *Write a poem without any commas*, scored by what a program can check.
+    """Prompts such as *Write a poem without any commas*, scored by checks of a program.
 
     Rows have ``query`` (the prompt), ``key`` (its number, int64), ``instruction_id_list`` (names)
     and ``kwargs`` (arguments of each instruction).
 
     Args:
-        scored_part: ``"answer"``: the model is asked for an answer block, and what stands in it is
-            scored. ``"response"``: there is no system prompt, and the whole response behind its
+        scored_part: ``"answer"``: the model is asked for an answer block, and its content is
+            scored. ``"response"``: there is no system prompt, and the whole response after its
             reasoning is scored, as in the paper; use it to compare with published accuracies.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
@@ -252,7 +252,7 @@ class IFEvalEnv(TaskEnv):
         """See :class:`~torchrl_llm.rewards.ifeval.IfEvalScorer`.
 
         Raises:
-            MissingExtraError: a package is missing that some instructions are checked with.
+            MissingExtraError: a package that checks some instructions is missing.
         """
         for package in ("langdetect", "nltk", "punkt"):
             require(package, extra="ifeval", feature="IFEvalEnv")

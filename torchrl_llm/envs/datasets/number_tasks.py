@@ -1,7 +1,7 @@
-"""Tasks about numbers, made on the spot: sums, a calculator to call, Countdown.
+"""Generated tasks about numbers: sums, a calculator to call, Countdown.
 
 No problem is in both splits, so held-out accuracy is about problems that were never trained on; the
-split is a constant of the task and depends on no seed.
+split is fixed and does not depend on a seed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def addition_pairs(split: str) -> tuple[tuple[int, int], ...]:
         split: ``"train"`` (7,588 problems) or ``"test"`` (the 512 that are held out).
 
     Raises:
-        ConfigError: for another split.
+        ConfigError: for an unknown split.
 
     Example:
         >>> train, test = addition_pairs("train"), addition_pairs("test")
@@ -111,7 +111,7 @@ def calculator_problems(split: str) -> Tensor:
         int64 ``[N]``, each for :func:`calculator_problem`.
 
     Raises:
-        ConfigError: for another split.
+        ConfigError: for an unknown split.
 
     Example:
         >>> len(calculator_problems("train")), len(calculator_problems("test"))
@@ -128,7 +128,7 @@ def calculator_problem(number: int) -> Mapping[str, str]:
         number: in ``[0, 162,000)``.
 
     Returns:
-        ``query`` and ``answer``, and the ``expression`` between the two.
+        ``query``, ``answer``, and ``expression``, the calculation in the query.
 
     Example:
         >>> calculator_problem(247 * 90 + 18)
@@ -146,9 +146,9 @@ def calculator_problem(number: int) -> Mapping[str, str]:
 class CalculatorEnv(TaskEnv):
     """Problems such as ``What is 347*28?`` and a tool that computes them.
 
-    The model calls the tool in the way that its chat template writes calls, reads the result as a
-    tool message, and answers in a further turn, which is scored by its last number. There are
-    161,488 problems to train on and 512 held out (``split="test"``).
+    The model calls the tool in the form of its chat template, reads the result as a tool message,
+    and answers in a further turn. The last number of that turn is scored. There are 161,488
+    problems to train on and 512 held out (``split="test"``).
 
     A model that has never seen the tool needs its schema in the prompt; pass it to the policy:
     ``TransformersWrapper(..., tools=[Calculator().schema])``.
@@ -184,7 +184,7 @@ class _WithCalculator:
     """How a child of :class:`DelegationEnv` acts: it may call the calculator before it answers."""
 
     def wrap(self, env: TransformedEnv) -> TransformedEnv:
-        """Put the calculator in front of the limit of turns."""
+        """Insert the calculator before the turn limit."""
         tools = ToolTransform([Calculator()], max_auxiliary_turns=CalculatorEnv.MAX_AUXILIARY_TURNS)
         return env.insert_transform(0, tools)
 
@@ -193,10 +193,10 @@ class _WithCalculator:
 class DelegationEnv(CalculatorEnv):
     """The problems of :class:`CalculatorEnv`, which a sub-agent computes.
 
-    What the model calls ``calculator`` is a :class:`~torchrl_llm.envs.delegate.Delegate`: it opens
-    a child episode that is asked ``What is <expression>?``. The child has the calculator, and
-    answers what the parent then reads as the result of its call. Parent and child are one model,
-    and both are trained by the parent's answer.
+    The tool ``calculator`` is a :class:`~torchrl_llm.envs.delegate.Delegate`: it opens a child
+    episode with the question ``What is <expression>?``. The child has the real calculator. The
+    parent reads the child's answer as the result of its call. Parent and child are one model, and
+    both are trained by the parent's answer.
 
     Args:
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
@@ -211,7 +211,7 @@ class DelegationEnv(CalculatorEnv):
     MAX_CALLS: ClassVar[int] = 2
 
     def make_tools(self) -> Sequence[Transform]:
-        """What hands an expression on."""
+        """The tool that delegates an expression."""
         turns = CalculatorEnv.MAX_AUXILIARY_TURNS
         tool = Delegate(
             agent=_WithCalculator(),
@@ -228,13 +228,13 @@ class DelegationEnv(CalculatorEnv):
 
     @classmethod
     def max_turns(cls, max_steps: int | None = None) -> int | None:
-        """Rows of an episode, those of its children included."""
+        """Rows of an episode, including the rows of its children."""
         turns, thought = super().max_turns(max_steps), CalculatorEnv.MAX_AUXILIARY_TURNS
         return None if turns is None else turns * (1 + cls.MAX_CALLS * (1 + thought))
 
 
 _NUM_ROWS = {"train": 2**18, "test": 1024}
-# One problem in so many is held out.
+# One problem in this many is held out.
 _HELD_OUT = 16
 
 
@@ -246,10 +246,10 @@ def countdown_problem(
     max_number: int = 100,
     max_target: int = 1000,
 ) -> CountdownProblem:
-    """A problem that can be solved, a function of the arguments alone.
+    """A solvable problem, which depends only on the arguments.
 
-    A random expression over some of the numbers is drawn until its value is a target; no division
-    in it leaves a fraction, and the target is none of the numbers.
+    A random expression over some of the numbers is drawn until its value is a target; every
+    division in it is exact, and the target is none of the numbers.
 
     Args:
         index: number of the problem.
@@ -259,7 +259,7 @@ def countdown_problem(
         max_target: the largest target; the smallest is 1.
 
     Raises:
-        ConfigError: for another split, or settings without problems.
+        ConfigError: for an unknown split, or settings for which no problem exists.
 
     Example:
         >>> countdown_problem(0)
@@ -271,7 +271,7 @@ def countdown_problem(
             "num_count, max_number and max_target must be at least 2, got "
             f"{num_count}, {max_number} and {max_target}"
         )
-    # A generator of the standard library takes a string and gives the same numbers everywhere.
+    # The standard library's generator accepts a string and gives the same numbers everywhere.
     rng = random.Random(f"countdown {split} {num_count} {max_number} {max_target} {index}")
     for _ in range(10_000):
         numbers = tuple(rng.randint(1, max_number) for _ in range(num_count))
@@ -300,7 +300,7 @@ def _random_value(rng: random.Random, numbers: Sequence[int]) -> int | None:
 
 
 def _is_held_out(problem: CountdownProblem) -> bool:
-    # Of the sorted numbers: the same problem in another order is the same problem.
+    # From the sorted numbers: a different order does not make a different problem.
     key = repr((problem.target, sorted(problem.numbers))).encode()
     return int.from_bytes(hashlib.sha256(key).digest()[:4], "big") % _HELD_OUT == 0
 
@@ -310,8 +310,8 @@ class CountdownEnv(TaskEnv):
     """Number puzzles, scored by whether the expression in the answer block makes the target.
 
     Rows have ``query`` (the puzzle) and ``answer`` (target and numbers), both strings. There are
-    262,144 generated puzzles to train on and 1,024 held out (``split="test"``); the same numbers
-    are never asked for the same target in both.
+    262,144 generated puzzles to train on and 1,024 held out (``split="test"``); no combination of
+    numbers and target is in both.
 
     Args:
         num_count: how many numbers a generated puzzle has.
@@ -322,8 +322,8 @@ class CountdownEnv(TaskEnv):
             files with the columns ``target`` and ``numbers`` (or ``nums``).
 
     Raises:
-        ConfigError: settings without problems, or settings next to data of your own, on which they
-            would have no effect.
+        ConfigError: settings for which no problem exists, or settings next to your own data, where
+            they would have no effect.
 
     Example:
         >>> env = CountdownEnv(shuffle=False)

@@ -1,7 +1,7 @@
-"""Task of small repairs: a shell in a folder with a broken file or two, and tests that nobody sees.
+"""Task of small repairs: a shell in a folder with one or two broken files, and hidden tests.
 
-A problem is one of a few mistakes (``repairs.yaml``) with a name and a number put in. No problem is
-in both splits, which are a constant of the task and depend on no seed.
+A problem is one of a few mistakes (``repairs.yaml``) with a name and a number filled in. No problem
+is in both splits; the splits are fixed and do not depend on a seed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def repair_problems(split: str) -> tuple[int, ...]:
         split: ``"train"`` (4,304 problems) or ``"test"`` (the 256 that are held out).
 
     Raises:
-        ConfigError: for another split.
+        ConfigError: for an unknown split.
 
     Example:
         >>> len(repair_problems("train")), len(repair_problems("test"))
@@ -57,7 +57,7 @@ def repair_problem(number: int) -> Mapping[str, Any]:
 
     Returns:
         ``query``, ``answer`` (``module``, ``entry_point`` and ``tests``), ``files`` and
-        ``solution``, which are paths to texts: the broken files, and the right ones.
+        ``solution``. Both map paths to texts: the broken files, and the correct ones.
 
     Example:
         >>> row = repair_problem(1000)
@@ -89,14 +89,14 @@ def _filled(value: Any, module: str, number: str) -> Any:
 class RepairsEnv(TaskEnv):
     """Small mistakes in one or two files, which the model repairs with a shell.
 
-    The shell's working directory begins with the files of the row. At the end the function that the
-    query names is run against hidden tests, in another sandbox: the reward is 1 where all of them
-    pass, and else 0. There are 4,304 problems to train on and 256 held out (``split="test"``).
+    At the start the shell's working directory holds the files of the row. At the end hidden tests
+    check the function that the query names, in a different sandbox: the reward is 1 if all of them
+    pass, otherwise 0. There are 4,304 problems to train on and 256 held out (``split="test"``).
 
     Args:
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads problems from JSON-lines
-            files with the columns that ``repair_problem`` gives (``solution`` is not needed).
+            files with the columns that ``repair_problem`` returns (``solution`` is not needed).
 
     Example:
         >>> env = RepairsEnv(num_envs=1, split="test", shuffle=False)

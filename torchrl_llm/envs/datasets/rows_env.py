@@ -1,4 +1,4 @@
-"""Task made of rows of one's own: any table, the columns that count, and a reward."""
+"""Task from your own rows: any table, its relevant columns, and a reward."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from torchrl_llm.rewards.function_reward import as_reward
 from torchrl_llm.rewards.reward_parser import RewardParser
 
 ANSWERS = ("answer", "solution", "target", "label", "output", "response", "completion")
-"""Columns that hold the answer where none is named, the first that is there."""
+"""Columns that may hold the answer if none is named; the first one that exists is used."""
 
 
 class RowColumns(NamedTuple):
-    """Columns of a table that count.
+    """Columns of a table that the task uses.
 
     Attributes:
-        prompt: those with what is asked.
-        answer: with what the reward compares; ``None`` where the data has none.
-        before: with what stands before the prompt.
+        prompt: columns with the question.
+        answer: column with which the reward compares; ``None`` if the data has none.
+        before: columns with text before the prompt.
     """
 
     prompt: tuple[str, ...]
@@ -45,31 +45,31 @@ class RowColumns(NamedTuple):
 
 @register("tasks", "rows")
 class RowsEnv(TaskEnv):
-    """Rows of your own (``data=FILE``), scored by a function of your own (``reward=``).
+    """Your own rows (``data=FILE``), scored by your own function (``reward=``).
 
-    Cells are plain: numbers of NumPy and torch are Python's, a missing cell (NaN) is ``None``, and
-    whole numbers next to one are no floats. Rows of the environment have ``query`` (the user's
-    message, or the messages of a conversation that the model is to continue), ``answer`` (``None``
-    where the data has none) and ``row``, the row of the data, which a reward of
-    ``(response, row)`` gets.
+    Cells become plain Python values: numbers of NumPy and torch are converted, a missing cell (NaN)
+    is ``None``, and whole numbers in a column with missing cells stay integers. Rows of the
+    environment have ``query`` (the user's message, or the messages of a conversation that the model
+    is to continue), ``answer`` (``None`` if the data has none) and ``row``, the row of the data,
+    which is passed to a reward of ``(response, row)``.
 
     Args:
-        dataset: what :func:`~torchrl_llm.data.row_files.load_rows` takes.
+        dataset: the data, in any form that :func:`~torchrl_llm.data.row_files.load_rows` accepts.
         prompt: column with the user's message; if not given, the first of
             :data:`~torchrl_llm.data.column_names.PROMPTS` (``instruction`` together with
-            ``input``), or else of those with conversations. ``system`` (a text) and ``history``
-            (pairs of question and answer) stand before it.
-        answer: column with what the reward compares; the first of :data:`ANSWERS` if not given, and
-            none where there is none of them.
+            ``input``), or else the first column with conversations. ``system`` (a text) and
+            ``history`` (pairs of question and answer) come before it.
+        answer: column with which the reward compares; if not given, the first of :data:`ANSWERS`
+            that exists, or none.
         messages: column with the messages of a conversation, instead of ``prompt``; an answer of
-            the model at its end is left out, and is the ``answer`` where no column is named.
+            the model at its end is removed, and becomes the ``answer`` if no column is named.
         reward: see :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv`.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv`.
 
     Raises:
         ConfigError: ``prompt`` and ``messages`` are both given, or there is no reward.
-        DataError: a column that is not there, with those that are; no answers, and a reward that
-            compares with them.
+        DataError: a column does not exist (the message lists the existing ones), or the reward
+            compares with answers and there are none.
 
     Example:
         >>> rows = [{"question": "What is 3 + 4?", "answer": "7"}]
@@ -111,7 +111,7 @@ class RowsEnv(TaskEnv):
         return {"query": query, "answer": plain_value(answer), "row": plain}
 
     def make_reward(self) -> RewardParser:
-        """None: what is right is for whoever brings the data to say."""
+        """Raises: your own rows have no default reward."""
         raise ConfigError(
             "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
             "name of one (torchrl-llm list rewards), reward=exact for example"
@@ -121,18 +121,18 @@ class RowsEnv(TaskEnv):
 def check_rows(
     rows: Sequence[Mapping[str, Any]], reward: RewardParser | None, **named: str | None
 ) -> RowColumns:
-    """Look at rows before anything is made of them; those in memory are all looked at.
+    """Check rows before an environment is built; all rows in memory are checked.
 
     Args:
-        rows: of the data.
-        reward: that scores answers to them; ``None`` for none.
+        rows: the rows of the data.
+        reward: the reward that scores answers to them; ``None`` for none.
         named: arguments of :func:`choose_columns`.
 
     Returns:
         As :func:`choose_columns`.
 
     Raises:
-        DataError: a row without a prompt, or no answers and a reward that compares with them.
+        DataError: a row has no prompt, or the reward compares with answers and there are none.
     """
     columns = choose_columns(rows[0], **named)
     for number, row in enumerate(rows if isinstance(rows, list) else [rows[0]], 1):
@@ -150,7 +150,7 @@ def check_rows(
 def query_and_answer(
     row: Mapping[str, Any], columns: RowColumns
 ) -> tuple[str | list[dict[str, Any]], Any]:
-    """What a row asks, and what the reward compares with.
+    """Question of a row, and the answer with which the reward compares.
 
     Args:
         row: of the data.
@@ -168,13 +168,13 @@ def query_and_answer(
 
 
 def _said(message: Mapping[str, Any]) -> Any:
-    """The content of a message, one in parts as a text."""
+    """The content of a message; content in parts becomes one text."""
     content = message.get("content")
     return message_text({"content": content}) if isinstance(content, (list, tuple)) else content
 
 
 def _query(row: Mapping[str, Any], columns: RowColumns, where: str) -> str | list[dict[str, Any]]:
-    """What is asked: a text, or messages with one of the user's."""
+    """The question: a text, or messages with at least one of the user's."""
     try:
         query, fine = joined_prompt(row, columns.prompt, columns.before), False
     except DataError as error:
@@ -195,7 +195,7 @@ def _query(row: Mapping[str, Any], columns: RowColumns, where: str) -> str | lis
 def choose_columns(
     row: Mapping[str, Any], *, prompt: str | None, answer: str | None, messages: str | None
 ) -> RowColumns:
-    """The columns with the prompt (or the messages), with the answer, and with what is before.
+    """The columns with the prompt (or the messages), the answer, and the text before the prompt.
 
     Args:
         row: the first of the data.
@@ -205,11 +205,11 @@ def choose_columns(
 
     Raises:
         ConfigError: both ``prompt`` and ``messages``.
-        DataError: a column that is not there.
+        DataError: a column does not exist.
     """
     if prompt is not None and messages is not None:
         raise ConfigError(
-            f"data.prompt={prompt} and data.messages={messages} both say what is asked; name one"
+            f"data.prompt={prompt} and data.messages={messages} both name the question; give one"
         )
     check_named(row, prompt=prompt, messages=messages, answer=answer)
     talk = messages or first_column(row, MESSAGES)

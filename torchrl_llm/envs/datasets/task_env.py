@@ -1,7 +1,7 @@
 """Environments over datasets: :class:`DatasetChatEnv`, and :class:`TaskEnv` with a reward.
 
-A new task is a subclass of :class:`TaskEnv`: where its rows come from, what of a row is the
-``query`` and what the ``answer``, and which reward compares.
+A new task is a subclass of :class:`TaskEnv`. It defines where its rows come from, which parts of a
+row are the ``query`` and the ``answer``, and which reward compares them.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ def check_split(split: str) -> None:
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
 """``SYSTEM_PROMPT`` of the tasks here."""
-# What looks at what tools have said.
+# Transforms that read the results of tools.
 _AFTER_TOOLS = (AnswerGate, RewardParser, StepCounter)
 
 
 def tool_schemas(env: DatasetChatEnv) -> list[dict[str, Any]]:
-    """The tools of an environment that are called as the chat template writes calls.
+    """Schemas of an environment's tools whose calls the chat template writes.
 
     Args:
         env: the environment.
@@ -54,7 +54,7 @@ def tool_schemas(env: DatasetChatEnv) -> list[dict[str, Any]]:
 
 
 def insert_tools(env: DatasetChatEnv, tools: ToolTransform) -> DatasetChatEnv:
-    """Put tools in front of the reward and the limit of turns, or last where there is neither.
+    """Insert tools before the reward and the turn limit, or last if there is neither.
 
     Args:
         env: the environment.
@@ -66,13 +66,13 @@ def insert_tools(env: DatasetChatEnv, tools: ToolTransform) -> DatasetChatEnv:
 class TaskEnv(DatasetChatEnv):
     """A :class:`~torchrl_llm.envs.DatasetChatEnv` with a reward and a limit of turns.
 
-    A task writes ``DATASET`` (or :meth:`generate`, where it makes its rows itself), ``COLUMNS``,
-    ``SYSTEM_PROMPT``, ``REWARD`` (or :meth:`make_reward`, where the reward has arguments) and
-    :meth:`make_row`; one with tools or several turns also :meth:`make_tools`, ``MAX_STEPS`` and
-    ``MAX_AUXILIARY_TURNS``.
+    A task defines ``DATASET`` (or :meth:`generate`, if it generates its rows), ``COLUMNS``,
+    ``SYSTEM_PROMPT``, ``REWARD`` (or :meth:`make_reward`, if the reward has arguments) and
+    :meth:`make_row`; a task with tools or several turns also defines :meth:`make_tools`,
+    ``MAX_STEPS`` and ``MAX_AUXILIARY_TURNS``.
 
-    Tool transforms that are appended later are put in front of the reward and the limit, which both
-    look at what the tools have said of a turn.
+    Tool transforms that are appended later are inserted before the reward and the limit, because
+    both read the results of the tools.
 
     Args:
         dataset: the data; the task's own (``DATASET``) if neither this nor ``data_files`` is given.
@@ -82,17 +82,17 @@ class TaskEnv(DatasetChatEnv):
         split: split of the data; see the task.
         compute_reward: append the task's reward.
         reward: instead of the task's own: a function of ``(response, answer)`` or
-            ``(response, row)``, or anything else that
-            :func:`~torchrl_llm.rewards.as_reward` takes.
-        max_steps: turns after which an episode is cut, those that only called tools to think not
-            counted; ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
-        cut_penalty: what is taken off the reward of an answer that was cut at its limit of tokens,
+            ``(response, row)``, or anything else that :func:`~torchrl_llm.rewards.as_reward`
+            accepts.
+        max_steps: turns after which an episode is cut, without turns that only call tools to think;
+            ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
+        cut_penalty: amount subtracted from the reward of an answer that was cut at its token limit,
             see :class:`~torchrl_llm.envs.transforms.CutAnswers`.
         kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
-        ConfigError: when both ``dataset`` and ``data_files`` are given, what is no reward, or a
-            penalty that is negative.
+        ConfigError: both ``dataset`` and ``data_files`` are given, ``reward`` is not a reward, or
+            the penalty is negative.
         DataError: for data that is missing, malformed or lacks a column.
     """
 
@@ -102,11 +102,11 @@ class TaskEnv(DatasetChatEnv):
     MAX_STEPS: ClassVar[int | None] = 1
     MAX_AUXILIARY_TURNS: ClassVar[int] = 0
     settings: Mapping[str, Any] = MappingProxyType({})
-    """Further arguments of :meth:`generate`; a task that has some sets them before it begins."""
+    """Further arguments of :meth:`generate`; set before this class's ``__init__`` runs."""
     PROGRAM: ClassVar[str | None] = None
-    """The program that plays it, where no loop of ours can."""
+    """The program that plays the task, if the environment's loop cannot."""
     NEEDS_LARGER_MODEL: ClassVar[bool] = False
-    """Whether the model that ships with the package, which is tiny, cannot learn it."""
+    """Whether the tiny model that ships with the package cannot learn the task."""
 
     @checked
     def __init__(
@@ -150,7 +150,7 @@ class TaskEnv(DatasetChatEnv):
         max_steps: int | Literal["task"] | None = None,
         **kwargs: Any,
     ) -> TaskEnv:
-        """The task over rows that have its columns already; as in TorchRL without its reward.
+        """The task over rows that have its columns; without its reward by default, as in TorchRL.
 
         Args:
             dataloader: see :meth:`~torchrl_llm.envs.DatasetChatEnv.from_dataloader`.
@@ -164,7 +164,7 @@ class TaskEnv(DatasetChatEnv):
 
     @staticmethod
     def _dataset(dataset: Any, data_files: str | Path | list[str | Path] | None) -> Any:
-        """The data that is given, in either way; ``None`` if in neither."""
+        """The data from either argument; ``None`` if neither is given."""
         if data_files is None:
             return dataset
         if dataset is not None:
@@ -173,7 +173,7 @@ class TaskEnv(DatasetChatEnv):
         return [Path(file) for file in files]
 
     def limit_steps(self, max_steps: int | Literal["task"] | None) -> None:
-        """Cut episodes after so many steps.
+        """Cut episodes after a number of steps.
 
         Args:
             max_steps: as for the constructor.
@@ -184,7 +184,7 @@ class TaskEnv(DatasetChatEnv):
 
     @classmethod
     def max_turns(cls, max_steps: int | None = None) -> int | None:
-        """How often the model can be asked in an episode; ``None`` without a limit.
+        """Most turns of the model in an episode; ``None`` without a limit.
 
         Args:
             max_steps: limit of steps; the task's own if not given.
@@ -217,22 +217,22 @@ class TaskEnv(DatasetChatEnv):
 
     @property
     def tool_schemas(self) -> list[dict[str, Any]]:
-        """The tools that are called as the chat template writes calls, for a policy's ``tools``.
+        """Schemas of the tools whose calls the chat template writes, for a policy's ``tools``.
 
-        Those with a parser of their own are called in a form that no template describes.
+        Tools with their own parser are called in a form that no template describes.
         """
         return tool_schemas(self)
 
     @classmethod
     def default_dataset(cls, split: str | None, **settings: Any) -> Any:
-        """The task's own data: ``DATASET``, or rows that it makes itself (``train`` by default)."""
+        """The task's own data: ``DATASET``, or rows that it generates (``train`` by default)."""
         if cls.DATASET is None:
             return cls.generate("train" if split is None else split, **settings)
         return cls.DATASET
 
     @classmethod
     def generate(cls, split: str) -> GeneratedRows:
-        """Rows that the task makes itself; a subclass may have settings as further arguments.
+        """Rows that the task generates; a subclass may have settings as further arguments.
 
         Args:
             split: ``"train"`` or ``"test"``; no row is in both.

@@ -1,7 +1,7 @@
-"""Task made of an environment written for verifiers, which a Python that has it lists and plays.
+"""Task from an environment for verifiers, which a Python with that package lists and plays.
 
-Nothing of verifiers is imported here: :mod:`torchrl_llm.envs.libs.adapters.verifiers_program` does
-both, in a process of its own.
+This module does not import verifiers: :mod:`torchrl_llm.envs.libs.adapters.verifiers_program` lists
+and plays the tasks in a separate process.
 """
 
 from __future__ import annotations
@@ -30,24 +30,24 @@ _LIST_LIMIT_S = 600
 class VerifiersEnv(TaskEnv):
     """The tasks of an environment for verifiers, scored by its own rewards.
 
-    A program plays them (``agent=program agent.program=verifiers``), with all that the environment
-    has: tools, turns of a user, metrics. Rows have ``query`` (the prompt) and ``task`` (JSON of all
-    that the program needs).
+    A program plays them (``agent=program agent.program=verifiers``), with all features of the
+    environment: tools, turns of a user, metrics. Rows have ``query`` (the prompt) and ``task``
+    (JSON with everything that the program needs).
 
     Args:
-        id: of the environment, as verifiers finds it: the name of an installed package.
-        args: its configuration, as the keys below ``env`` are in verifiers' own files: ``taskset``,
-            or ``agent`` with ``max_turns``.
-        eval_args: that of the held-out tasks; if not given, the last tenth of the tasks is held
-            out.
-        num_rows: the first so many tasks; all if not given. An environment that makes tasks without
-            end needs it.
+        id: id of the environment in verifiers: the name of an installed package.
+        args: its configuration, with the keys below ``env`` in verifiers' files: ``taskset``, or
+            ``agent`` with ``max_turns``.
+        eval_args: configuration of the held-out tasks; if not given, the last tenth of the tasks is
+            held out.
+        num_rows: number of tasks to use, from the first on; all if not given. An environment with
+            endless tasks needs it.
         python: the Python that has verifiers and the environment; this one if not given.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
-        ConfigError: no environment is named, it cannot be loaded, or has too few tasks.
+        ConfigError: no environment is named, or it cannot be loaded or has too few tasks.
 
     Example:
         >>> VerifiersEnv(id="no-such-environment")  # doctest: +ELLIPSIS
@@ -101,7 +101,7 @@ class VerifiersEnv(TaskEnv):
         return GeneratedRows(lambda index: rows[index], count, offset=start if held_out else 0)
 
     def make_reward(self) -> RewardParser:
-        """Says that the reward comes from a program, where there is none."""
+        """A reward that raises: without a program there are no rewards."""
         return as_reward(_refuse)
 
 

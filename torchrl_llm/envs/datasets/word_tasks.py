@@ -1,4 +1,4 @@
-"""Tasks about the letters of words, made on the spot: counting letters, writing a text backwards.
+"""Generated tasks about the letters of words: counting letters, writing a text backwards.
 
 Problems are computed from their index, so that all conversations of a group are about the same
 problem and a run resumes exactly. The words are a few hundred short English nouns, every fifth of
@@ -29,8 +29,8 @@ class Tier(NamedTuple):
 
     Attributes:
         lengths: fewest and most letters of the text.
-        several: probability that more than one letter is asked for.
-        letters: fewest and most letters to count where several are.
+        several: probability that the question is about more than one letter.
+        letters: fewest and most letters to count in such a question.
     """
 
     lengths: tuple[int, int]
@@ -53,7 +53,7 @@ TIERS = (
 """Difficulty 1 to 10; up to 5 the text is made of words, from 6 on it is random letters."""
 
 _LAST_TIER_OF_WORDS = 5
-# With fewer words of a length, words run together.
+# With fewer words of one length, several words are joined.
 _FEWEST_WORDS = 20
 
 
@@ -62,7 +62,7 @@ class LetterProblem(NamedTuple):
 
     Attributes:
         text: lower-case letters without spaces.
-        counts: letter to count, in the order in which they are asked for.
+        counts: count of each letter, in the order of the question.
     """
 
     text: str
@@ -80,16 +80,16 @@ def letter_problem(
 ) -> LetterProblem:
     """A problem.
 
-    Letters are taken from the text with a probability between 0.3 and 0.9 that each problem draws,
-    and else from those that are not in it.
+    With a probability that each problem draws between 0.3 and 0.9, a letter is taken from the text,
+    otherwise from those that are not in it.
 
     Args:
-        rng: where the chance comes from.
+        rng: random generator.
         difficulty: 1 to 10.
-        words: what texts are made of up to difficulty 5; the words to train on if not given.
+        words: words of the texts up to difficulty 5; the training words if not given.
 
     Raises:
-        ConfigError: for another difficulty.
+        ConfigError: for an unknown difficulty.
 
     Example:
         >>> problem = letter_problem(random.Random(0))
@@ -132,7 +132,7 @@ def _pick(rng: random.Random, text: str, wanted: int) -> list[str]:
 
 
 def _problem_row(index: int, *, split: str, difficulty: int) -> Mapping[str, str]:
-    # A generator of the standard library takes a string and gives the same numbers everywhere.
+    # The standard library's generator accepts a string and gives the same numbers everywhere.
     rng = random.Random(f"letters {split} {difficulty} {index}")
     problem = letter_problem(rng, difficulty, word_list(split))
     return {"query": problem.question, "answer": json.dumps(problem.counts)}
@@ -145,21 +145,21 @@ def _checked_rows(make: Callable[[int], Mapping[str, str]], split: str) -> Gener
 
 @register("tasks", "letter_counting")
 class LetterCountingEnv(TaskEnv):
-    """Questions such as ``Count r in strawberry``, scored by the share of right counts.
+    """Questions such as ``Count r in strawberry``, scored by the share of correct counts.
 
     Rows have ``query`` and ``answer``, a JSON object of the letters and their counts. There are
-    100,000 problems to train on and 1,000 held out (``split="test"``), which have words and chance
-    of their own; no file and no network is needed.
+    100,000 problems to train on and 1,000 held out (``split="test"``), which have separate words
+    and random numbers; no file and no network is needed.
 
     Args:
         difficulty: 1 to 10, see ``TIERS``.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
-            :class:`~torchrl_llm.envs.DatasetChatEnv`. Data of your own has the columns ``query``
-            and ``answer``.
+            :class:`~torchrl_llm.envs.DatasetChatEnv`. Your own data has the columns ``query`` and
+            ``answer``.
 
     Raises:
-        ConfigError: for another difficulty or split, or a difficulty next to data of your own, on
-            which it would have no effect.
+        ConfigError: for an unknown difficulty or split, or a difficulty next to your own data,
+            where it would have no effect.
 
     Example:
         >>> td = LetterCountingEnv(shuffle=False).reset()
@@ -187,10 +187,10 @@ def reversal_problem(index: int, *, split: str = "train", max_words: int = 3) ->
     Args:
         index: number of the problem; the same one gives the same row everywhere.
         split: ``"train"`` or ``"test"``, which share no word.
-        max_words: at most so many words.
+        max_words: maximum number of words in the text.
 
     Raises:
-        ConfigError: for another split, or a text without words.
+        ConfigError: for an unknown split, or a text without words.
 
     Example:
         >>> reversal_problem(0)["answer"]
@@ -198,7 +198,7 @@ def reversal_problem(index: int, *, split: str = "train", max_words: int = 3) ->
     """
     if max_words < 1:
         raise ConfigError(f"max_words must be at least 1, got {max_words}")
-    # A generator of the standard library takes a string and gives the same numbers everywhere.
+    # The standard library's generator accepts a string and gives the same numbers everywhere.
     rng = random.Random(f"reversal {split} {max_words} {index}")
     text = " ".join(rng.choices(word_list(split), k=rng.randint(1, max_words)))
     query = f"Write this backwards, letter by letter: {text}\nSay <answer>...</answer>."
@@ -207,21 +207,21 @@ def reversal_problem(index: int, *, split: str = "train", max_words: int = 3) ->
 
 @register("tasks", "text_reversal")
 class TextReversalEnv(TaskEnv):
-    """Texts to be written backwards, scored by how much of the answer is right.
+    """Texts to be written backwards, scored by how much of the answer is correct.
 
     Rows have ``query`` and ``answer``, the text backwards. There are 100,000 problems to train on
-    and 1,000 held out (``split="test"``), which have words of their own; no file and no network is
+    and 1,000 held out (``split="test"``), which have separate words; no file and no network is
     needed.
 
     Args:
-        max_words: at most so many words in a text.
+        max_words: maximum number of words in a text.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
-            :class:`~torchrl_llm.envs.DatasetChatEnv`. Data of your own has the columns ``query``
-            and ``answer``.
+            :class:`~torchrl_llm.envs.DatasetChatEnv`. Your own data has the columns ``query`` and
+            ``answer``.
 
     Raises:
-        ConfigError: for another split or a text without words, or ``max_words`` next to data
-            of your own, on which it would have no effect.
+        ConfigError: for an unknown split or a text without words, or ``max_words`` next to your own
+            data, where it would have no effect.
 
     Example:
         >>> td = TextReversalEnv(shuffle=False, max_words=1).reset()
@@ -254,7 +254,7 @@ def word_list(split: str) -> tuple[str, ...]:
         split: ``"train"``, or ``"test"`` for those that are never trained on.
 
     Raises:
-        ConfigError: for another split.
+        ConfigError: for an unknown split.
 
     Example:
         >>> train, test = word_list("train"), word_list("test")

@@ -1,11 +1,12 @@
 """The rules of a game as functions of an immutable state: no model, no tensors, no batch.
 
-A :class:`Game` says how a state begins from a seed, which actions it allows and what each of them
-leads to. The same seed and the same actions lead to the same states always, opponents included, so
-a state that was written down (:meth:`Game.dump`) can be continued anywhere.
+A :class:`Game` defines the first state of a seed, the legal actions of a state, and their outcomes.
+The same seed and the same actions always lead to the same states, including the actions of
+opponents, so a saved state (:meth:`Game.dump`) can be continued anywhere.
 
-:func:`play` lets any function play. Next: :mod:`torchrl_llm.envs.games.game_env` makes an
-environment for language models of a game, :mod:`torchrl_llm.envs.games.tic_tac_toe` is one.
+:func:`play` lets any function play. Next: :mod:`torchrl_llm.envs.games.game_env` turns a game into
+an environment for language models, :mod:`torchrl_llm.envs.games.tic_tac_toe` is an example of a
+game.
 """
 
 from __future__ import annotations
@@ -31,15 +32,15 @@ class IllegalAction(TorchRLLLMError, ValueError):
 
 
 class Outcome(NamedTuple):
-    """What an action leads to.
+    """Outcome of an action.
 
     Attributes:
-        state: the state after it, and after what others did in answer.
-        observation: what the player is told.
+        state: the state after the action and the replies of others.
+        observation: the text for the player.
         reward: reward of this action.
         terminated: the game has ended by its rules.
         truncated: the game was cut, by a limit of moves for instance.
-        success: the player has done what the game asks for.
+        success: the player has reached the goal of the game.
     """
 
     state: Any
@@ -51,15 +52,15 @@ class Outcome(NamedTuple):
 
 
 class TableOutcome(NamedTuple):
-    """What the actions of a step lead to, at a table of several players or of one.
+    """Outcome of the actions of a step, for several players or one.
 
     Attributes:
         state: the state after it.
-        observations: what each player is told of the step, those who did not act included; empty
-            for who need not be told.
-        rewards: of each player in this step.
+        observations: the text for each player about the step, including players who did not act;
+            empty if a player needs no text.
+        rewards: reward of each player in this step.
         terminated: the game has ended by its rules.
-        success: players who have done what the game asks for.
+        success: players who have reached the goal of the game.
         truncated: the game was cut, by a limit of moves for instance.
     """
 
@@ -72,7 +73,7 @@ class TableOutcome(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """One turn of a game that was played: what was seen, what was done, what came of it."""
+    """One turn of a played game: observation, action and outcome."""
 
     observation: str
     action: str
@@ -80,21 +81,20 @@ class Turn(NamedTuple):
 
 
 class Rules(ABC, Generic[State]):
-    """What rules for one player and for several share: names, and states as text.
+    """Base of the rules for one player and for several: names, and states as text.
 
     Attributes:
         name: name of the game.
-        version: counted up when states of older versions can no longer be continued.
-        rules: the rules in a few sentences, for the player; they say nothing of forms of answers.
-        action_name: what an action is called, ``"move"``; one word.
-        action_help: how an action is written, for the player.
+        version: increased when states of older versions can no longer be continued.
+        rules: the rules in a few sentences, for the player, without the form of an answer.
+        action_name: one word for an action, such as ``"move"``.
+        action_help: how the player writes an action.
         state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
             and tuples of these.
         players: names of the players.
-        invalid_reward: reward of a turn without a legal action. Until the turns run out, or the
-            game is given up, it must add up to no more than the worst end: answering nonsense
-            must not pay.
-        forfeit_reward: reward of such a turn where it ends the game: the worst end there is.
+        invalid_reward: reward of a turn without a legal action. Its sum until the turns run out, or
+            the game is abandoned, must not exceed the worst end: nonsense must not pay.
+        forfeit_reward: reward of such a turn if it ends the game: the reward of the worst end.
     """
 
     name: ClassVar[str]
@@ -117,14 +117,14 @@ class Rules(ABC, Generic[State]):
 
     @abstractmethod
     def active(self, state: State) -> tuple[str, ...]:
-        """The players who must act now, in the order of ``players``; none where it is over."""
+        """The players who must act now, in the order of ``players``; none if the game is over."""
 
     @abstractmethod
     def seat(self, player: str) -> Any:
-        """The game as one of its players sees it: what it has of a state needs no name.
+        """The game from the view of one player: its methods do not need the player's name.
 
         Args:
-            player: which.
+            player: name of the player.
 
         Raises:
             ConfigError: there is no such player.
@@ -132,7 +132,7 @@ class Rules(ABC, Generic[State]):
 
     @abstractmethod
     def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
-        """The outcome of an action of each active player that its seat has checked.
+        """The outcome of one action per active player; the seats have checked the actions.
 
         Args:
             state: a state in which the game is not over.
@@ -146,7 +146,7 @@ class Rules(ABC, Generic[State]):
     def dump(self, state: State) -> str:
         """A state as text, with the name and version of its game."""
         text = {"game": self.name, "version": self.version}
-        # asdict takes as long as all of the rest: it looks for states within the state.
+        # asdict would take as long as everything else: it searches for states within the state.
         for field in fields(state):  # type: ignore[arg-type]
             text[field.name] = getattr(state, field.name)
         return json.dumps(text)
@@ -155,7 +155,7 @@ class Rules(ABC, Generic[State]):
         """Read a state that :meth:`dump` wrote.
 
         Raises:
-            DataError: the text is no state, or one of another game or version.
+            DataError: the text is not a state, or a state of a different game or version.
         """
         try:
             values = json.loads(text)
@@ -176,7 +176,7 @@ class Rules(ABC, Generic[State]):
 class Game(Rules[State]):
     """The rules of a game for one player; opponents are a part of it.
 
-    It is a table of one: the game itself is its only seat.
+    It is a table with one seat: the game itself.
     """
 
     players = ("player",)
@@ -184,7 +184,7 @@ class Game(Rules[State]):
     forfeit_reward: ClassVar[float] = -0.1
 
     def active(self, state: State) -> tuple[str, ...]:
-        """The player; a game of one says in its outcomes that it is over."""
+        """The player; the outcomes of a game for one player report its end."""
         return self.players
 
     def seat(self, player: str) -> Game[State]:
@@ -194,7 +194,7 @@ class Game(Rules[State]):
     def play_step(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
         """See ``Rules.play_step``."""
         [(player, action)] = actions.items()
-        # A step of one's own is honoured; the usual one would check the action once more.
+        # An overridden ``step`` is called; the default one would check the action again.
         usual = getattr(self.step, "__func__", None) is Game.step
         outcome = (self._apply if usual else self.step)(state, action)
         return TableOutcome(
@@ -208,15 +208,15 @@ class Game(Rules[State]):
 
     @abstractmethod
     def observe(self, state: State) -> str:
-        """What the player is told before acting."""
+        """Observation of the player before acting."""
 
     @abstractmethod
     def legal_actions(self, state: State) -> tuple[str, ...]:
-        """The actions that the rules allow; none where the game is over."""
+        """The actions that the rules allow; none if the game is over."""
 
     @abstractmethod
     def best_actions(self, state: State) -> tuple[str, ...]:
-        """The legal actions that no other is better than; none where the game is over."""
+        """The best legal actions, all equally good; none if the game is over."""
 
     @abstractmethod
     def _apply(self, state: State, action: str) -> Outcome:
@@ -253,7 +253,7 @@ class Game(Rules[State]):
             action: what the player does.
 
         Returns:
-            What it leads to; ``state`` itself is unchanged.
+            The outcome; ``state`` itself is unchanged.
 
         Raises:
             IllegalAction: the rules do not allow it; nothing has happened.
@@ -299,20 +299,20 @@ def play(
 
 
 def random_player(seed: int) -> Player:
-    """A player that does anything legal.
+    """A player that chooses any legal action.
 
     Args:
-        seed: of its choices.
+        seed: seed of its choices.
     """
     generator = random.Random(seed)
     return lambda game, state: generator.choice(game.legal_actions(state))
 
 
 def expert(seed: int) -> Player:
-    """A player that does the best there is, any one of several.
+    """A player that chooses a best action, any one of several.
 
     Args:
-        seed: of its choices between actions that are equally good.
+        seed: seed of its choices between equally good actions.
     """
     generator = random.Random(seed)
     return lambda game, state: generator.choice(game.best_actions(state))

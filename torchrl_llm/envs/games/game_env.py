@@ -2,8 +2,8 @@
 
 The rules are a :class:`~torchrl_llm.envs.games.Game` or a
 :class:`~torchrl_llm.envs.games.TableGame`. A seat is a row that a policy answers, or a scripted
-player, who acts within the environment and has no row; a game for one player is a table of one.
-:class:`TableSteps` plays the answers. It holds no state: the state of each row is in the
+player, who acts within the environment and has no row; a game for one player is a table with one
+seat. :class:`TableSteps` plays the answers. It holds no state: the state of each row is in the
 tensordict, as text.
 """
 
@@ -43,7 +43,7 @@ STATE_KEY = "game_state"
 SEED_KEY = "game_seed"
 COMMITTED_KEY = "game_committed"
 SCRIPTED = {"random": "legal_actions", "best": "best_actions"}
-"""Scripted players by name, and which actions they choose from; the seed of the game decides."""
+"""Names of scripted players, and the actions from which they choose by the seed of the game."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,9 +52,9 @@ class Played(Reaction):
 
     Args:
         state: the state.
-        action: what was done, empty for nothing.
+        action: the action, empty for none.
         legal: the rules allow it.
-        committed: an action that waits for those of others.
+        committed: an action that waits for the actions of others.
     """
 
     state: str
@@ -64,7 +64,7 @@ class Played(Reaction):
 
 
 class _Progress(NamedTuple):
-    """How far a game has gone by itself: until a player with a row must act, or to its end."""
+    """A game after its scripted moves: a player with a row must act, or the game is over."""
 
     state: Any
     told: dict[str, str]
@@ -81,12 +81,12 @@ class TableSteps(PlayersTransform):
     In addition to what every :class:`~torchrl_llm.envs.players.PlayersTransform` writes:
 
     - ``"game_state"``, the state after the step, as text, the same in all rows of an episode;
-    - ``"game_action"``, the action of the row's player in this step, empty where there was none,
-      and ``"game_legal"``, bool ``[B]``;
-    - ``"game_committed"``, an action that waits for those of others who act in the same step.
+    - ``"game_action"``, the action of the row's player in this step, empty if there was none, and
+      ``"game_legal"``, bool ``[B]``;
+    - ``"game_committed"``, an action that waits for the actions of others in the same step.
 
-    A turn without a legal action does not move the game: it costs ``invalid_reward``, the player is
-    told what is wrong and must act again; the actions of the others wait. With
+    A turn without a legal action does not change the game: its reward is ``invalid_reward``, the
+    player reads the reason and must act again; the actions of the others wait. With
     ``stop_on_invalid`` it ends the game instead.
 
     Args:
@@ -97,12 +97,12 @@ class TableSteps(PlayersTransform):
         rewards: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
         invalid_reward: reward of a turn without a legal action.
         stop_on_invalid: let such a turn end the game; the others get nothing for it.
-        accept_cut: read answers that were cut at their limit of tokens like others.
+        accept_cut: also read answers that were cut at their token limit.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         worker_id: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
 
     Raises:
-        ConfigError: an unknown seat, nobody left to play, no player in a seat, or an
+        ConfigError: an unknown seat, no seat left for a policy, an invalid player in a seat, or an
             ``invalid_reward`` that is not finite.
     """
 
@@ -148,7 +148,7 @@ class TableSteps(PlayersTransform):
         return Opening(seen, columns)
 
     def _advance(self, state: Any, waiting: Mapping[str, str], seed: str) -> _Progress:
-        """Go on while all who must act have an action that waits, or are scripted."""
+        """Continue while every player who must act has a waiting action or is scripted."""
         everyone = self.game.players
         told, rewards = dict.fromkeys(everyone, ""), dict.fromkeys(everyone, 0.0)
         success: frozenset[str] = frozenset()
@@ -233,7 +233,7 @@ class TableSteps(PlayersTransform):
     def _read(
         self, state: Any, player: str, turn: ModelTurn, waiting: dict[str, str]
     ) -> dict[str, Any]:
-        """Fields of what a turn alone comes to; a legal action joins those that wait."""
+        """Fields of the reaction to a single turn; a legal action is added to the waiting ones."""
         action, for_form = "", 0.0
         try:
             action, for_form = self.parser.read(self.answer(turn))
@@ -286,7 +286,7 @@ class TableSteps(PlayersTransform):
 
 
 def _checked(outcome: TableOutcome) -> TableOutcome:
-    """The outcome with rewards that are numbers; raises what is told of others, and of no flags."""
+    """Outcome with numeric rewards; raises for other rewards, and for flags that are no bools."""
     return TableOutcome(
         outcome.state,
         outcome.observations,
@@ -298,7 +298,7 @@ def _checked(outcome: TableOutcome) -> TableOutcome:
 
 
 def _write_turn(td: TensorDictBase, actions: Sequence[str], legal: Sequence[bool]) -> None:
-    """Write what was done in a step, and whether the rules allow it."""
+    """Write the actions of a step, and whether the rules allow them."""
     td.set("game_action", Column.of(actions))
     td.set("game_legal", torch.tensor(legal, device=td.device))
 
@@ -323,25 +323,25 @@ class GameEnv(MultiAgentChatEnv):
     with a system prompt of the rules and the form of an answer. The observation is the user's
     message, and the model answers with an action. See :class:`TableSteps` for the columns, and
     :class:`~torchrl_llm.envs.players.PlayersTransform` for the rewards and ends of several players.
-    All repeats of a row play the same game, and their opponents answer the same actions alike.
+    All repeats of a row play the same game, and their opponents reply to equal actions equally.
 
     Three things end an episode: the rules (``terminated``), a limit of the game itself
     (``truncated`` with the reason ``ENV``), and ``max_steps`` turns (reason ``MAX_STEPS``). A turn
-    without a legal action counts as a turn, though the game does not move.
+    without a legal action counts as a turn, although the game does not change.
 
     Args:
         game: the rules: a :class:`~torchrl_llm.envs.games.Game` or a
-            :class:`~torchrl_llm.envs.games.TableGame`; made of ``WORLD`` if not given.
+            :class:`~torchrl_llm.envs.games.TableGame`; created from ``WORLD`` if not given.
         seats: see :class:`TableSteps`.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
-        actions: how an answer says its action: ``"tag"``, ``"bare"``, ``"boxed"``, ``"call"``, or a
-            parser. With ``"call"`` in history mode pass ``env.tool_schemas`` to the policy as
+        actions: how an answer writes its action: ``"tag"``, ``"bare"``, ``"boxed"``, ``"call"``, or
+            a parser. With ``"call"`` in history mode pass ``env.tool_schemas`` to the policy as
             ``tools``.
-        invalid_reward: reward of a turn without a legal action; the game's own if not given, which
-            is the reward of the worst end where such a turn ends the game.
+        invalid_reward: reward of a turn without a legal action; if not given, the game's
+            ``invalid_reward``, or its ``forfeit_reward`` if such a turn ends the game.
         stop_on_invalid: let such a turn end the game; the others get nothing for it.
         accept_cut: also read answers that were cut at their token limit.
-        dataset: rows with a ``seed``; those of ``split`` if neither this nor ``data_files`` is
+        dataset: rows with a ``seed``; the rows of ``split`` if neither this nor ``data_files`` is
             given.
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
@@ -376,7 +376,7 @@ class GameEnv(MultiAgentChatEnv):
 
     MAX_STEPS: ClassVar[int | None] = 64
     PLAYERS: ClassVar[tuple[str, ...]] = ()
-    """The players of a game of several; a class with ``WORLD`` need not name them."""
+    """The players of a game for several; a class with ``WORLD`` does not need to name them."""
 
     def __init__(
         self,

@@ -25,9 +25,9 @@ class KeyDoorState:
     """Where everything is; cells are (row, column), counted from the top left.
 
     Args:
-        maze: one string a row, ``#`` for a wall and ``.`` for floor.
+        maze: one string per row, ``#`` for a wall and ``.`` for floor.
         player: where the player stands.
-        key: where the key lies, or lay.
+        key: where the key is, or was before the player took it.
         door: where the door is.
         has_key: whether the player has the key.
         moves_left: actions until the game is cut.
@@ -115,7 +115,7 @@ class KeyDoor(Game[KeyDoorState]):
         return "\n".join(["".join(row) for row in rows] + [" ".join(told)])
 
     def legal_actions(self, state: KeyDoorState) -> tuple[str, ...]:
-        """Ways that no wall bars; ``take`` on the key; ``open`` at the door with the key."""
+        """Directions without a wall; ``take`` on the key; ``open`` at the door with the key."""
         if state.is_open or state.moves_left < 1:
             return ()
         actions = [name for name, _ in _ways(state.maze, state.player)]
@@ -177,7 +177,7 @@ def _distances(maze: tuple[str, ...], target: Cell) -> dict[Cell, int]:
 
 
 def _distance(state: KeyDoorState) -> int | None:
-    """Actions of a shortest solution; ``None`` where there is none."""
+    """Actions of a shortest solution; ``None`` if there is none."""
     to_door = _distances(state.maze, state.door)
     if state.has_key:
         steps = to_door.get(state.player)

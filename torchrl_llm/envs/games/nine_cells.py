@@ -10,7 +10,7 @@ EMPTY = "." * 9
 
 @cache
 def winner(board: str) -> str | None:
-    """The mark that has three in a row; ``None`` where none has."""
+    """The mark that has three in a row; ``None`` if neither has."""
     for a, b, c in _LINES:
         if board[a] != "." and board[a] == board[b] == board[c]:
             return board[a]
@@ -23,7 +23,7 @@ def free_cells(board: str) -> list[int]:
 
 
 def is_over(board: str) -> bool:
-    """Whether somebody has won, or no cell is free."""
+    """Whether a player has won, or no cell is free."""
     return winner(board) is not None or "." not in board
 
 
@@ -39,7 +39,7 @@ def other_mark(mark: str) -> str:
 
 @cache
 def _value(board: str, mark: str) -> int:
-    """What perfect play gives ``mark``, whose turn it is: 1 wins, 0 draws, -1 loses."""
+    """Value of perfect play for ``mark``, whose turn it is: 1 wins, 0 draws, -1 loses."""
     if is_over(board):
         return 0 if winner(board) is None else -1
     return max(-_value(put(board, cell, mark), other_mark(mark)) for cell in free_cells(board))

@@ -22,7 +22,7 @@ class DilemmaState:
     """The rounds so far.
 
     Args:
-        rounds: two letters a round, ``C`` or ``D``, in the order of the players.
+        rounds: two letters per round, ``C`` or ``D``, in the order of the players.
     """
 
     rounds: tuple[str, ...] = ()
@@ -31,9 +31,9 @@ class DilemmaState:
 class PrisonersDilemma(TableGame[DilemmaState]):
     """Both players cooperate or defect, at once, for a number of rounds that they know.
 
-    The payoffs of a round are Axelrod's (1984): 3 each where both cooperate, 1 each where both
-    defect, otherwise 5 to who defects and 0 to who cooperates. The best action is the best one
-    against any fixed action of the other, in a single round: to defect.
+    The payoffs of a round are Axelrod's (1984): 3 each if both cooperate, 1 each if both defect,
+    otherwise 5 for the player who defects and 0 for the one who cooperates. The best action is the
+    best one against any fixed action of the other, in a single round: to defect.
 
     Args:
         num_rounds: rounds of a game, at least 1.
@@ -69,7 +69,7 @@ class PrisonersDilemma(TableGame[DilemmaState]):
         )
 
     def reset(self, seed: int) -> DilemmaState:
-        """No round was played, whatever the seed."""
+        """The state before the first round, whatever the seed."""
         return DilemmaState()
 
     def active(self, state: DilemmaState) -> tuple[str, ...]:
@@ -81,7 +81,7 @@ class PrisonersDilemma(TableGame[DilemmaState]):
         return f"Round {len(state.rounds) + 1} of {self.num_rounds}. Decide."
 
     def legal_actions(self, state: DilemmaState, player: str) -> tuple[str, ...]:
-        """Both, while the game goes on."""
+        """Both, until the game is over."""
         return tuple(_LETTER) if self.active(state) else ()
 
     def best_actions(self, state: DilemmaState, player: str) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """The rules of a game for several players as functions of an immutable state.
 
-A :class:`TableGame` says who must act in a state, one player, some or all at once, what each may
-do, and what their actions lead to: what each is told, and the reward of each. :func:`play_table`
+A :class:`TableGame` defines who must act in a state (one player, some, or all at once), what each
+may do, and the outcome of their actions: the observation and the reward of each. :func:`play_table`
 lets scripted players play it.
 
 Next: :mod:`torchrl_llm.envs.games.tic_tac_toe_for_two` takes turns,
@@ -34,15 +34,15 @@ class TableGame(Rules[State]):
 
     @abstractmethod
     def observe(self, state: State, player: str) -> str:
-        """What a player is told before acting."""
+        """Observation of a player before acting."""
 
     @abstractmethod
     def legal_actions(self, state: State, player: str) -> tuple[str, ...]:
-        """The actions that the rules allow a player; none where it is not the player's turn."""
+        """The actions that the rules allow a player; none if it is not the player's turn."""
 
     @abstractmethod
     def best_actions(self, state: State, player: str) -> tuple[str, ...]:
-        """The legal actions of a player that no other is better than."""
+        """The best legal actions of a player, all equally good."""
 
     @abstractmethod
     def _apply(self, state: State, actions: Mapping[str, str]) -> TableOutcome:
@@ -63,7 +63,8 @@ class TableGame(Rules[State]):
 
         Raises:
             ConfigError: there is no such player.
-            IllegalAction: the rules do not allow it, it is another's turn, or the game is over.
+            IllegalAction: the rules do not allow it, it is a different player's turn, or the game
+                is over.
         """
         if player not in self.players:
             raise ConfigError(f"{self.name!r} has the players {list(self.players)}, got {player!r}")
@@ -82,14 +83,14 @@ class TableGame(Rules[State]):
 
         Args:
             state: a state in which the game is not over.
-            actions: an action of each active player, and of no other.
+            actions: one action for each active player, and for no other player.
 
         Returns:
-            What they lead to; ``state`` itself is unchanged.
+            The outcome; ``state`` itself is unchanged.
 
         Raises:
             ConfigError: there is no such player.
-            IllegalAction: as of :meth:`check`, or an active player does not act; nothing has
+            IllegalAction: as in :meth:`check`, or an active player does not act; nothing has
                 happened.
         """
         checked = {player: self.check(state, player, each) for player, each in actions.items()}
@@ -109,11 +110,11 @@ class TableGame(Rules[State]):
 
 
 class Seat(NamedTuple):
-    """A game as one of its players sees it.
+    """A game from the view of one player.
 
     Attributes:
         game: the rules.
-        player: who sits here.
+        player: the player in this seat.
     """
 
     game: TableGame
@@ -137,7 +138,7 @@ class Seat(NamedTuple):
 
 
 class TableStep(NamedTuple):
-    """A step of a game that was played: who did what, and what came of it."""
+    """A step of a played game: the actions and their outcome."""
 
     actions: Mapping[str, str]
     outcome: TableOutcome
@@ -163,7 +164,7 @@ def play_table(
         The steps; the last one's outcome says how it ended.
 
     Raises:
-        ConfigError: a seat is empty, or there is none of that name.
+        ConfigError: a seat has no player, or no seat has that name.
         IllegalAction: a player does something that the rules do not allow.
 
     Example:

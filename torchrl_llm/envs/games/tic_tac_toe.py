@@ -31,7 +31,7 @@ class TicTacToeState:
     Args:
         board: nine characters row by row: ``X``, ``O``, or ``.`` for a free cell.
         player: the mark of the player, ``X`` or ``O``; ``X`` begins.
-        seed: what the opponent's choices follow from, together with the board.
+        seed: determines the opponent's choices, together with the board.
     """
 
     board: str
@@ -42,8 +42,8 @@ class TicTacToeState:
 class TicTacToe(Game[TicTacToeState]):
     """Three in a row on nine cells, numbered 1 to 9 from the top left.
 
-    A win is worth 1, a draw 0, a loss -1. Against a perfect opponent a draw is a success, for there
-    is nothing better; against a random one only a win is.
+    A win is worth 1, a draw 0, a loss -1. Against a perfect opponent a draw is a success, because
+    no better result is possible; against a random one only a win is.
 
     Args:
         opponent: ``"random"`` plays any free cell, ``"minimax"`` any of the best ones; which one
@@ -51,7 +51,7 @@ class TicTacToe(Game[TicTacToeState]):
         player: the player's mark, ``"X"`` (begins) or ``"O"``; by default it follows from the seed.
 
     Raises:
-        ConfigError: for another opponent or mark.
+        ConfigError: for an unknown opponent or mark.
 
     Example:
         >>> game = TicTacToe(player="X")
@@ -63,7 +63,8 @@ class TicTacToe(Game[TicTacToeState]):
     name = "tic_tac_toe"
     action_name = "move"
     action_help = "the number of a free cell"
-    # At most four legal moves do not end the game; as many of the eight turns are less than a loss.
+    # At most four legal moves do not end the game; the other four of eight turns sum to less than a
+    # loss.
     invalid_reward = -0.3
     forfeit_reward = -1.0
     state_type: ClassVar[type] = TicTacToeState
@@ -102,7 +103,7 @@ class TicTacToe(Game[TicTacToeState]):
         return tuple(str(cell + 1) for cell in best_cells(state.board, state.player))
 
     def explain(self, state: TicTacToeState, action: str) -> str:
-        """Whether a cell is taken, or there is none of that name."""
+        """Whether a cell is taken or does not exist."""
         free = ", ".join(self.legal_actions(state))
         if action in tuple("123456789"):
             return f"Cell {action} is taken. Free cells: {free}."

@@ -43,8 +43,8 @@ class TicTacToeForTwo(TableGame[BoardState]):
     rewards of a game add up to 0.
 
     Args:
-        random_plies: most moves that are made at random before a game begins; how many, and which,
-            follows from the seed. Players who only ever meet each other see other boards so.
+        random_plies: most random moves before a game begins; their number and the moves follow from
+            the seed. So players who only play each other see different boards.
 
     Raises:
         ConfigError: a number that is negative or above 4, where a game could be won.
@@ -65,7 +65,7 @@ class TicTacToeForTwo(TableGame[BoardState]):
 
     @checked
     def __init__(self, *, random_plies: Annotated[int, In("[0, 4]")] = 0) -> None:
-        # Of the fifth move on, a game may be over.
+        # From the fifth move on, a game may be over.
         self.random_plies = random_plies
 
     def reset(self, seed: int) -> BoardState:
@@ -76,7 +76,7 @@ class TicTacToeForTwo(TableGame[BoardState]):
         return BoardState(board)
 
     def active(self, state: BoardState) -> tuple[str, ...]:
-        """Whose turn it is."""
+        """The player whose turn it is."""
         return () if is_over(state.board) else (_mover(state.board),)
 
     def observe(self, state: BoardState, player: str) -> str:

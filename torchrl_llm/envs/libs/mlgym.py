@@ -1,8 +1,8 @@
 """MLGym: machine-learning research tasks in a container, worked on with shell commands.
 
-The package is that of github.com/facebookresearch/MLGym (arXiv:2502.14499); the project of the same
-name on PyPI is another one. An environment of it is driven through the methods that it gives its
-own agents: ``reset_container``, ``communicate``, ``add_commands`` and ``step``.
+The package is github.com/facebookresearch/MLGym (arXiv:2502.14499); the project of the same name on
+PyPI is a different one. Its environments are driven through the methods for its own agents:
+``reset_container``, ``communicate``, ``add_commands`` and ``step``.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class CommandAction(ActionParser):
 
 
 class MLGymSession(Session):
-    """One environment of MLGym, and the conversation that its agent's configuration asks for.
+    """One environment of MLGym, and the conversation that its agent's configuration defines.
 
     The first messages are the system template and the task template; each further one is the output
-    of a command in the template for a next step. The reward of an evaluation is its score less that
-    of the baseline.
+    of a command in the template for a next step. The reward of an evaluation is its score minus the
+    baseline's score.
 
     Args:
-        make: name of a task (``None`` for the only one) to an environment and its agent's
-            configuration.
+        make: function from the name of a task (``None`` for the only one) to an environment and its
+            agent's configuration.
     """
 
     def __init__(self, make: Callable[[str | None], tuple[Any, Any]]) -> None:
@@ -111,7 +111,7 @@ class MLGymSession(Session):
                 env.close()
 
     def _set_up(self) -> None:
-        """Variables, the command that tells the state, and the commands of the tools."""
+        """Set up variables, the state command, and the commands of the tools."""
         env, config = self.env, self.config
         variables = [f"{name}={value}" for name, value in config.env_variables.items()]
         output = env.communicate("\n".join([config.state_command.code, *variables]))
@@ -139,8 +139,8 @@ class MLGymSession(Session):
 class MLGymWrapper(SessionEnv):
     """Conversations with one environment of MLGym, batch size 1.
 
-    An answer is a thought and a command in a fenced block. What its agent's configuration calls
-    for is written as in MLGym's own agents; rewards are those of ``MLGymSession``.
+    An answer is a thought and a command in a fenced block. Messages follow its agent's
+    configuration as in MLGym's own agents; rewards are those of ``MLGymSession``.
 
     Args:
         env: the environment (``gymnasium.make("mlgym/...").unwrapped``).
@@ -257,19 +257,19 @@ def _mlgym(part: str = "") -> Any:
         return require(name, extra="mlgym", feature="make_mlgym")
     except ImportError as error:
         raise MissingExtraError(
-            "make_mlgym needs MLGym, of which this Python has no part "
+            "make_mlgym needs MLGym, and this Python has no module "
             f"{name!r}: pip install git+https://github.com/facebookresearch/MLGym (the package "
-            "'mlgym' on PyPI is another project)"
+            "'mlgym' on PyPI is a different project)"
         ) from error
 
 
 @contextmanager
 def _package_folder() -> Iterator[None]:
-    """MLGym looks for its files from the folder that its package is in."""
+    """MLGym looks up its files relative to the folder of its package."""
     try:
         places = list(_mlgym().__path__)
     except (MissingExtraError, AttributeError):
-        places = []  # an environment that was given brings its own
+        places = []  # a given environment may bring its own
     with _WORKING_FOLDER:
         before = os.getcwd()
         try:
@@ -281,7 +281,7 @@ def _package_folder() -> Iterator[None]:
 
 
 def _command(path: Path) -> dict[str, str]:
-    """How a file of commands gets into the container: sourced, as a script, or as it is."""
+    """How to put a file of commands into the container: sourced, as a script, or unchanged."""
     contents = path.read_text()
     if contents.lstrip().startswith("#!"):
         return {"contents": contents, "name": path.stem, "type": "script"}
@@ -291,12 +291,12 @@ def _command(path: Path) -> dict[str, str]:
         return {"contents": contents, "name": path.name, "type": "source_file"}
     raise ConfigError(
         f"{path} is no shell file, does not begin with #!, and its name with no underscore; so it "
-        "is not known how it is to be used"
+        "is unclear how to use it"
     )
 
 
 def _improvement(text: str) -> float | None:
-    """Score of an evaluation less that of the baseline; ``None`` where nothing was evaluated."""
+    """Score of an evaluation minus the baseline's score; ``None`` if nothing was evaluated."""
     found = [re.findall(_SCORE.format(kind), text) for kind in ("Evaluation", "Baseline")]
     try:
         numbers = [float(matches[-1]) if matches else None for matches in found]

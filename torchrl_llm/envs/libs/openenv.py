@@ -1,8 +1,8 @@
 """Environments behind an OpenEnv server, over the WebSocket sessions of its protocol (0.3).
 
-A server runs one environment for each connection; nothing of it is imported or run here. The
-messages are JSON: ``reset``, ``step``, ``state`` and ``close`` one way, ``observation``, ``state``
-and ``error`` the other.
+A server runs one environment for each connection; its code is not imported or run here. The
+messages are JSON: requests are ``reset``, ``step``, ``state`` and ``close``, replies are
+``observation``, ``state`` and ``error``.
 
 OpenEnv's own tools start a server.
 """
@@ -29,10 +29,10 @@ _MAX_MESSAGE = 100 * 2**20
 class OpenEnvClient:
     """One session of a server.
 
-    Connects at the first message. Not for several threads at a time.
+    Connects at the first message. Not thread-safe.
 
     Args:
-        url: of the server, ``http://host:port``; a path before ``/ws`` may follow.
+        url: URL of the server, ``http://host:port``; a path before ``/ws`` may follow.
         connect_timeout_s: seconds to connect.
         message_timeout_s: seconds to wait for a reply.
 
@@ -40,7 +40,7 @@ class OpenEnvClient:
         MissingExtraError: without the package ``websockets``, at the first message.
         WorkerError: the server cannot be reached, is gone, or does not answer in time.
         ResourceError: the server allows no further session.
-        ActionError: the server does not take an action; nothing has happened.
+        ActionError: the server does not accept an action; nothing has happened.
         BackendError: the environment has failed.
     """
 
@@ -48,7 +48,7 @@ class OpenEnvClient:
         self, url: str, *, connect_timeout_s: float = 10.0, message_timeout_s: float = 60.0
     ) -> None:
         self.url = _address(url, "ws", "/ws")
-        self.place = masked(self.url)  # as errors name it
+        self.place = masked(self.url)  # as in error messages
         self.connect_timeout_s = connect_timeout_s
         self.message_timeout_s = message_timeout_s
         self._socket: Any = None
@@ -57,7 +57,7 @@ class OpenEnvClient:
         """Begin an episode.
 
         Args:
-            options: what the environment's reset takes, ``seed`` for one.
+            options: arguments of the environment's reset, such as ``seed``.
 
         Returns:
             ``observation`` (a dict), ``reward`` and ``done``.
@@ -68,7 +68,7 @@ class OpenEnvClient:
         """Act.
 
         Args:
-            action: by the schema of the server's actions.
+            action: an action in the server's schema.
 
         Returns:
             ``observation`` (a dict), ``reward`` and ``done``.
@@ -76,11 +76,11 @@ class OpenEnvClient:
         return self._ask("step", dict(action), "observation")
 
     def state(self) -> dict[str, Any]:
-        """What the server tells of the episode: ``episode_id``, ``step_count`` and more."""
+        """State of the episode on the server: ``episode_id``, ``step_count`` and more."""
         return self._ask("state", None, "state")
 
     def close(self) -> None:
-        """End the session; the next message would begin another."""
+        """End the session; the next message would begin a new one."""
         socket, self._socket = self._socket, None
         if socket is None:
             return
@@ -110,7 +110,7 @@ class OpenEnvClient:
         message = {"type": kind} if data is None else {"type": kind, "data": dict(data)}
         socket = self._connected()
         try:
-            # A server without room says so and hangs up, perhaps before it is asked.
+            # A full server reports it and closes the connection, perhaps before the first request.
             with suppress(Exception):
                 socket.send(json.dumps(message))
             answer = json.loads(socket.recv(timeout=self.message_timeout_s))
@@ -119,10 +119,10 @@ class OpenEnvClient:
             raise WorkerError(
                 f"{self.place} did not answer {kind!r} within {self.message_timeout_s} s"
             ) from error
-        except Exception as error:  # the connection is gone, or what came is no JSON
+        except Exception as error:  # the connection is gone, or the reply is no JSON
             self.close()
             raise WorkerError(
-                f"{self.place} is gone or speaks no OpenEnv: {_said(error)}"
+                f"{self.place} is gone or does not speak OpenEnv: {_said(error)}"
             ) from error
         return self._read(answer, kind, reply)
 
@@ -192,7 +192,7 @@ def observation_text(observation: Mapping[str, Any]) -> str:
     """An observation as text: its one string, or all of it as JSON.
 
     Args:
-        observation: as the server gives it.
+        observation: as the server returns it.
 
     Example:
         >>> observation_text({"echoed": "Hi"}), observation_text({"x": 1, "y": 2})
@@ -206,19 +206,20 @@ def observation_text(observation: Mapping[str, Any]) -> str:
 
 
 class OpenEnvEnv(SessionEnv):
-    """Conversations with the environment of an OpenEnv server, one session a row.
+    """Conversations with the environment of an OpenEnv server, one session per row.
 
-    Rewards and ends are the server's. A server says ``done`` without saying why: that is
-    ``terminated``. An action that the server does not take costs ``invalid_reward``, and the model
-    is told why.
+    Rewards and ends are the server's. A server reports ``done`` without a reason: this becomes
+    ``terminated``. If the server does not accept an action, the reward is ``invalid_reward`` and
+    the model reads the reason.
 
     Args:
-        url: of the server, ``http://host:port``.
-        actions: how an answer says its action: ``"bare"`` (the whole answer), ``"tag"``
+        url: URL of the server, ``http://host:port``.
+        actions: how an answer writes its action: ``"bare"`` (the whole answer), ``"tag"``
             (``<action>...</action>``) or ``"call"``, a call of the tool ``action`` whose arguments
             are the fields of the server's actions. Text is the value of the one field that an
-            action needs; where it needs several, it is a JSON object of them.
-        action_field: the field that text is the value of, where the server's schema does not say.
+            action needs; if it needs several, the text is a JSON object of them.
+        action_field: the field whose value the text is, if the server's schema does not determine
+            it.
         observe: observation (a dict) to text; ``observation_text`` if not given.
         success_above: an episode that ends with a higher last reward is a success.
         connect_timeout_s: seconds to connect.
@@ -298,9 +299,9 @@ def _read_fields(
 
 
 def _action_schema(url: str, timeout_s: float) -> dict[str, Any]:
-    """JSON schema of the server's actions, without what is about them and not of them."""
+    """JSON schema of the server's actions, without their metadata."""
     address = _address(url, "http", "/schema")
-    # Servers of one's own are not behind the proxy of the environment's variables.
+    # The user's own servers are not behind the proxy in the environment variables.
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         with opener.open(address, timeout=timeout_s) as reply:

@@ -16,8 +16,8 @@ def make_pettingzoo(name: str, **settings: Any) -> Any:
 
     Args:
         name: family and environment, ``"butterfly/pistonball_v6"``.
-        settings: of its ``parallel_env``. Unless ``render_mode`` is ``"human"``, SDL is told to do
-            without a screen (``SDL_VIDEODRIVER=dummy``, where that is not set).
+        settings: arguments of its ``parallel_env``. Unless ``render_mode`` is ``"human"``, SDL runs
+            without a screen (``SDL_VIDEODRIVER=dummy``, unless it is set).
 
     Returns:
         A ``pettingzoo.ParallelEnv``.
@@ -40,10 +40,10 @@ def make_pettingzoo(name: str, **settings: Any) -> Any:
 
 
 def joint_step(env: Any, actions: Mapping[str, Any]) -> dict[str, float]:
-    """Let all agents of a parallel environment act; the reward of each.
+    """Step all agents of a parallel environment; returns the reward of each.
 
     Raises:
-        DataError: nobody is there to act, or an action is missing or not in its action space.
+        DataError: no agent is left to act, or an action is missing or not in its action space.
     """
     if not env.agents or set(actions) != set(env.agents):
         raise DataError(f"actions are for the agents {env.agents}, got {list(actions)}")

@@ -38,10 +38,10 @@ OPTIONS_KEY = "reset_options"
 
 
 class Observed(NamedTuple):
-    """What the model sees after a reset or a step.
+    """Observation of the model after a reset or a step.
 
     Attributes:
-        text: the user's next message; after a reset also a list of first messages, as dicts.
+        text: the user's next message; after a reset it may be a list of first messages, as dicts.
         reward: reward of the step, a finite number.
         terminated: the episode has ended.
         truncated: the episode was cut.
@@ -95,7 +95,7 @@ class Session(ABC):
         """Begin an episode.
 
         Args:
-            options: the row of the data; ``{"seed": 3}`` where the environment has no data.
+            options: the row of the data; ``{"seed": 3}`` if the environment has no data.
 
         Returns:
             The user's first message, or the first messages.
@@ -126,7 +126,7 @@ class Session(ABC):
 
 
 class SessionSteps(WorldTransform):
-    """Drives one session per row, those of a batch at once.
+    """Drives one session per row, all sessions of a batch at once.
 
     Args:
         open_session: makes a session for a row that has none or has lost it.
@@ -136,7 +136,7 @@ class SessionSteps(WorldTransform):
         data_key: key of the first observation of an episode.
         invalid_reward: reward of a turn without a valid action.
         accept_cut: also read answers that were cut at their token limit.
-        max_concurrency: most sessions that work at the same time.
+        max_concurrency: most sessions that run at the same time.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
     """
 
@@ -244,7 +244,7 @@ class SessionSteps(WorldTransform):
 
 
 def _check_opens(open_session: Any) -> None:
-    """Refuse, before the first row, what could open no session in any."""
+    """Reject, before the first row, an ``open_session`` that could not open any session."""
     try:
         if missing := sorted(getattr(open_session, "__abstractmethods__", ())):
             raise TypeError(f"it does not define {' and '.join(missing)}")
@@ -260,7 +260,7 @@ def _checked(seen: Any, *, begins: bool = False) -> Observed:
     """The observation of a session, in the types of the rows.
 
     Raises:
-        BackendError: it is something else, which would be an error of the whole batch later.
+        BackendError: it has a different type, which would later be an error of the whole batch.
     """
     observed = seen if isinstance(seen, Observed) else Observed(seen)
     text, wanted = observed.text, "a text or messages" if begins else "a text"
@@ -292,15 +292,15 @@ class SessionEnv(WorldEnv):
     Args:
         open_session: a :class:`Session` class, or a function that makes a session; ``WORLD`` if
             not given.
-        actions: how an answer says its action: ``"bare"`` (the whole answer), ``"tag"``,
+        actions: how an answer writes its action: ``"bare"`` (the whole answer), ``"tag"``,
             ``"boxed"``, ``"call"`` (a tool call), or a parser.
         read_action: message to action, instead of the text that the parser reads.
         instructions: system prompt before the form of an answer; those of the class if not given.
         invalid_reward: reward of a turn without a valid action.
         accept_cut: also read answers that were cut at their token limit.
-        max_concurrency: most sessions that work at the same time.
-        dataset: rows of options; seeds if neither this nor ``data_files`` is given, and different
-            ones for ``split="test"`` than for ``"train"``.
+        max_concurrency: most sessions that run at the same time.
+        dataset: rows of options; if neither this nor ``data_files`` is given, seeds, which differ
+            between ``split="test"`` and ``"train"``.
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
@@ -309,11 +309,11 @@ class SessionEnv(WorldEnv):
             and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
-        ConfigError: ``open_session`` cannot be called without arguments, or an abstract class.
+        ConfigError: ``open_session`` cannot be called without arguments, or is an abstract class.
     """
 
     MAX_STEPS: ClassVar[int | None] = 32
-    # A reset passes the transforms last to first: the rows are drawn, then the sessions begin.
+    # A reset runs the transforms from last to first: the rows are drawn, then the sessions begin.
     WORLD_FIRST = True
 
     def __init__(
@@ -363,6 +363,7 @@ class SessionEnv(WorldEnv):
 def _as_options(data_key: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
     if data_key in row:
         raise DataError(
-            f"rows hold the options of a reset, and {data_key!r} is what the world shows; rename it"
+            f"rows hold the options of a reset, and {data_key!r} is the world's observation; "
+            "rename it"
         )
     return {data_key: "", OPTIONS_KEY: dict(row)}

@@ -1,8 +1,9 @@
-"""Gates in front of a reward: what is no answer is not scored, costs a penalty, and is told.
+"""Gates before a reward: an invalid answer gets a penalty and a message instead of a score.
 
-:class:`ParseAnswers` refuses answers that a parser cannot read, :class:`CutAnswers` a turn whose
-calls were not made because it was cut; other cut answers pass, at a price if one is set. Worlds
-(:mod:`torchrl_llm.envs.world`) refuse cut answers themselves: their actions are read anyway.
+:class:`ParseAnswers` rejects answers that a parser cannot read. :class:`CutAnswers` rejects a turn
+whose calls were not made because it was cut; other cut answers pass, with a penalty if one is set.
+Worlds (:mod:`torchrl_llm.envs.world`) reject cut answers themselves, because they read the actions
+anyway.
 
 Shape legend: ``B`` rows.
 """
@@ -28,12 +29,12 @@ from torchrl_llm.rewards import reward_parser
 
 
 class ModelTurn(NamedTuple):
-    """What the model did in one row.
+    """Turn of the model in one row.
 
     Attributes:
         row: index of the row.
-        message: what it wrote; ``None`` where it wrote nothing.
-        cut: the answer was cut at its limit of tokens.
+        message: the message that it wrote; ``None`` if it wrote nothing.
+        cut: the answer was cut at its token limit.
         answered: a tool transform has answered the calls of this turn.
     """
 
@@ -46,10 +47,10 @@ class ModelTurn(NamedTuple):
         """The message.
 
         Args:
-            accept_cut: take one that was cut like others.
+            accept_cut: accept a message that was cut.
 
         Raises:
-            ActionError: there is none, or one that was cut.
+            ActionError: there is no message, or it was cut.
         """
         if self.message is None:
             raise ActionError("There is no answer.")
@@ -63,8 +64,8 @@ def read_turns(td: TensorDictBase, next_td: TensorDictBase, mode: InputMode) -> 
 
     Args:
         td: all rows, as the policy left them.
-        next_td: what follows.
-        mode: of the environment.
+        next_td: the result of the step.
+        mode: mode of the environment.
     """
     size = next_td.batch_size.numel()
     messages = mode.turns(td)
@@ -80,12 +81,12 @@ def read_turns(td: TensorDictBase, next_td: TensorDictBase, mode: InputMode) -> 
 class AnswerGate(Transform):
     """Base of the gates: subclasses write :meth:`read` and name their ``part`` of the reward.
 
-    It looks at the turns that a reward behind it would score. One that is refused is not scored:
-    the model is told why (unless a tool has), and the turn is a step like any other. It writes
+    It checks the turns that the reward after it would score. A rejected turn is not scored: the
+    model reads the reason (unless a tool has given it), and the turn counts as a step. It writes
 
     - ``part``, float32 ``[B, 1, 1]``: what the gate adds to ``"reward"``; it is added once;
-    - ``"reward_refused"``, bool ``[B]``: the turn was refused, by this gate or one in front of it;
-    - ``("error", ...)`` of refused turns. Their reward is valid: it is what they are worth.
+    - ``"reward_refused"``, bool ``[B]``: the turn was rejected, by this gate or an earlier one;
+    - ``("error", ...)`` of rejected turns. Their reward, the penalty, is valid.
     """
 
     part: ClassVar[str]
@@ -95,10 +96,10 @@ class AnswerGate(Transform):
 
     @abstractmethod
     def read(self, turn: ModelTurn) -> float:
-        """What the gate adds to the reward of a turn that passes.
+        """Amount that the gate adds to the reward of a turn that passes.
 
         Args:
-            turn: what the model did.
+            turn: the model's turn.
 
         Raises:
             ActionError: the turn is no answer; its ``reward`` is added instead.
@@ -153,13 +154,13 @@ class AnswerGate(Transform):
 
 
 class CutAnswers(AnswerGate):
-    """Takes a penalty off answers that were cut at their limit of tokens, which are scored.
+    """Subtracts a penalty from the scores of answers that were cut at their token limit.
 
-    A cut turn whose calls were not made for that reason has no answer: it is refused, as an action
-    that failed.
+    A cut turn whose calls were not made for that reason has no answer: it is rejected like a failed
+    action.
 
     Args:
-        penalty: what a cut answer costs, written as ``"reward_cut"``.
+        penalty: penalty of a cut answer, written as ``"reward_cut"``.
         accept_cut: whether calls of cut answers are made.
 
     Raises:
@@ -176,7 +177,7 @@ class CutAnswers(AnswerGate):
         self.penalty, self.accept_cut = float(penalty), accept_cut
 
     def read(self, turn: ModelTurn) -> float:
-        """Zero, where the answer was not cut."""
+        """The penalty's part of the reward; zero if the answer was not cut."""
         cost = -self.penalty if turn.cut and self.penalty else 0.0
         if turn.cut and turn.answered and not self.accept_cut:
             error = IncompleteCompletion()
@@ -186,12 +187,12 @@ class CutAnswers(AnswerGate):
 
 
 class ParseAnswers(AnswerGate):
-    """Refuses answers that a parser cannot read, and adds what the parser gives for the form.
+    """Rejects answers that a parser cannot read, and adds the parser's reward for the form.
 
-    The reward behind it reads the whole answer of a turn that passes.
+    The reward after it reads the whole answer of a turn that passes.
 
     Args:
-        parser: reads the text of answers. What it gives is written as ``"reward_parser"``.
+        parser: reads the text of answers. Its reward is written as ``"reward_parser"``.
 
     Raises:
         ConfigError: the parser reads tool calls.
@@ -211,7 +212,7 @@ class ParseAnswers(AnswerGate):
     def read(self, turn: ModelTurn) -> float:
         """The parser's reward."""
         if turn.message is None:
-            return 0.0  # the reward says what is missing
+            return 0.0  # the reward reports what is missing
         try:
             return self.parser.read(turn.message).reward
         except ActionError as error:

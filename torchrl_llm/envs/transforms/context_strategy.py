@@ -1,13 +1,13 @@
-"""What of a conversation the model sees next: all of it, without its old thoughts, or its end.
+"""Context strategies: the model sees a conversation in full, without old thoughts, or its end.
 
 A context strategy stands between the environment and the policy and rewrites
-``("history", "prompt")``. Whoever rewrites history gives up the ids that were sampled in it: the
-row *forks*. The turns so far stay as they were collected, trainable as sampled; the next prompt is
-encoded again, nothing in it is trained, and its record says why
+``("history", "prompt")``. A rewritten conversation loses its sampled ids: the row *forks*. The
+turns so far stay as they were collected, trainable as sampled; the next prompt is encoded again,
+nothing in it is trained, and its record holds the cause
 (:attr:`~torchrl_llm.data.record.TokenRecord.fork_cause`).
 :class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
 
-It is not about a model's maximal length: a
+It does not handle a model's maximum length: a
 :class:`~torchrl_llm.envs.transforms.episode_limits.ContextLimit` ends an episode there.
 Next: ``docs/source/howto/keep_the_context_short.rst``.
 """
@@ -33,12 +33,12 @@ _OPEN, _CLOSE = "<think>", "</think>"
 
 
 def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = None) -> Chat:
-    """A conversation whose messages were rewritten: it is encoded again, and its record says why.
+    """A conversation with rewritten messages: it is encoded again, and its record holds the cause.
 
     Args:
         messages: what the model sees from now on.
-        cause: a word for it, found again as ``record.fork_cause`` of whatever is answered to it.
-        before: the conversation as it was: the model's turns are counted on from there.
+        cause: one word; the answers to the conversation have it as ``record.fork_cause``.
+        before: the conversation before; its count of the model's turns is continued.
 
     Example:
         >>> forked([{"role": "user", "content": "Hi"}], "window").record.fork_cause
@@ -53,12 +53,12 @@ class ContextStrategy(Transform):
     """Base of the strategies: subclasses write :meth:`rewrite` and name their ``cause``.
 
     It acts on every prompt that the environment hands out. Rows that are done or not stepped, and
-    conversations whose last message is an unfinished one of the model's, are left alone. Append it
-    behind transforms that add messages and before those that tokenize
+    conversations whose last message is an unfinished one of the model's, are not changed. Append it
+    after transforms that add messages and before those that tokenize
     (``ChatEnv(with_tokenizer=True)`` keeps its own last).
 
-    In text and tokens mode the environment keeps ``("history", "prompt")`` too from then on
-    (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), and the record of a fork is found there.
+    In text and tokens mode the environment then also keeps ``("history", "prompt")``
+    (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), which holds the record of a fork.
 
     Raises:
         ConfigError: at the first prompt, in an environment that has no messages.
@@ -82,13 +82,13 @@ class ContextStrategy(Transform):
 
     @abstractmethod
     def rewrite(self, messages: tuple[Message, ...]) -> Sequence[Message]:
-        """What the model sees of a conversation.
+        """The messages of a conversation that the model sees.
 
         Args:
-            messages: all of the conversation that the environment still holds; not to be changed.
+            messages: all messages that the environment still holds; do not change them.
 
         Returns:
-            The same messages, or others. What is left out here is gone for later turns too.
+            The same messages, or others. Messages that are left out are gone for later turns too.
         """
 
     def set_container(self, container: Any) -> None:
@@ -112,8 +112,8 @@ class ContextStrategy(Transform):
             raise ConfigError(f"{type(self).__name__} leaves nothing of a conversation")
         if _broken_calls(messages) > _broken_calls(chat.messages):
             raise ConfigError(
-                f"{type(self).__name__} takes away a tool call without its result, or a result "
-                "without its call, which no template can write: keep or leave out both"
+                f"{type(self).__name__} drops a tool call without its result, or a result "
+                "without its call, which no template can write: keep or drop both"
             )
         return Chat(messages) if starts else forked(messages, self.cause, before=chat)
 
@@ -150,7 +150,7 @@ class ContextStrategy(Transform):
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        # A first prompt has nothing behind it that it could fork from.
+        # A first prompt has no earlier turns to fork from.
         chats = self._chats(tensordict_reset)
         after = [self._rewritten(chat, starts=True) for chat in chats]
         self._write(tensordict_reset, chats, after)
@@ -160,7 +160,7 @@ class ContextStrategy(Transform):
 class FullDialog(ContextStrategy):
     """The model sees the whole conversation: nothing is rewritten, so nothing forks.
 
-    What an environment does anyway; a strategy of its own so that a choice can name it.
+    The default of an environment; it is a strategy so that a setting can name it.
 
     Example:
         >>> FullDialog().rewrite(({"role": "user", "content": "Hi"},))
@@ -175,12 +175,12 @@ class FullDialog(ContextStrategy):
 
 
 class TruncatedThinking(ContextStrategy):
-    """Later turns see a placeholder for what the model thought; see :func:`truncate_thoughts`.
+    """Later turns see a placeholder instead of thoughts; see :func:`truncate_thoughts`.
 
-    Each turn that thinks forks the row, for the thought is taken out of the next prompt.
+    Each turn that thinks forks the row, because its thought is removed from the next prompt.
 
     Args:
-        placeholder: what stands for a thought.
+        placeholder: text that replaces a thought.
 
     Raises:
         ConfigError: for a placeholder that is empty or holds a ``think`` tag.
@@ -206,7 +206,7 @@ class SlidingWindow(ContextStrategy):
 
     Args:
         num_turns: how many of the model's turns stay.
-        keep_task: whether what stands before the model's first turn stays too.
+        keep_task: whether the messages before the model's first turn stay too.
 
     Raises:
         ConfigError: for less than one turn.
@@ -228,15 +228,15 @@ class SlidingWindow(ContextStrategy):
 def truncate_thoughts(
     messages: Sequence[Message], placeholder: str = "[TRUNCATED]"
 ) -> list[Message]:
-    """Put a placeholder for the thoughts of the model.
+    """Replace the thoughts of the model by a placeholder.
 
     Only a message that is exactly one thought and then an answer is changed: content of the form
     ``<think>thought</think>answer``, or a ``reasoning_content`` next to content or tool calls.
-    Anything else (a block that never ends, two of them, no answer) stays as it is.
+    Anything else (a block that never ends, two of them, no answer) does not change.
 
     Args:
         messages: a conversation.
-        placeholder: what stands for a thought.
+        placeholder: text that replaces a thought.
 
     Example:
         >>> said = {"role": "assistant", "content": "<think>2+2 is 4</think>4"}
@@ -310,7 +310,7 @@ def slide_window(
 
 
 def _asks(messages: Sequence[Message], index: int) -> bool:
-    """Whether the user's words begin here, after the model's."""
+    """Whether a message of the user begins here, and the one before is not the user's."""
     before = messages[index - 1].get("role") if index else None
     return messages[index].get("role") == "user" and before != "user"
 
@@ -325,19 +325,19 @@ def _broken_calls(messages: Sequence[Message]) -> int:
             answered = True if answered is False else answered
             continue
         broken += answered is False
-        # After a turn of the model a tool may speak, whichever way the call was written.
+        # A tool may answer after a turn of the model, in whichever form the call was written.
         answered = None if role != "assistant" else not message.get("tool_calls")
     return broken + (answered is False)
 
 
 def rows_going_on(td: TensorDictBase, next_td: TensorDictBase) -> list[bool]:
-    """Rows that a step was made in, and that are not done by it.
+    """Rows that were stepped and are not done.
 
-    Where players share an episode, those whose player must act next.
+    If players share an episode, the rows whose player must act next.
 
     Args:
         td: all rows, as the policy left them.
-        next_td: what follows.
+        next_td: the result of the step.
     """
     going = [True] * next_td.batch_size.numel()
     acts = (next_td, "active") if next_td.get("active", None) is not None else (td, "_step")
@@ -354,7 +354,7 @@ if TYPE_CHECKING:
 
 
 def chat_env_of(transform: Transform) -> ChatEnv | None:
-    """The chat environment under all transforms; ``None`` where there is none (yet).
+    """The chat environment under all transforms; ``None`` if there is none (yet).
 
     Args:
         transform: in an environment, in a ``Compose``, or alone.

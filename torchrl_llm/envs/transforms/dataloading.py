@@ -1,6 +1,6 @@
 """Transform that fills resets with rows of a dataset: :class:`DataLoadingPrimer`.
 
-It draws a row only for the conversations that start, hands each row out ``repeats`` times under one
+It draws a row only for the conversations that start, returns each row ``repeats`` times under one
 ``group_id``, and can stop and continue at any row.
 """
 
@@ -42,7 +42,7 @@ _STACK_METHODS = {"as_nested_tensor": as_nested_tensor, "as_padded_tensor": as_p
 
 
 class _RowFeed:
-    """Rows of a data loader without end, from a position that can be saved."""
+    """Endless rows of a data loader, from a position that can be saved."""
 
     def __init__(
         self, loader: Iterable[Any] | Callable[[], Iterable[Any]], *, lazy: bool, batch_size: Any
@@ -125,7 +125,7 @@ class _RowFeed:
         ]
 
     def _is_batch(self, element: Mapping[str, Any]) -> bool:
-        # A string is one value; of a batch each column is a list.
+        # A string is one value; in a batch each column is a list.
         if any(isinstance(value, str) for value in element.values()):
             return False
         if hasattr(self.loader, "batch_size") or self._batch_size is not None:
@@ -144,7 +144,7 @@ class _RowFeed:
         }
 
     def __getstate__(self) -> dict[str, Any]:
-        # Iterators do not travel to workers; positions do. A factory builds another one there.
+        # Iterators are not sent to workers; positions are. A factory builds a new loader there.
         return {
             "source": self._source,
             "lazy": self._lazy,
@@ -212,28 +212,28 @@ class DataLoadingPrimer(RayService, Transform):
         stack_method: how tensors of the rows are stacked: ``"as_padded_tensor"`` or
             ``"as_nested_tensor"`` (the functions of these names), or a function of a list of row
             tensordicts that gives one tensordict. ``torch.stack`` if not given.
-        batch_size: ``B`` of the environment, as in TorchRL; where the loader has no ``batch_size``
-            of its own it says that elements are batches of rows. An element is one row where
-            ``loader.batch_size`` is 0 or None, or a value is a string. Where neither says it, an
+        batch_size: ``B`` of the environment, as in TorchRL; if the loader has no ``batch_size``,
+            this argument declares that elements are batches of rows. An element is one row if
+            ``loader.batch_size`` is 0 or None, or if a value is a string. If neither decides, an
             element is a batch if all its values are lists or tensors of one length, with a list of
-            texts or of conversations among them. Tensordicts say themselves.
+            texts or of conversations among them. Tensordicts decide it themselves.
         repeats: how many conversations each row starts, one after the other. None is 1.
         device: device of the tensors; the environment's if not given.
         group_repeats: promise that all repeats of a row start in the same reset. The batch must be
             a multiple of ``repeats``.
         use_ray_service: make a :class:`RayDataLoadingPrimer`, with its arguments.
-        service_backend: ``"ray"`` is the same; ``"direct"`` is the default.
-        service_backend_options: must be empty: the actor's are arguments of their own.
+        service_backend: ``"ray"`` does the same; ``"direct"`` is the default.
+        service_backend_options: must be empty; the options of the actor are separate arguments.
         worker_id: number of this worker, see ``IdCounter``.
 
     Raises:
         ConfigError: for impossible arguments, and for ``group_repeats`` with a batch that is not a
             multiple of ``repeats``.
-        DataError: for a loader that is empty or gives something else than rows.
+        DataError: for a loader that is empty or yields something other than rows.
 
     ``state_dict()`` holds the position: a loader with ``state_dict`` of its own, such as
-    :class:`~torchrl_llm.data.row_files.RowLoader`, continues exactly; any other one is
-    started again and read up to the saved position, which is exact if its order is.
+    :class:`~torchrl_llm.data.row_files.RowLoader`, continues exactly; any other one is started
+    again and read up to the saved position, which is exact if its order is always the same.
 
     Example:
         >>> from torchrl_llm.envs import ChatEnv
@@ -296,12 +296,12 @@ class DataLoadingPrimer(RayService, Transform):
 
     @property
     def dataloader(self) -> Any:
-        """The loader that is read; that of a factory is built when it is first needed."""
+        """The loader; a factory builds it when it is first needed."""
         return self._feed.loader
 
     @property
     def batch_size(self) -> torch.Size:
-        """The given one or the loader's, with all repeats where they are grouped."""
+        """The given one or the loader's, times ``repeats`` if they are grouped."""
         size = self._batch_size
         size = (getattr(self.dataloader, "batch_size", None) if size is None else size) or 0
         if self.group_repeats and self.repeats > 1:
@@ -323,7 +323,7 @@ class DataLoadingPrimer(RayService, Transform):
 
     @property
     def num_rows(self) -> int | None:
-        """Rows of an epoch; ``None`` where the loader does not say."""
+        """Rows of an epoch; ``None`` if the loader has no length."""
         loader = self._feed.loader
         rows = getattr(loader, "rows", getattr(loader, "dataset", loader))
         return len(rows) if hasattr(rows, "__len__") else None
@@ -338,21 +338,21 @@ class DataLoadingPrimer(RayService, Transform):
         order = getattr(self.dataloader, "order", None)
         if order is None:
             raise ConfigError(
-                "the rows come in no order that follows results; pass an order to RowLoader or to "
+                "the order of the rows does not follow results; pass an order to RowLoader or to "
                 "the environment"
             )
         return order
 
     @property
     def first_epoch(self) -> int | None:
-        """Conversations begun since the data was started over, until it began again.
+        """Number of conversations in the first epoch since the data was started over.
 
-        ``None`` while it has not begun again. Repeats count.
+        ``None`` until the second epoch begins. Repeats count.
         """
         return self._first_epoch
 
     def _first_row(self) -> Row:
-        # The first row that is seen decides names and specs of the columns, once and for all.
+        # The first row determines the names and specs of the columns for all later rows.
         if self._example is None:
             self._example = self._feed.peek()
         return self._example
@@ -467,7 +467,7 @@ class DataLoadingPrimer(RayService, Transform):
 
     @staticmethod
     def _place(values: Any, chosen: list[int], size: int) -> Any:
-        # Rows that do not start keep what they have: the environment throws these fillers away.
+        # Rows that do not start keep their values: the environment discards these fillers.
         if len(chosen) == size:
             return values
         if isinstance(values, Tensor):

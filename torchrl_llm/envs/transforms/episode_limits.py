@@ -109,10 +109,10 @@ def _counted(td: TensorDictBase, next_td: TensorDictBase) -> torch.Tensor | None
 
 
 def write_reason(td: TensorDictBase, cut: Tensor, why: TruncationReason) -> None:
-    """Write why rows are cut, where there is no reason yet.
+    """Write the reason why rows are cut, unless there is one already.
 
     Args:
-        td: what follows a step.
+        td: the result of a step.
         cut: bool, shaped as ``done``.
         why: the reason.
     """
@@ -127,8 +127,8 @@ def _either(before: torch.Tensor | None, flag: torch.Tensor) -> torch.Tensor:
     return flag if before is None else before | flag
 
 
-# What a template writes around a message, and what it may write anew when it renders a conversation
-# again: more than any that we know.
+# Bounds on the tokens that a template writes around a message, and that may change when it renders
+# a conversation again: larger than in any template that we know.
 _MOST_OF_TEMPLATE, _MOST_OF_A_MESSAGE = 256, 64
 
 
@@ -137,11 +137,11 @@ class ContextLimit(Transform):
 
     When the next prompt would have more than ``max_prompt_length`` tokens, the row is ``truncated``
     and ``done`` with the reason ``MAX_SEQ_LEN``, in the step that made it so long: the model is not
-    asked again, and the reward of that step stays. The first prompt of an episode is the policy's
-    to judge (``on_overlong``).
+    asked again, and the reward of that step stays. The policy handles a first prompt that is too
+    long (``on_overlong``).
 
-    Append it last. In history mode, tokens are counted with the formatter of the policy, and only
-    where a bound from the characters that are new says that there may be too many::
+    Append it last. In history mode the policy's formatter counts the tokens, but only if a bound
+    from the new characters allows too many::
 
         env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
 
@@ -149,13 +149,12 @@ class ContextLimit(Transform):
         max_prompt_length: tokens that a prompt may have
             (:attr:`~torchrl_llm.modules.policies.LLMWrapperBase.longest_prompt`); ``None`` ends
             nothing.
-        formatter: what the policy encodes conversations with; history mode only, for in the others
-            the environment has the ids.
+        formatter: the policy's encoder of conversations; history mode only, because in the other
+            modes the environment has the ids.
 
     Raises:
-        ConfigError: where it is appended, for a formatter that is missing or has no effect; at the
-            first step, in an environment that is no
-            :class:`~torchrl_llm.envs.ChatEnv`.
+        ConfigError: when it is appended, for a formatter that is missing or has no effect; at the
+            first step, in an environment that is no :class:`~torchrl_llm.envs.ChatEnv`.
 
     Example:
         >>> from tensordict import TensorDict
@@ -184,7 +183,7 @@ class ContextLimit(Transform):
         self.max_prompt_length, self.formatter = max_prompt_length, formatter
 
     def set_container(self, container: Any) -> None:
-        """Check that the environment goes with the formatter."""
+        """Check that the environment and the formatter match."""
         super().set_container(container)
         env = chat_env_of(self)
         if env is not None and (env.mode.name == "history") != (self.formatter is not None):
@@ -215,7 +214,7 @@ class ContextLimit(Transform):
         ids = [row.shape[0] for row in read_rows(td, ("tokens", "prompt"))]
         lengths = [length if go else 0 for length, go in zip(ids, going, strict=True)]
         if env.mode.name == "text":
-            # A policy that writes text only leaves no ids.
+            # A policy that writes only text gives no ids.
             tokenizer, texts = env.mode.formatter.tokenizer, td.get(("text", "prompt"))
             for row, text in enumerate(texts):
                 if going[row] and not lengths[row]:
@@ -243,28 +242,26 @@ def _bytes_of(message: Mapping[str, Any]) -> int:
 class OverlongPenalty(RowTransform):
     r"""Adds DAPO's soft overlong punishment to the reward.
 
-    arXiv:2503.14476 equation 13: nothing up to ``max_length - cache`` tokens, falling in a straight
-    line to -1 at ``max_length``, and -1 beyond. What is counted are the tokens that the policy
-    sampled in the turn a row stands for, the token that ended it included; with several turns, each
-    has its own.
+    arXiv:2503.14476 equation 13: nothing up to ``max_length - cache`` tokens, falling linearly to
+    -1 at ``max_length``, and -1 beyond. It counts the tokens that the policy sampled in the row's
+    turn, including the token that ended it; with several turns, each has its own punishment.
 
     Append it after the transform that writes the reward: to the environment, or to a replay buffer
-    behind its credit assigner, which is then written with the punished reward::
+    after its credit assigner, which then sees the punished reward::
 
         buffer.append_transform(JoinTurns())
         buffer.append_transform(MCAdvantage(grpo_size=8))
         buffer.append_transform(OverlongPenalty(max_length=512, cache=128))
 
-    The paper takes a cache of 4096 of 20480 tokens, so that 16384 are free of it.
+    The paper uses a cache of 4096 of 20480 tokens, so that 16384 are not punished.
 
     Args:
-        max_length: tokens from which on the whole punishment applies; usually what sampling is
-            limited to.
-        cache: tokens before it over which the punishment rises.
+        max_length: tokens from which on the full punishment applies; usually the limit of sampling.
+        cache: tokens before ``max_length`` over which the punishment rises.
         coeff: factor on the punishment, 1 in the paper.
-        reward_key: the reward, ``[1, 1]`` a row, or ``[R, 1]`` a token of the response, of which
-            the last gets the punishment.
-        penalty_key: where what was added is written, float32 ``[1, 1]``.
+        reward_key: the reward, ``[1, 1]`` per row, or ``[R, 1]`` per token of the response, of
+            which the last gets the punishment.
+        penalty_key: key of the added punishment, float32 ``[1, 1]``.
 
     Raises:
         ConfigError: for a cache that is not between 0 and ``max_length``, or a negative factor.
@@ -308,7 +305,7 @@ class OverlongPenalty(RowTransform):
         """Reward and punishment."""
         rewards = rows.read(self.reward_key, "append this after the transform that writes it")
         lengths = torch.stack([mask.sum() for mask in rows.sampled()])
-        # Of a row that was cut to fit into training, the answer was longer than what is left.
+        # In a row that was cut to fit into training, the answer was longer than the remaining part.
         lengths += rows.cut_tokens().to(lengths.device)
         penalties = self.coeff * overlong_penalty(lengths, self.max_length, self.cache)
         penalties = list(penalties.to(rewards[0].device).view(-1, 1, 1).unbind(0))

@@ -1,4 +1,4 @@
-"""Which version of the policy acted: :class:`PolicyVersion` stamps every row."""
+"""Version of the policy that acted: :class:`PolicyVersion` writes it into every row."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _MOST_CHANGES = 10_000
 
 
 class VersionChange(NamedTuple):
-    """A version that followed another one.
+    """A change from one version to the next.
 
     Attributes:
-        timestamp: when.
-        old_version: the one before; ``None`` for the first.
-        new_version: the one from then on.
+        timestamp: time of the change.
+        old_version: the version before; ``None`` for the first.
+        new_version: the version from then on.
     """
 
     timestamp: datetime
@@ -36,9 +36,9 @@ class VersionChange(NamedTuple):
 class PolicyVersion(Transform):
     """Writes ``"policy_version"`` at reset and step.
 
-    Whoever changes the policy's weights calls :meth:`increment_version`
-    (:class:`~torchrl_llm.collectors.LLMCollector` does). A transition's version is that of its
-    root: the version at the time the policy was called.
+    Code that changes the policy's weights calls :meth:`increment_version`, as
+    :class:`~torchrl_llm.collectors.LLMCollector` does. A transition's version is that of its root:
+    the version at the time the policy was called.
 
     Args:
         version_type: ``int`` or ``"int"`` counts from 0, int64 ``[B]``; ``str`` or ``"uuid"`` gives
@@ -49,7 +49,7 @@ class PolicyVersion(Transform):
         version_history: the latest 10,000 changes, the oldest first.
 
     Raises:
-        ConfigError: for another type.
+        ConfigError: for an unknown type.
 
     Example:
         >>> version = PolicyVersion(int)
@@ -78,7 +78,7 @@ class PolicyVersion(Transform):
         self._version = version
 
     def increment_version(self) -> None:
-        """Name the next version: one more, or a new random name."""
+        """Set the next version: the next number, or a new random name."""
         self.version = str(uuid.uuid4()) if isinstance(self.version, str) else self.version + 1
 
     def _stamp(self, td: TensorDictBase) -> TensorDictBase:

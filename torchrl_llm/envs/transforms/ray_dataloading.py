@@ -1,8 +1,8 @@
-"""One data loader for many environments: the rows come from an actor that all of them ask.
+"""One data loader for many environments: one actor draws the rows for all of them.
 
-With a loader in each collector, each would go through the data by itself, and the repeats of a
-prompt would all have to be sampled by one of them. Here every prompt is drawn once for all, and its
-repeats go to whoever starts a conversation next.
+With a loader in each collector, each collector would read all data itself, and would have to sample
+all repeats of a prompt. Here every prompt is drawn once, and its repeats go to any environment that
+starts a conversation next.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torchrl_llm._registry import FullSignature
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError
 
-# Ids of groups that actors give out begin where those of ordinary processes end.
+# Group ids of actors begin where those of ordinary processes end.
 _worker_ids = itertools.count(2**28 - 1, -1)
 
 
 class _Source:
-    """What runs in the actor: a primer without an environment."""
+    """The object in the actor: a primer without an environment."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._primer = DataLoadingPrimer(**options)
@@ -53,16 +53,16 @@ class _Source:
         return {"num_drawn": self._num_drawn, "primer": self._primer.get_extra_state()}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        # Each environment saved the state of its own moment; the latest is that of all.
+        # Each environment saved the shared state at a different time; the latest holds for all.
         if state["num_drawn"] >= self._num_drawn:
             self._primer.set_extra_state(state["primer"])
             self._num_drawn = state["num_drawn"]
 
 
 class RemoteOrder:
-    """The order of rows that an actor hands out: its methods run there.
+    """The order of the rows in an actor: its methods run there.
 
-    They are those of :class:`~torchrl_llm.data.row_order.RowOrder`.
+    It has the methods of :class:`~torchrl_llm.data.row_order.RowOrder`.
 
     Args:
         source: the actor.
@@ -86,7 +86,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
     """A :class:`DataLoadingPrimer` whose rows come from one Ray actor, for many environments.
 
     Make it in the process that starts the collectors, and send copies: they are picklable and ask
-    the same actor. Or make one in each of them with one ``actor_name``: the first one starts
+    the same actor. Or make one in each of them with the same ``actor_name``: the first one starts
     the actor, which ends with that process.
 
     Group ids are unique over all of them, and the conversations of a group may be sampled by
@@ -158,7 +158,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     @property
     def first_epoch(self) -> int | None:
-        """As of every primer, over the conversations of all environments."""
+        """As in every primer, over the conversations of all environments."""
         return self._source.call("first_epoch")
 
     def _first_row(self) -> Mapping[str, Any]:
@@ -189,9 +189,9 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         return self._source.call("state")
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken, unless the loader is further already.
+        """Continue where :meth:`get_extra_state` was taken, unless the loader is already further.
 
         Args:
-            state: the latest of several holds.
+            state: a saved state; the latest of several is used.
         """
         self._source.call("load", dict(state))

@@ -30,7 +30,7 @@ def _in_pieces(
     token_budget: int | None,
     score: Callable[[list[int], list[Tensor]], Tensor],
 ) -> list[Tensor]:
-    """The numbers of the tokens that masks select, 0.0 elsewhere; pieces keep to the budget."""
+    """Scores of the tokens that masks select, 0.0 elsewhere; pieces stay within the budget."""
     found = [torch.zeros(ids.shape, device=ids.device) for ids in sequences]
     asked = [row for row, mask in enumerate(masks) if bool(mask.any())]
     for piece in pieces_under_budget(asked, [ids.shape[0] for ids in sequences], token_budget):
@@ -51,10 +51,10 @@ def _unpadded(rows: RowView, sequences: Sequence[Tensor]) -> list[Tensor]:
 
 
 def tell_padding_side(padding_side: str) -> None:
-    """Log that TorchRL's argument has no effect, where it asks for something.
+    """Log that TorchRL's argument has no effect, unless it has its default.
 
     Args:
-        padding_side: ``"left"``, which is what TorchRL has by default, or ``"right"``.
+        padding_side: ``"left"``, TorchRL's default, or ``"right"``.
     """
     if padding_side == "right":
         tell_once("padding_side has no effect: log-probs stand where the tokens stand")
@@ -66,7 +66,7 @@ def _own_name(model: Any) -> str:
 
 
 class RetrieveLogProb(RowTransform):
-    """Scores ``("tokens", "full")`` of each row with a model of its own.
+    """Scores ``("tokens", "full")`` of each row with a given model.
 
     Writes float32 rows aligned with the tokens, in nats, log p(x_t | x_<t), 0.0 where not scored.
 
@@ -74,42 +74,42 @@ class RetrieveLogProb(RowTransform):
       losses look for a reference.
     - In a replay buffer they are written with the rows (as an inverse transform), to the same
       place. Append it *before* :class:`~torchrl_llm.data.replay_buffers.JoinTurns` and the credit
-      assigner where only the loss reads them: it then sees the rows last, joined and filtered, and
-      scores each token once.
+      assigner if only the loss reads the log-probs: it then runs last, on joined and filtered rows,
+      and scores each token once.
 
     The log-probs of the trainer before its update, which
     :class:`~torchrl_llm.objectives.PolicyGradientLoss` compares with the sampler's when a
-    correction is set, stand in the row itself::
+    correction is set, are in the row itself::
 
         buffer.append_transform(
             RetrieveLogProb(policy, log_probs_full_key=("prox_log_probs", "full"), root=True)
         )
 
-    The model is no submodule of the transform: ``eval()``, ``to()`` and the state of a buffer leave
-    it alone, so that it may be the policy in training.
+    The model is no submodule of the transform: ``eval()``, ``to()`` and the state of a buffer do
+    not affect it, so that it may be the policy in training.
 
     Args:
         model: anything that scores tokens, a
             :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example, or a module as
             ``ModuleScorer`` takes it.
         log_probs_full_key: where the log-probs go, a nested key; by default ``"full"`` of the
-            model's ``log_probs_key`` if that was given a name of its own, and else
-            ``("ref_log_probs", "full")``.
+            model's ``log_probs_key`` if that is not its default, otherwise ``("ref_log_probs",
+            "full")``.
         assistant_only: score the assistant's tokens only, by
             ``("masks", "all_assistant_mask")``; otherwise every token but the first.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`, such
-            as ``chat_template_name``, for rows that have conversations alone.
+            as ``chat_template_name``, for rows that have only conversations.
         detach: score without gradients.
-        device: move the model there once, where it is a module.
-        tokenizer: encodes rows that have conversations alone (``("history", "full")``); that of the
-            model by default. Rows with ids are scored as they are.
-        padding_side: without effect, log-probs stand where the tokens stand.
+        device: move the model there once, if it is a module.
+        tokenizer: encodes rows that have only conversations (``("history", "full")``); the model's
+            tokenizer by default. The ids of other rows are used unchanged.
+        padding_side: no effect; log-probs are aligned with the tokens.
         temperature_key: temperature of each row, float32 ``[B]``; rows without one are scored at 1.
-            Where rows have a ``"support"`` (the ids that truncated sampling kept), they are scored
-            on it.
+            If rows have a ``"support"`` (the ids that truncated sampling kept), they are scored on
+            it.
         root: write into the row itself instead of its ``"next"``; in a replay buffer only.
-        token_budget: tokens that the model is given at once, with the padding of a padded layout;
-            the result does not depend on it. ``None`` for all rows at once.
+        token_budget: tokens per call of the model, including the padding of a padded layout; the
+            result does not depend on it. ``None`` for all rows at once.
 
     Raises:
         ConfigError: for a model that cannot score, a key that is not nested, or a budget below 1.
@@ -183,7 +183,7 @@ class RetrieveLogProb(RowTransform):
         return self.log_probs_full_key if self.root else ("next", *self.log_probs_full_key)
 
     def is_written(self, row: TensorDictBase) -> bool:
-        """Whether the log-probs are there; called by hand, it scores again, as TorchRL's does."""
+        """Whether the log-probs are there; if called directly, it scores again, as in TorchRL."""
         return self.__dict__.get("_container") is not None and super().is_written(row)
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
@@ -222,7 +222,7 @@ class RetrieveLogProb(RowTransform):
     def _support(
         rows: RowView, asked: Sequence[int], masks: Sequence[Tensor]
     ) -> ScoreExtras | None:
-        """What truncated sampling kept: two models are compared on the same ids."""
+        """Ids that truncated sampling kept: both models are compared on them."""
         ids, counts = (rows.read(("support", name)) for name in Support._fields)
         if ids is None or counts is None:
             return None
@@ -230,7 +230,7 @@ class RetrieveLogProb(RowTransform):
         return ScoreExtras(support=Support.of_rows(*columns, masks))
 
     def _tokens(self, rows: RowView) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """The ids of each row, which of them are scored, and which are no padding."""
+        """The ids of each row, with masks of the scored ids and of the ids that are no padding."""
         sequences = rows.read(("tokens", "full"))
         assistant = rows.read(("masks", "all_assistant_mask"))
         if sequences is None:
@@ -278,26 +278,26 @@ class RetrieveTeacherLogProb(RowTransform):
 
     Writes what :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes, under ``("next",
     "teacher_log_probs", "full")``: float32 along ``("tokens", "full")``, nats, 0.0 where not
-    scored. With several teachers (multi-teacher on-policy distillation) each row names its own, by
-    the domain of its problem for example: a string in the row, such as a column of the dataset.
+    scored. With several teachers (multi-teacher on-policy distillation) each row names its teacher,
+    for example by the domain of its problem: a string in the row, such as a column of the dataset.
 
-    - In a replay buffer append it after what reads it, which is
-      :class:`~torchrl_llm.objectives.credit.TeacherKL`; before
-      :class:`~torchrl_llm.data.replay_buffers.JoinTurns` and credit where only the loss does
+    - In a replay buffer append it after its reader
+      :class:`~torchrl_llm.objectives.credit.TeacherKL`, or before
+      :class:`~torchrl_llm.data.replay_buffers.JoinTurns` and credit if only the loss reads it
       (:class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`).
     - In an environment it works as well, at every step.
 
     Args:
         teachers: one scorer for all rows, or a scorer for each name.
-        student: the policy whose rows these are. A teacher with another vocabulary is refused.
-        key: where a row names its teacher; read where there are several.
+        student: the policy whose rows these are. A teacher with a different vocabulary is an error.
+        key: where a row names its teacher; used only with several teachers.
         log_probs_full_key: where the log-probs go, below ``"next"``.
         kwargs: further arguments of :class:`RetrieveLogProb`.
 
     Raises:
         ConfigError: without teachers, or for teachers that score nothing or have different
             vocabularies.
-        DataError: for a row that names no teacher, or one that is not there.
+        DataError: for a row that names no teacher, or an unknown one.
 
     Example:
         >>> from tensordict import NonTensorData, TensorDict
@@ -380,7 +380,7 @@ class RetrieveTeacherLogProb(RowTransform):
             name = _name(value)
             if name not in self._scoring:
                 raise DataError(
-                    f"row {row} names the teacher {name!r} at {self.key!r}, and there are "
+                    f"row {row} names the teacher {name!r} at {self.key!r}, but there are "
                     f"{', '.join(self._scoring)}"
                 )
             classes.setdefault(name, []).append(row)
@@ -388,30 +388,30 @@ class RetrieveTeacherLogProb(RowTransform):
 
 
 def _name(value: Any) -> Any:
-    """A string that a row holds; tensordict hands it out bare or in a cell."""
+    """A string that a row holds; tensordict returns it bare or in a cell."""
     return value.data if isinstance(value, NonTensorData) else value
 
 
 class RetrieveValues(RowTransform):
-    """Writes what a critic says about each sampled token, into the rows of a replay buffer.
+    """Writes a critic's value for each sampled token into the rows of a replay buffer.
 
     ``("values", "full")`` is float32 along ``("tokens", "full")``: the value of the state before
     each token that the policy sampled in the row's turn, 0.0 elsewhere. For a row that ends a cut
-    episode, ``("next", "state_value")``, float32 ``[1, 1]``, is the value of the state behind its
+    episode, ``("next", "state_value")``, float32 ``[1, 1]``, is the value of the state after its
     last token; it is 0.0 for all others.
 
     Append it to the buffer after :class:`~torchrl_llm.objectives.credit.GAEAdvantage`, which reads
-    both: what is appended last runs first. The head over the vocabulary is not run.
+    both: the transform that is appended last runs first. The head over the vocabulary is not run.
 
-    The critic is no submodule of the transform: ``eval()``, ``to()`` and the state of a buffer
-    leave it alone, so that it may be the policy in training.
+    The critic is no submodule of the transform: ``eval()``, ``to()`` and the state of a buffer do
+    not affect it, so that it may be the policy in training.
 
     Args:
         critic: a policy or scorer with a value head, see
             :class:`~torchrl_llm.modules.ValueHead`.
         values_key: where the values go, a nested key.
-        final_value_key: where the value behind a cut goes.
-        token_budget: tokens that the critic is given at once, with the padding of a padded layout;
+        final_value_key: where the value after a cut goes.
+        token_budget: tokens per call of the critic, including the padding of a padded layout;
             ``None`` for all rows at once.
 
     Raises:
@@ -455,7 +455,7 @@ class RetrieveValues(RowTransform):
 
     @property
     def critic(self) -> TokenScorer:
-        """What values the tokens."""
+        """The critic that values the tokens."""
         return self._critics[0]
 
     @property
@@ -470,7 +470,7 @@ class RetrieveValues(RowTransform):
         sequences = [ids[mask] for ids, mask in zip(full, kept, strict=True)]
         sampled = [own[mask] for own, mask in zip(rows.sampled(), kept, strict=True)]
         cut = [Trajectory([row]).goes_on for row in row_list(rows.root)]
-        # Behind a cut stands a token that is only there to be predicted; it is never run.
+        # A cut row gets one more token, which is only predicted and never an input.
         padded = [
             torch.cat([ids, ids[-1:]]) if behind else ids
             for ids, behind in zip(sequences, cut, strict=True)

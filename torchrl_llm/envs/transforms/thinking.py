@@ -1,9 +1,9 @@
 """Asks the model to think again: :class:`AddThinkingPrompt`.
 
-A turn that is edited loses its end, so its ids cannot be continued as they were sampled: the row
-forks. The turn stays trainable in the row that holds it as it was sampled, answer included. In the
-next row what is kept of it stands token for token where the tokenizer is known, the prompt's tokens
-are marked as forced, and only what the model says from there on is new.
+An edited turn loses its end, so its sampled ids cannot be continued: the row forks. The turn stays
+trainable in the row that holds it as sampled, including the answer. In the next row the kept part
+has the same tokens if the tokenizer is known, the prompt's tokens are marked as forced, and only
+the model's text after them is new.
 """
 
 from __future__ import annotations
@@ -33,36 +33,36 @@ _CAUSE = "turn_edited"
 
 
 class AddThinkingPrompt(Transform):
-    """Lets the model go on where a condition says that it should think again.
+    """Lets the model continue if a condition decides that it should think again.
 
-    With ``edit_last_turn`` the model's turn is opened again: its last ``<answer>`` block and what
-    stands behind it are taken out, the prompt is put there, and the model continues the same
-    message. Without, the prompt is a message of its own, and the model answers in a new one.
+    With ``edit_last_turn`` the model's turn is opened again: the prompt replaces its last
+    ``<answer>`` block and everything after it, and the model continues the same message. Without
+    ``edit_last_turn``, the prompt is a separate message, and the model answers in a new one.
 
-    Append it behind the reward. Rows that were cut (``truncated``, or at the limit of a
-    ``StepCounter``) are over and are left alone, as are rows that are not stepped; a row whose
+    Append it after the reward. Rows that were cut (``truncated``, or at the limit of a
+    ``StepCounter``) are over and do not change, nor do rows that are not stepped; a row whose
     reward is invalid keeps it. In text and tokens mode, which have no messages to edit, pass
     ``edit_last_turn=False``.
 
     Args:
-        cond: gets one row of what the environment returned (the reward is in it, ``[1, 1]``) and
-            says whether the model is to think again.
-        prompt: the text; by default the first of ``DEFAULT_PROMPTS_EG`` (said to oneself) or
-            ``DEFAULT_PROMPTS_COG`` (told).
-        random_prompt: one of these by chance, the same for the same trajectory and turn.
-        role: who says it, ``"assistant"`` or ``"user"``.
+        cond: gets one row of what the environment returned (including the reward, ``[1, 1]``) and
+            returns whether the model should think again.
+        prompt: the text; by default the first of ``DEFAULT_PROMPTS_EG`` (the model talks to itself)
+            or ``DEFAULT_PROMPTS_COG`` (it is told).
+        random_prompt: choose one of these at random, the same for the same trajectory and turn.
+        role: role of the prompt, ``"assistant"`` or ``"user"``.
         edit_last_turn: open the model's turn again instead of adding a message; role
             ``"assistant"`` only.
         zero_reward: set the reward of such a turn, and its parts of shape ``[B, 1, 1]``, to zero;
             as ``edit_last_turn`` by default.
-        undo_done: let the episode go on.
-        egocentric: whether the default prompt is said by the model to itself; by default if its
-            role is ``"assistant"``. A given prompt is taken as it is.
+        undo_done: let the episode continue.
+        egocentric: whether in the default prompt the model talks to itself; by default if its role
+            is ``"assistant"``. A given prompt is used unchanged.
         tokenizer: keeps the sampled ids of an edited turn; the environment's if not given. Without
-            any the whole conversation is encoded again.
+            a tokenizer the whole conversation is encoded again.
 
     Raises:
-        ConfigError: for arguments that contradict each other; where it is appended, for
+        ConfigError: for arguments that contradict each other; when it is appended, for
             ``edit_last_turn`` outside history mode.
 
     Example:
@@ -130,7 +130,7 @@ class AddThinkingPrompt(Transform):
         self._codec: Codec | None = None
 
     def set_container(self, container: Any) -> None:
-        """Refuse an environment whose turns cannot be edited."""
+        """Reject an environment whose turns cannot be edited."""
         super().set_container(container)
         env = chat_env_of(self)
         if self.edit_last_turn and env is not None and env.input_mode != "history":
@@ -142,7 +142,7 @@ class AddThinkingPrompt(Transform):
 
     @property
     def prompt(self) -> str:
-        """The text; with ``random_prompt`` another one each time."""
+        """The text; with ``random_prompt`` a different one each time."""
         return random.choice(self.prompts)
 
     # -- which rows, which prompt -----------------------------------------------------------------
@@ -177,7 +177,7 @@ class AddThinkingPrompt(Transform):
     def _prompt(self, next_td: TensorDictBase, row: int) -> str:
         if len(self.prompts) == 1:
             return self.prompts[0]
-        # Chance that needs no state: a resumed run says the same.
+        # A random choice without state: a resumed run makes the same choice.
         place = [next_td.get(name)[row].item() for name in ("traj_id", "turn")]
         return random.Random(f"{place[0]}/{place[1]}").choice(self.prompts)
 
@@ -226,13 +226,13 @@ class AddThinkingPrompt(Transform):
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("AddThinkingPrompt belongs into an environment, not into a buffer")
+        raise ConfigError("AddThinkingPrompt belongs in an environment, not in a buffer")
 
     def _asked_again(self, chat: Chat, prompt: str) -> Chat:
         if not self.edit_last_turn:
             return chat + [{"role": self.role, "content": prompt}]
         last = chat.messages[-1]
-        # A thought that was never closed is all of the turn.
+        # A thought that was never closed is the whole turn.
         place = "reasoning_content" if "unclosed_reasoning" in last.get("flags", ()) else "content"
         kept = {key: value for key, value in last.items() if key not in ("raw", "flags")}
         message = {**kept, place: edit_turn(last[place], prompt), "is_complete": False}
@@ -242,7 +242,7 @@ class AddThinkingPrompt(Transform):
         record, codec = chat.record, self._codec or self._make_codec()
         known = record is not None and record.num_messages == len(chat)
         if codec is None or not known or record.response_start is None:
-            # The model goes on with the turn that it has begun.
+            # The model continues the turn that it has begun.
             turns = 0 if record is None else max(record.num_turns - 1, 0)
             return TokenRecord.forked(_CAUSE, earlier_turns=turns)
         return _reopened(record, codec, prompt)
@@ -267,12 +267,12 @@ class AddThinkingPrompt(Transform):
 
 
 def edit_turn(text: str, prompt: str) -> str:
-    r"""A turn without its last answer, and a prompt to go on.
+    r"""A turn without its last answer, with a prompt to continue.
 
     Args:
-        text: what the model said.
-        prompt: takes the place of the last ``<answer>`` block and of everything behind it; without
-            a block it begins a new paragraph.
+        text: the model's text.
+        prompt: replaces the last ``<answer>`` block and everything after it; without a block it
+            begins a new paragraph.
 
     Example:
         >>> edit_turn("So <answer>3</answer>.", "Wait,"), edit_turn("So 3. ", "Wait,")
@@ -283,7 +283,7 @@ def edit_turn(text: str, prompt: str) -> str:
 
 
 def _kept(text: str) -> tuple[int, str]:
-    """How many characters of a turn stay, and what stands between them and the prompt."""
+    """Number of characters of a turn that stay, and the text between them and the prompt."""
     end = text.rfind("</answer>")
     start = text.rfind("<answer>", 0, end) if end >= 0 else -1
     if start >= 0:
@@ -302,7 +302,7 @@ def _reopened(record: TokenRecord, codec: Codec, prompt: str) -> TokenRecord:
     text = codec.decode(body)
     end, glue = _kept(text)
     count = _whole_tokens(codec, body, text[:end])
-    # What a token held on both sides of the cut is written again, as part of what is forced.
+    # The characters of a token that spans the cut are encoded again, as part of the forced text.
     rest = text[len(codec.decode(body[:count])) : end] + glue + prompt
     literals = [(a, b) for a, b, _ in codec.shield.markers_in(rest)]
     forced = torch.from_numpy(codec.encode(Piece(rest, literals, continues=True)).ids)
@@ -316,7 +316,7 @@ def _reopened(record: TokenRecord, codec: Codec, prompt: str) -> TokenRecord:
 
 
 def _whole_tokens(codec: Codec, ids: Sequence[int], text: str) -> int:
-    """How many of the first ids spell a beginning of the text."""
+    """How many of the first ids decode to a beginning of the text."""
     count = bisect_right(
         range(len(ids) + 1), len(text), key=lambda size: len(codec.decode(ids[:size]))
     )

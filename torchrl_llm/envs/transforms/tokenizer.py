@@ -34,7 +34,7 @@ class IncrementalTokenizer(Transform):
         history_key: the conversations to read.
         tokens_key: where the ids go, a nested key.
         add_generation_prompt: end the ids with the header of the model's next turn. Without it they
-            are written next to the conversation only, which a policy continues with the header.
+            are only written next to the conversation; a policy continues it with the header.
         kwargs: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`: the template, its tools
             and variables.
 
@@ -71,7 +71,7 @@ class IncrementalTokenizer(Transform):
     def _record(self, chat: Chat) -> TokenRecord:
         record = chat.record
         if record is not None:
-            # finish_reason is None where the ids are a prompt already
+            # finish_reason is None if the ids are already a prompt
             if record.num_messages == len(chat) and record.finish_reason is None:
                 return record
             return self.formatter.continue_record(record, chat)

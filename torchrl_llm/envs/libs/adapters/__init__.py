@@ -1,4 +1,4 @@
-"""Programs for packages of others, each run under a Python that has the package; none is imported.
+"""Programs for other packages, each run under a Python that has the package; none is imported.
 
-Nothing else is in this folder, which is the first where such a Python looks for modules.
+The folder holds no other modules, because such a Python searches it for modules first.
 """

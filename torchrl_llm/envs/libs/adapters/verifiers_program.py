@@ -1,8 +1,8 @@
 """Program that plays environments written for verifiers (0.4), under a Python that has it.
 
-It imports nothing of torchrl_llm, which never imports it. As a script it lists the tasks of an
-environment as rows; as a program, ``verifiers_program.py:run``, it plays one of them with the
-gateway as its model, and returns what the environment's rewards say.
+It does not import torchrl_llm, and torchrl_llm does not import it. As a script it lists the tasks
+of an environment as rows; as a program, ``verifiers_program.py:run``, it plays one of them with the
+gateway as its model, and returns the environment's rewards.
 
 Next: :mod:`torchrl_llm.envs.datasets.verifiers_env` is the task that has these rows.
 """
@@ -32,17 +32,17 @@ __all__ = ["ChatHarness", "run"]
 
 _MODEL = "policy"
 _served = {}
-_open = AsyncExitStack()  # never closed: what is served ends with the process
+_open = AsyncExitStack()  # never closed: the servers end with the process
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """A chat with tools in this process; that of verifiers starts a Python for each segment."""
+    """A chat with tools in this process; the one of verifiers starts a Python for each segment."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
 
     async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
-        """Chat until an answer calls no tool; a refused call ends as a failed process does."""
+        """Chat until an answer calls no tool; a rejected request ends like a failed process."""
         system, prompt = self.resolve_prompt(data)
         messages = [{"role": "system", "content": system}] if system else []
         if isinstance(prompt, str):
@@ -78,7 +78,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
 
 
 async def _called(function, names, servers):
-    """What a tool says, or why it cannot be called."""
+    """The result of a tool, or the reason why it cannot be called."""
     try:
         arguments = json.loads(function.arguments or "{}")
     except ValueError as error:
@@ -92,7 +92,7 @@ def environment_config(name, arguments):
     """The configuration of an environment, whose agents chat in this process if they may."""
     block = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
     here = {"harness": {"id": Path(__file__).stem}, "runtime": {"type": "subprocess"}}
-    if default_harness_id(name) == "bash":  # it brings none of its own
+    if default_harness_id(name) == "bash":  # it has no harness of its own
         for role, agent in agent_config_fields(resolve_env_config(block)).items():
             if agent.harness is None:
                 block[role] = {**here, **block.get(role, {})}
@@ -110,14 +110,14 @@ async def run(row, base_url, api_key):
 
     Args:
         row: with ``task``, as the script has written it.
-        base_url: of the gateway.
-        api_key: of its session.
+        base_url: URL of the gateway.
+        api_key: key of the session.
 
     Returns:
-        ``"reward"``, and by name each reward with its weight, and each metric.
+        ``"reward"``, and by name each weighted reward and each metric.
 
     Raises:
-        RuntimeError: the rollout has failed, or several agents have played through the gateway.
+        RuntimeError: the rollout has failed, or several agents have used the gateway.
     """
     asked = json.loads(row["task"])
     key = json.dumps([asked["id"], asked["args"]], sort_keys=True)
@@ -126,7 +126,7 @@ async def run(row, base_url, api_key):
     environment = await asyncio.shield(_served[key])
     kind = type(environment.taskset).task_type()
     data = kind.data_type().model_validate(asked["data"])
-    # Verifiers reads keys from the environment; no process that it starts inherits such a name.
+    # Verifiers reads keys from the environment; processes that it starts do not inherit this name.
     variable = f"GATEWAY_API_KEY_{uuid.uuid4().hex}"
     os.environ[variable] = api_key
     try:
@@ -139,7 +139,7 @@ async def run(row, base_url, api_key):
 
 
 def _outcome(episode, base_url):
-    """The rewards of an episode that went well."""
+    """The rewards of an episode without errors."""
     if not episode.ok:
         errors = [*episode.errors, *(error for trace in episode.traces for error in trace.errors)]
         ends = [trace.stop_condition for trace in episode.traces]
@@ -162,9 +162,9 @@ def list_rows(name, arguments, num_rows):
     """The tasks of an environment.
 
     Args:
-        name: of the environment.
-        arguments: of its configuration.
-        num_rows: the first so many; ``None`` for all.
+        name: name of the environment.
+        arguments: arguments of its configuration.
+        num_rows: number of tasks, from the first on; ``None`` for all.
     """
     tasks = load_taskset(environment_config(name, arguments).taskset)
     tasks = tasks if num_rows is None else tasks.take(num_rows)

@@ -2,7 +2,7 @@ r"""Divergence from a reference: tokens, means, and the term in the reward.
 
 The objective of arXiv:1909.08593 (equation 2) is the reward less :math:`\beta` times the divergence
 from a reference, :math:`R(x, y) = r(x, y) - \beta \log \frac{\pi(y|x)}{\rho(y|x)}`. A subclass of
-:class:`KLTransform` says where the log-probs under :math:`\pi` and :math:`\rho` come from.
+:class:`KLTransform` provides the log-probs under :math:`\pi` and :math:`\rho`.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``R_b`` tokens of its response.
 """
@@ -40,7 +40,7 @@ class Sources(NamedTuple):
     Attributes:
         gen: ``B`` float32 tensors ``[T_b]`` under the policy that sampled, nats.
         ref: the same under the reference.
-        columns: what else is to be written.
+        columns: further columns to write.
     """
 
     gen: list[Tensor]
@@ -51,30 +51,29 @@ class Sources(NamedTuple):
 class KLTransform(RowTransform):
     r"""Base of the transforms that measure, and penalise, the divergence from a reference.
 
-    Only tokens count that the policy sampled in the turn a row stands for, so that of a
-    conversation every token is paid for once; prompts, templates and tools never do. Of a recorded
-    conversation, which has no ``("tokens", "response")``, every token counts that was scored (and
-    is the assistant's, where the rows have a mask of these), and without a reward it is measured
-    alone. Written under
-    ``("next", kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0
-    where a token does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``,
-    what the reward was penalised with, float32 ``[1]``.
+    Only tokens that the policy sampled in the row's turn count, so every token of a conversation is
+    penalised once; prompts, templates and tools never count. In a recorded conversation, which has
+    no ``("tokens", "response")``, every scored token counts (only the assistant's, if the rows have
+    a mask of these), and without a reward the divergence is only measured. Written under ``("next",
+    kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0 if a token
+    does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``, the coefficient
+    of the penalty, float32 ``[1]``.
 
     Append it after the transform that writes the reward: to an environment, or to a replay buffer
-    behind its credit assigner, which then sees the penalised reward. The task's own reward stays
-    next to it, ``("next", "reward_before_kl")``, ``[1, 1]``: by it groups are filtered, and those
+    after its credit assigner, which then sees the penalised reward. The task's own reward stays
+    next to it, ``("next", "reward_before_kl")``, ``[1, 1]``: groups are filtered by it, and groups
     in which it is equal have zero variance.
 
     Args:
-        coeff: :math:`\beta`: a number, or a controller that follows the divergence of the rows
-            (the unit of its target is that of ``reduction``, nats a response or a token). Its state
-            is part of the transform's.
+        coeff: :math:`\beta`: a number, or a controller that follows the divergence of the rows (its
+            target has the unit of ``reduction``: nats per response or per token). Its state is part
+            of the transform's state.
         add_to_reward: penalise the reward, or only measure.
-        reduction: what is subtracted from a reward ``[1, 1]``: the ``"sum"`` over tokens, which is
-            the divergence of the whole response; the ``"mean"``, which does not grow with length;
-            or, ``"token"``, each token's own from a reward per token ``[R, 1]``, whose last token
-            has the response's reward; in a replay buffer only. Rewards that are per token already
-            stay so.
+        reduction: divergence that is subtracted from a reward ``[1, 1]``: the ``"sum"`` over
+            tokens, which is the divergence of the whole response; the ``"mean"``, which does not
+            grow with length; or, ``"token"``, each token's own from a reward per token ``[R, 1]``,
+            whose last token has the response's reward; in a replay buffer only. Rewards that are
+            already per token stay so.
         estimator: ``"k1"``, the log-ratio, whose expectation is the divergence and whose use as a
             reward has the gradient of the divergence; ``"k2"`` or ``"k3"``, never negative, biased
             as rewards (see :mod:`torchrl_llm.functional.kl`).
@@ -126,7 +125,7 @@ class KLTransform(RowTransform):
 
     @property
     def coeff(self) -> float:
-        """The present coefficient."""
+        """The current coefficient."""
         return self.controller.coef
 
     @property
@@ -135,14 +134,14 @@ class KLTransform(RowTransform):
         return ("next", self.kl_key, "full")
 
     def is_written(self, row: TensorDictBase) -> bool:
-        """Whether the divergence is there, and in the reward if it is to be there."""
+        """Whether the divergence is written, and is in the reward if requested."""
         if row.get(self.written, None) is None:
             return False
         applied = row.get(("next", self.kl_key, "coeff"), None)
         return not self.add_to_reward or applied is None or bool((applied != 0).all())
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
-        """Divergences and rewards, and what the sources add."""
+        """Divergences, rewards, and the columns of the sources."""
         gen, ref, columns = self.sources(rows)
         recorded = rows.read(("tokens", "response")) is None
         masks = _scored_tokens(rows, gen, ref) if recorded else rows.sampled()
@@ -153,7 +152,7 @@ class KLTransform(RowTransform):
         sums = torch.stack([values.sum() for values in kl])
         counts = torch.stack([mask.sum() for mask in masks])
         means = sums / counts.clamp_min(1)
-        # A dataset's conversations may have no reward; they are measured.
+        # A dataset's conversations may have no reward; they are only measured.
         measured = not self.add_to_reward or (recorded and rows.read(self.reward_key) is None)
         coeff = 0.0 if measured else self.coeff
         node = ("next", self.kl_key)
@@ -168,7 +167,7 @@ class KLTransform(RowTransform):
             rewards = rows.read(self.reward_key, "append this after the transform that writes it")
             responses = gen if recorded else rows.read(("tokens", "response"))
             task = task_path(self.penalised_key)
-            if rows.read(task) is None:  # else of a penalty before this one
+            if rows.read(task) is None:  # otherwise an earlier penalty has written it
                 columns[task] = [reward.sum().reshape(1, 1) for reward in rewards]
             columns[self.penalised_key] = [
                 self._penalised(reward, values, response.shape[0], count)
@@ -190,7 +189,7 @@ class KLTransform(RowTransform):
         mask = mask.to(kl.device)
         if not bool(kl[mask].isfinite().all()):
             raise DataError(f"a log-prob of row {row} is NaN or infinite at a sampled token")
-        # Where a token does not count there may be anything, NaN too.
+        # Tokens that do not count may have any value, even NaN.
         return kl.masked_fill(~mask, 0.0)
 
     def _penalised(self, reward: Tensor, kl: Tensor, length: int, count: int) -> Tensor:
@@ -233,7 +232,7 @@ class KLTransform(RowTransform):
         return observation_spec
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the task's own reward, and the penalised one where it has a name of its own."""
+        """Adds the task's own reward, and the penalised one if it has a separate name."""
         reward = reward_spec.get(self.reward_key[1], None)
         if self.add_to_reward and reward is not None:
             for key in (self.penalised_key, task_path(self.penalised_key)):
@@ -257,7 +256,7 @@ def _scored_tokens(rows: RowView, gen: list[Tensor], ref: list[Tensor]) -> list[
     masks = []
     for row, stepped in enumerate(rows.stepped()):
         mask = gen[row] != 0.0 if assistant is None else assistant[row].bool()
-        if mask.shape == gen[row].shape == ref[row].shape:  # else an error tells the shapes
+        if mask.shape == gen[row].shape == ref[row].shape:  # otherwise an error reports the shapes
             scored = (gen[row] != 0.0) | (ref[row] != 0.0).to(gen[row].device)
             mask = scored & stepped & (True if assistant is None else mask.to(scored.device))
         masks.append(mask)
@@ -275,7 +274,7 @@ class KLComputation(KLTransform):
             sampled; looked for in the row, then under its ``"next"``.
         ref_log_probs_full_key: log-probs under the reference; looked for under ``"next"``, then in
             the row.
-        padding_side: without effect, divergences stand where the tokens stand.
+        padding_side: no effect; divergences are aligned with the tokens.
         kwargs: arguments of :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
 
     Raises:
@@ -341,8 +340,8 @@ class RetrieveKL(RayService, KLTransform):
     """Scores rows with a reference (and with a policy), measures and penalises the divergence.
 
     The reference's log-probs are kept under ``("next", *ref_log_probs_full_key)``, where losses
-    look for them. For the reference take a second model, or the policy with its adapters off
-    (:class:`~torchrl_llm.modules.AdapterDisabled`); for log-probs that are stored already take
+    look for them. For the reference use a second model, or the policy with its adapters off
+    (:class:`~torchrl_llm.modules.AdapterDisabled`); for stored log-probs use
     :class:`KLComputation`.
 
     Args:
@@ -351,20 +350,20 @@ class RetrieveKL(RayService, KLTransform):
         ref_model: the reference.
         gen_model_factory: makes the model instead.
         ref_model_factory: makes the reference instead.
-        assistant_only: score the assistant's tokens only, or all tokens with a prefix. What is
-            penalised are the sampled ones either way.
+        assistant_only: score the assistant's tokens only, or all tokens with a prefix. In both
+            cases only sampled tokens are penalised.
         tokenizer_kwargs: see :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`.
         detach: score without gradients.
         device: move the models there once.
         tokenizer: see :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`.
-        padding_side: without effect, log-probs stand where the tokens stand.
+        padding_side: no effect; log-probs are aligned with the tokens.
         gen_log_probs_full_key: where the log-probs of the policy are, or go when a model scores:
             by default ``("log_probs", "full")`` in the row, or ``("gen_log_probs", "full")`` under
             ``"next"``.
-        ref_log_probs_full_key: where those of the reference go.
+        ref_log_probs_full_key: where the log-probs of the reference go.
         use_ray_service: make a :class:`RayRetrieveKL`, with its arguments.
-        service_backend: ``"ray"`` is the same; ``"direct"`` is the default.
-        service_backend_options: must be empty: the actor's are arguments of their own.
+        service_backend: ``"ray"`` does the same; ``"direct"`` is the default.
+        service_backend_options: must be empty; the options of the actor are separate arguments.
         kwargs: arguments of :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
 
     Raises:
@@ -442,7 +441,7 @@ class RetrieveKL(RayService, KLTransform):
             )
 
     def sources(self, rows: RowView) -> Sources:
-        """Scores of the reference, and of the policy or what it recorded."""
+        """Scores of the reference, and scores or recorded log-probs of the policy."""
         columns = self.reference.columns(rows)
         if self.generator is None:
             advice = "the policy writes it when it samples; score recorded rows with gen_model="
@@ -470,7 +469,7 @@ class RetrieveKL(RayService, KLTransform):
 
 
 def made(model: TokenScorer | None, factory: Callable[[], TokenScorer] | None) -> TokenScorer:
-    """A reference that is given, or made here.
+    """A given reference, or one from the factory.
 
     Args:
         model: the model.
@@ -488,8 +487,8 @@ class KLRewardTransform(RetrieveKL):
     """Reward less ``coef`` times the divergence of the recorded log-probs from a reference.
 
     The same as :class:`RetrieveKL` with ``gen_model="from_collector"``, for scripts written for
-    TorchRL; its penalty of a reward ``[1, 1]`` is that of the whole response once, where TorchRL
-    spreads the reward over all tokens.
+    TorchRL; it subtracts the penalty of the whole response from a reward ``[1, 1]`` once, while
+    TorchRL spreads the reward over all tokens.
 
     Args:
         ref_model: the reference.
@@ -506,7 +505,7 @@ class KLRewardTransform(RetrieveKL):
         add_to_reward: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
         tokenizer: see :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`.
         assistant_only: score the assistant's tokens only.
-        padding_side: without effect, log-probs stand where the tokens stand.
+        padding_side: no effect; log-probs are aligned with the tokens.
         reduction: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
         estimator: see there.
         use_ray_service: make a :class:`RayKLRewardTransform`, with its arguments.
@@ -553,7 +552,9 @@ class KLRewardTransform(RetrieveKL):
     ) -> None:
         if coeff is not None:
             if coef != 1.0:
-                raise ConfigError(f"coef and coeff are one thing: got {coef} and {coeff}, give one")
+                raise ConfigError(
+                    f"coef and coeff are the same setting: got {coef} and {coeff}, give one"
+                )
             coef = coeff
         in_keys = list(self.DEFAULT_IN_KEYS if in_keys is None else in_keys)
         out_keys = in_keys if out_keys is None else list(out_keys)
@@ -587,7 +588,7 @@ class KLRewardTransform(RetrieveKL):
 
     @property
     def coef(self) -> float:
-        """The present coefficient."""
+        """The current coefficient."""
         return self.coeff
 
     @property
@@ -607,12 +608,12 @@ class KLRewardTransform(RetrieveKL):
 
     @property
     def assistant_only(self) -> bool:
-        """Whether the assistant's tokens alone are scored."""
+        """Whether only the assistant's tokens are scored."""
         return self.reference.assistant_only
 
     @property
     def tokenizer(self) -> Any:
-        """What encodes rows that have conversations alone."""
+        """The encoder of rows that have only conversations."""
         return self.reference.tokenizer
 
     @property

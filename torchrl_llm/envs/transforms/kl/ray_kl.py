@@ -16,7 +16,7 @@ from torchrl_llm.envs.transforms.kl.kl_penalty import KLRewardTransform, Retriev
 
 
 def _model(model: Any, factory: Callable[[], Any] | None, device: Any) -> Any:
-    """What runs in the actor."""
+    """The model in the actor."""
     model = made(model, factory)
     return model if device is None else model.to(device)
 
@@ -28,12 +28,12 @@ class RayScorer(TokenScorer):
         model: the model, sent to the actor.
         factory: makes it there instead.
         device: move the model there, in the actor.
-        options: what the actor needs.
+        options: resources of the actor.
 
     Raises:
         ConfigError: unless there is exactly one of model and factory.
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ResourceError: Ray is not running, or has too few resources.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RayRetrieveKL(RetrieveKL):
         num_cpus: CPUs that each actor holds.
         num_gpus: GPUs that each holds.
         device: move the models there, in the actors.
-        actor_name: name of the reference's actor, which is used again where it runs already.
+        actor_name: name of the reference's actor; a running actor of this name is reused.
         kwargs: further arguments of :class:`RetrieveKL`.
 
     Raises:
@@ -121,7 +121,7 @@ class RayKLRewardTransform(KLRewardTransform):
         num_cpus: CPUs that the actor holds.
         num_gpus: GPUs that it holds.
         device: move the reference there, in the actor.
-        actor_name: name of the actor, which is used again where it runs already.
+        actor_name: name of the actor; a running actor of this name is reused.
         kwargs: further arguments of :class:`KLRewardTransform`.
 
     Raises:
