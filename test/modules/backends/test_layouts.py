@@ -140,7 +140,7 @@ def test_models_that_cannot_be_packed_say_why_and_are_scored_in_rectangles(name,
     scorer = CausalScorer(build(name))
     assert reason in scorer.why_not_packed
     assert scorer.layouts == ("auto", "padded", "bucketed")
-    with pytest.raises(ConfigError, match="is out of reach"):
+    with pytest.raises(ConfigError, match="is not available"):
         scorer.layout = "packed"
     assert_all_layouts_agree(scorer, ragged_group())
 
@@ -152,7 +152,7 @@ def test_a_state_that_leaks_from_row_to_row_is_found_by_trying():
     forward = mlp.forward
     mlp.forward = lambda x: forward(x) + 0.1 * torch.nn.functional.pad(x, (0, 0, 1, 0))[:, :-1]
     scorer = CausalScorer(model)
-    assert "other states than padded ones" in scorer.why_not_packed
+    assert "different states than padded ones" in scorer.why_not_packed
     assert_all_layouts_agree(scorer, ragged_group())
 
 
@@ -415,7 +415,7 @@ def test_attention_that_cannot_run_here_is_refused_with_what_to_do(make_tiny_mod
     with pytest.raises(ConfigError, match=r"'flash_attention_3'.*FlashAttention3 has been toggled"):
         load_model(attn_implementation="flash_attention_3")
     scorer = CausalScorer(make_tiny_model())
-    assert "is not told of rows" in why_not_packed(
+    assert "cannot keep rows apart" in why_not_packed(
         model := packed_model(make_tiny_model, "paged|sdpa"), model
     )
     assert scorer.why_not_packed is None

@@ -145,7 +145,7 @@ def test_a_server_that_reads_other_ids_than_were_sent_is_refused_or_warned_about
     fake.faults.extend([None, encodes_anew, None, encodes_anew])
     with pytest.raises(BackendError, match="read 2 ids where 1 were sent"):
         ask(connect(url))
-    with pytest.warns(UserWarning, match="encodes prompts anew"):
+    with pytest.warns(UserWarning, match="encodes prompts again"):
         [found] = ask(connect(url, on_other_prompt="warn"))
     assert len(found.token_ids) == 4
 

@@ -152,7 +152,7 @@ def test_greedy_is_said_in_two_ways(fake):
         ({"min_p": 1.0}, "min_p"),
         ({"repetition_penalty": 0.0}, "repetition_penalty"),
         ({"max_new_tokens": 0}, "max_new_tokens"),
-        ({"stop_sequences": [""]}, "without empty strings"),
+        ({"stop_sequences": [""]}, "must not contain empty strings"),
         ({"min_new_tokens": 3}, "unknown generation argument"),
     ],
 )

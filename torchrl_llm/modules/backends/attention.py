@@ -1,18 +1,18 @@
-"""Attention of packed rows inside a Hugging Face model, and whether a model can be packed.
+"""Attention of packed rows inside a Hugging Face model, and the check that a model can be packed.
 
-What tells the attention of the rows depends on its implementation:
+The attention implementation decides how it learns about the rows:
 
-- ``sdpa``: transformers hands a four-dimensional mask to ``scaled_dot_product_attention`` as it is.
-  :class:`RowMask` is such a mask that is not written out: it holds the blocks, and where it arrives
-  as ``attn_mask`` the blocks are attended one by one, the way of torch's own ``CausalBias``, or,
-  where :func:`has_row_kernel` says so and no prompt is shared, all rows by one kernel.
-- ``eager``: the same mask, written out.
-- ``flex_attention``: a ``BlockMask`` that skips what no row sees.
-- flash attention: where each row ends. It cannot show a row a prompt that it shares.
+- ``sdpa``: transformers passes a four-dimensional mask to ``scaled_dot_product_attention``
+  unchanged. :class:`RowMask` is such a mask, but it stores only the blocks, like torch's own
+  ``CausalBias``. When it arrives as ``attn_mask``, the blocks are attended one by one. If
+  :func:`has_row_kernel` is true and no prompt is shared, one kernel attends all rows.
+- ``eager``: the same mask, materialized.
+- ``flex_attention``: a ``BlockMask`` that skips positions that no row sees.
+- flash attention: the end of each row. Its rows cannot share a prompt.
 
-Nothing of the model or of transformers is changed, and gradient checkpointing keeps these arguments
-with the others. A model that does more with tokens than attention (convolutions, recurrences), or
-more with its mask, is found out by :func:`why_not_packed`.
+The model and transformers are not changed, and gradient checkpointing keeps these arguments with
+the others. :func:`why_not_packed` detects models that mix tokens by other operations than attention
+(convolutions, recurrences) or use the mask in a different way.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from torchrl_llm.modules.backends import head as heads
 _KERNELS = ("sdpa", "eager", "flex_attention")
 _PLAIN_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 _WINDOWS = ("sliding_window", "attention_chunk_size")
-# What a mask may be asked on its way; everything else would need its entries.
+# Operations on a mask before attention; all others would need its entries.
 _HARMLESS = {"__get__", "dim", "size", "numel", "is_floating_point", "__repr__"}
 
 
 class RowMask(Tensor):
     """The mask of a stream of blocks, bool ``[1, 1, S, S]``, one byte in memory.
 
-    Every use but as the ``attn_mask`` of ``scaled_dot_product_attention`` is a ``TypeError``.
+    Every use except as ``attn_mask`` of ``scaled_dot_product_attention`` raises ``TypeError``.
 
     Attributes:
         blocks: the stream.
@@ -64,7 +64,7 @@ class RowMask(Tensor):
 
         Args:
             blocks: the stream.
-            device: of the model.
+            device: device of the model.
         """
         size = sum(block.rows * block.width for block in blocks)
         one = torch.ones((), dtype=torch.bool, device=device)
@@ -84,7 +84,7 @@ class RowMask(Tensor):
             taken = super().__torch_function__(func, types, args, kwargs)
             if taken.shape == args[0].shape:
                 return args[0]
-        raise TypeError(f"{func.__name__} of a mask of rows that is not written out")
+        raise TypeError(f"{func.__name__} is not possible for a mask of rows, which has no entries")
 
 
 def _attend(
@@ -96,7 +96,7 @@ def _attend(
     **settings: Any,
 ) -> Tensor:
     if is_causal or query.shape[0] != 1:
-        raise TypeError("a mask of rows goes with one stream and without is_causal")
+        raise TypeError("a mask of rows needs a batch of one stream and is_causal=False")
     blocks = attn_mask.blocks
     dtype = compute_dtype(query.device, query.dtype)
     plain = not settings.get("dropout_p") and all(block.prefix is None for block in blocks)
@@ -112,11 +112,11 @@ def _attend(
 
 
 def compute_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
-    """Type that attention computes in: that of autocast where it is on.
+    """Type that attention computes in: autocast's type if autocast is enabled.
 
     Args:
-        device: of the model.
-        dtype: of the weights or states.
+        device: device of the model.
+        dtype: dtype of the weights or states.
     """
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
@@ -126,8 +126,8 @@ def has_row_kernel(device: torch.device, dtype: torch.dtype, head_dim: int) -> b
     """Whether torch has one kernel for rows of all lengths: 16-bit types on an Nvidia GPU.
 
     Args:
-        device: of the model.
-        dtype: that attention computes in.
+        device: device of the model.
+        dtype: type that attention computes in.
         head_dim: width of a head.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
@@ -164,7 +164,7 @@ def stream_arguments(
     Args:
         model: a causal model.
         blocks: the stream; without prefixes for flash attention.
-        device: of the model.
+        device: device of the model.
     """
     if heads.uses_flash(model):
         widths = [block.width for block in blocks for _ in range(block.rows)]
@@ -181,7 +181,7 @@ def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
     starts = list(accumulate((block.rows * block.width for block in blocks), initial=0))
-    # Of each row: where it begins, and from where to where its prefix goes.
+    # For each row: its start, and the start and end of its prefix.
     spans, widths = [], []
     for block, start in zip(blocks, starts, strict=False):
         for row in range(block.rows):
@@ -200,7 +200,7 @@ def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
         own = (begin[query] <= key) & (key <= query)
         return own | ((first[query] <= key) & (key < last[query]))
 
-    # Uncompiled it is a mask of all pairs before it is cut into tiles.
+    # Without compilation, a mask of all pairs exists before it is cut into tiles.
     compiled = device.type != "cpu"
     return create_block_mask(
         seen, None, None, starts[-1], starts[-1], device=device, _compile=compiled
@@ -208,15 +208,15 @@ def _flex_mask(blocks: Sequence[AttentionBlock], device: torch.device) -> Any:
 
 
 def row_mask(model: nn.Module, blocks: Sequence[AttentionBlock], device: torch.device) -> Tensor:
-    """The mask of a stream in the form that a model takes.
+    """The mask of a stream in the form that a model needs.
 
     Args:
         model: a causal model whose attention is ``sdpa`` or ``eager``.
         blocks: the stream.
-        device: of the model.
+        device: device of the model.
 
     Returns:
-        A :class:`RowMask`, or for ``eager`` the additive mask ``[1, 1, S, S]``, written out.
+        A :class:`RowMask`, or for ``eager`` the materialized additive mask ``[1, 1, S, S]``.
     """
     if heads.attention_name(model) != "eager":
         return RowMask.of(blocks, device)
@@ -240,13 +240,13 @@ def longest_plain_row(model: nn.Module) -> float:
 
 
 def check_rows_apart(model: nn.Module) -> None:
-    """Refuse a model whose rows depend on what is padded behind them, or next to them.
+    """Reject a model whose rows depend on the padding after them or on other rows of the batch.
 
     Args:
         model: a causal model, in PEFT or not.
 
     Raises:
-        ConfigError: a row has other logits alone than in a batch.
+        ConfigError: a row has different logits alone and in a batch.
     """
     weight = heads.causal_model(model).get_input_embeddings().weight
     rows = torch.tensor([[1, 2, 3, 0, 0], [9, 8, 7, 6, 5]], device=weight.device) % len(weight)
@@ -255,17 +255,17 @@ def check_rows_apart(model: nn.Module) -> None:
         alone = model(input_ids=rows[:1, :3], use_cache=False).logits
     if together.shape != alone.shape or _distance(together, alone) > tolerance(rounding):
         raise ConfigError(
-            f"{type(heads.causal_model(model)).__name__} gives a row other logits when tokens "
-            "follow it or rows stand next to it, so it is no causal language model (the BERT "
-            "family is one with is_decoder=True in its configuration)"
+            f"{type(heads.causal_model(model)).__name__} gives a row different logits when tokens "
+            "follow it or other rows are in the batch, so it is no causal language model (the "
+            "BERT family is one with is_decoder=True in its configuration)"
         )
 
 
 def tolerance(rounding: float) -> float:
-    """Largest relative error for which a model is not refused: 16 bits flip a choice of experts.
+    """Largest accepted relative error; with 16 bits, rounding can flip a choice of experts.
 
     Args:
-        rounding: of :func:`~torchrl_llm.modules.backends.head.evaluating`.
+        rounding: value from :func:`~torchrl_llm.modules.backends.head.evaluating`.
     """
     return rounding if rounding < 1e-2 else 4 * rounding
 
@@ -273,8 +273,8 @@ def tolerance(rounding: float) -> float:
 def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     """Why rows cannot be scored in one stream; ``None`` when they can.
 
-    Looks at the configuration, then runs two rows of a few tokens packed and padded, and packed
-    once more with other tokens in the first row, which must not reach the second.
+    Checks the configuration, then runs two short rows packed and padded. It runs them packed once
+    more with different tokens in the first row, which must not affect the second.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -286,7 +286,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     kernel = heads.attention_name(model)
     if kernel not in _KERNELS and not heads.uses_flash(model):
         return (
-            f"attn_implementation {kernel!r} is not told of rows; "
+            f"attn_implementation {kernel!r} cannot keep rows apart; "
             "'sdpa', 'eager', 'flex_attention' and flash attention are"
         )
     strange = set(getattr(config, "layer_types", None) or ()) - _PLAIN_LAYERS
@@ -295,7 +295,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
     if {"position_ids", "args"}.isdisjoint(inspect.signature(causal.forward).parameters):
         return f"{name} takes no position_ids, which say where a row of a stream begins"
     if not heads.can_be_tried(model):
-        return f"the weights of {name} are sharded or not there yet, so packing cannot be tried out"
+        return f"the weights of {name} are sharded or not loaded yet, so packing cannot be tested"
     size = causal.get_input_embeddings().weight.shape[0]
     device = causal.get_input_embeddings().weight.device
     ids = torch.tensor([[1, 2, 3, 4, 5, 6, 7]], device=device) % size
@@ -311,7 +311,7 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
         except (TypeError, ValueError, RuntimeError) as error:
             return f"{name} does not take rows in one stream: {error}"
     if _distance(packed, torch.cat(rows, dim=1)) > rounding:
-        return f"{name} gives packed rows other states than padded ones"
+        return f"{name} gives packed rows different states than padded ones"
     if _distance(packed[:, 4:], changed[:, 4:]) > rounding / 10:
         return f"tokens of one packed row reach the next one in {name}"
     if problem := heads.tried_once(_stream_limit, model):
@@ -320,10 +320,10 @@ def why_not_packed(model: nn.Module, run: nn.Module) -> str | None:
 
 
 def _stream_limit(model: nn.Module) -> str | None:
-    """Why a stream may not be longer than the context, though its rows are not.
+    """Why a stream of short rows may not be longer than the context.
 
-    Runs shapes without numbers in a twin, so that a long context costs nothing, and no thread that
-    uses the model is disturbed.
+    Runs a copy on the meta device, so that a long context costs nothing and other threads can use
+    the model.
     """
     config = copy.deepcopy(heads.causal_model(model).config)
     context = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
@@ -338,7 +338,7 @@ def _stream_limit(model: nn.Module) -> str | None:
                 apart = stream_arguments(model, [AttentionBlock(rows, context)], ids.device)
                 twin(input_ids=ids, position_ids=ids, use_cache=False, **apart)
         except (AssertionError, AttributeError, TypeError, ValueError, RuntimeError) as error:
-            # What fails on one row as well is no matter of length.
+            # A failure on one row too does not come from the length.
             return None if rows == 1 else str(error)
     return None
 

@@ -1,9 +1,9 @@
 """Port between policies and models: token ids in, token ids and their log-probs out.
 
-A backend knows no text, no chat and no tensordict: :mod:`torchrl_llm.modules.policies` knows rows,
-masks and views. ``test/conformance`` holds the tests that every backend must pass.
+A backend does not depend on text, chat or tensordicts: :mod:`torchrl_llm.modules.policies` handles
+rows, masks and views. ``test/conformance`` has the tests that every backend must pass.
 
-Shape legend: ``B`` prompts, ``S`` samples a prompt, ``R`` sampled tokens, ``T`` tokens of a
+Shape legend: ``B`` prompts, ``S`` samples per prompt, ``R`` sampled tokens, ``T`` tokens of a
 sequence, ``N`` scored positions of a batch.
 """
 
@@ -28,7 +28,7 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource
 @checked
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """Every field that shapes sampling, explicit; nothing comes from a model's generation config.
+    """All sampling settings, explicit; nothing comes from a model's generation config.
 
     Args:
         max_new_tokens: most tokens a response may have, at least 1.
@@ -38,15 +38,16 @@ class SamplingParams:
         min_p: drop tokens less probable than this times the most probable; 0.0 keeps all.
         repetition_penalty: divides positive and multiplies negative logits of tokens that already
             occur in prompt or response (arXiv:1909.05858); 1.0 is off.
-        stop: strings that end a response. The sampled tokens are kept, those of the string too.
-        stop_token_ids: further ids that end a response, next to the model's own.
-        num_samples: responses a prompt.
+        stop: strings that end a response. All sampled tokens are kept, including those of the
+            string.
+        stop_token_ids: ids that end a response, in addition to the model's own.
+        num_samples: responses per prompt.
         seed: seed of this call's own generator; ``None`` samples from torch's global generator.
         ignore_eos: only ``stop``, ``stop_token_ids`` and the length end a response.
-        record_support: keep the ids that top-k, top-p and min-p left for each sampled token, so
-            that a loss can score on them. They cost 4 bytes each; a wide top-p keeps many. A GPU
+        record_support: record the ids that top-k, top-p and min-p kept for each sampled token, so
+            that a loss can score on them. Each id costs 4 bytes; a high top-p keeps many. A GPU
             waits for them at each step.
-        native: arguments that only this backend knows, see ``Backend.native_arguments``.
+        native: arguments specific to this backend, see ``Backend.native_arguments``.
 
     Raises:
         ConfigError: for a value outside its range, or ``record_support`` with a repetition penalty
@@ -75,17 +76,17 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         if not all(self.stop):
-            raise ConfigError(f"stop must be without empty strings, got {self.stop!r}")
+            raise ConfigError(f"stop must not contain empty strings, got {self.stop!r}")
         if self.record_support and (self.repetition_penalty != 1 or self.native):
             changes = ["repetition_penalty"] if self.repetition_penalty != 1 else []
             raise ConfigError(
-                f"record_support keeps which ids could be drawn, and {[*changes, *self.native]} "
-                "change how probable they are; no loss could score what was sampled. Take one away"
+                f"record_support records which ids could be drawn, but {[*changes, *self.native]} "
+                "change their probabilities, so no loss could score samples; remove one of them"
             )
 
     @property
     def greedy(self) -> bool:
-        """Whether the most probable token is taken instead of a draw."""
+        """Whether decoding takes the most probable token instead of a draw."""
         return self.temperature == 0
 
     @property
@@ -95,13 +96,13 @@ class SamplingParams:
 
     @property
     def truncates_support(self) -> bool:
-        """Whether what is recorded does not reproduce the distribution that was sampled."""
+        """Whether the record does not suffice to reproduce the sampled distribution."""
         changed = self.repetition_penalty != 1 or bool(self.native)
         return not self.greedy and (changed or (self._cuts and not self.record_support))
 
     @property
     def keeps_ids(self) -> bool:
-        """Whether there are kept ids to record, because the support is cut and wanted."""
+        """Whether to record kept ids: the support is cut and ``record_support`` is set."""
         return self.record_support and not self.greedy and self._cuts
 
     @property
@@ -110,17 +111,18 @@ class SamplingParams:
 
 
 Cancelled = Sequence[Callable[[], bool]]
-"""Whether nobody waits for a response any more: a question for each, asked from any thread, whose
-answer remains once it is ``True``; or none at all."""
+"""One function per response that returns whether the response is cancelled; or an empty sequence.
+
+Any thread may call it. Once it has returned ``True``, it must keep returning ``True``."""
 
 
 class EngineStatus(NamedTuple):
-    """Present work of a backend.
+    """Current state of a backend.
 
     Attributes:
-        cache_usage: share of its key-value cache in use, 0 to 1; ``None`` where it cannot tell.
-        steps: counts up while it works, also within one long request; 0 where it cannot tell.
-        broken: why it will answer no more requests and must be restarted; ``None`` when it will.
+        cache_usage: share of its key-value cache in use, 0 to 1; ``None`` if unknown.
+        steps: increases while it works, also within one long request; 0 if unknown.
+        broken: why it cannot answer requests and must be restarted; ``None`` if it can.
     """
 
     cache_usage: float | None = None
@@ -135,16 +137,16 @@ class Backend(TokenScorer):
     """
 
     native_arguments: frozenset[str] = frozenset()
-    """Names that ``SamplingParams.native`` may hold."""
+    """Names that ``SamplingParams.native`` may contain."""
 
     records_support: bool = False
-    """Whether it can do what ``SamplingParams.record_support`` asks for."""
+    """Whether it supports ``SamplingParams.record_support``."""
 
     num_copies: int = 1
-    """Copies of the weights behind it, each of which opens the source of an update once."""
+    """Number of copies of the weights; each copy opens the source of an update once."""
 
     counts_versions: bool = False
-    """Whether its weights may change while it samples; its completions then carry the versions."""
+    """Whether its weights may change while it samples; completions then carry the versions."""
 
     begins_to_count: bool = False
     """Whether ``counts_versions`` becomes true with the first update of its weights."""
@@ -166,54 +168,54 @@ class Backend(TokenScorer):
 
     @property
     def module(self) -> nn.Module | None:
-        """The module that holds the weights, where there is one in this process."""
+        """The module with the weights, if it is in this process."""
         return None
 
     def status(self) -> EngineStatus:
-        """What it does at the moment; must answer while other threads sample."""
+        """Current state; must return while other threads sample."""
         return EngineStatus()
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """A context in which other threads neither sample nor score; nothing to wait for here."""
+        """A context in which other threads neither sample nor score; a null context by default."""
         return nullcontext()
 
     def when_awake(self, action: Callable[[], Any]) -> None:
-        """Do what samples or scores: at once, or where the engine sleeps as soon as it wakes.
+        """Run an action that samples or scores: now, or as soon as a sleeping engine wakes.
 
         Args:
-            action: is called without arguments; of several that wait, the last alone.
+            action: is called without arguments. If several wait, only the last one runs.
         """
         action()
 
     def check_updates(self) -> None:
-        """Refuse at once what :meth:`update_weights` would refuse whatever it was given.
+        """Raise early if :meth:`update_weights` would reject every source.
 
         Raises:
             ConfigError: the weights of this backend cannot be replaced.
         """
 
     def abort(self) -> None:
-        """End the responses that are being sampled where they are; callers get what there is.
+        """End all running responses now; callers get the tokens so far.
 
-        Nothing to do for a backend that cannot: its calls end by themselves.
+        Does nothing if the backend cannot abort: its calls end by themselves.
         """
         return
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """Take new weights, forget what was computed with the old ones, and say what arrived.
+        """Load new weights, drop caches of the old ones, and report what arrived.
 
         Args:
-            source: where the weights are.
-            version: number of these weights; later completions carry it.
+            source: source of the weights.
+            version: version of these weights; later completions carry it.
 
         Returns:
             One receipt for each copy of the weights (a pool of engines has several).
 
         Raises:
-            ConfigError: this backend takes its weights in another way.
-            WeightUpdateError: they did not arrive, or not as they were sent; the old ones stay.
+            ConfigError: this backend receives its weights in a different way.
+            WeightUpdateError: the weights did not arrive, or arrived changed; the old ones stay.
         """
-        raise ConfigError(f"{type(self).__name__} does not take weights from a source")
+        raise ConfigError(f"{type(self).__name__} cannot load weights from a source")
 
     @abstractmethod
     def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
@@ -227,7 +229,7 @@ class Backend(TokenScorer):
             ``B`` lists of ``S`` completions.
 
         Raises:
-            DataError: for an empty prompt, or one that is no row of int64.
+            DataError: for an empty prompt, or one that is not int64 ``[T]``.
             TokenizerError: for ids outside the vocabulary.
             OverlongError: for a prompt that leaves no room for one token.
         """
@@ -235,19 +237,18 @@ class Backend(TokenScorer):
     def generate_cancellable(
         self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
     ) -> list[list[Completion]]:
-        """:meth:`generate`, of which single prompts can be cancelled while they are sampled.
+        """:meth:`generate` whose prompts can be cancelled one by one during sampling.
 
         The responses to a cancelled prompt end at the next step or a few later, with
-        ``FinishReason.ABORT`` and the tokens so far. With a seed, the others have the ids that they
-        have without the cancellation.
+        ``FinishReason.ABORT`` and the tokens so far. With a seed, cancellation does not change the
+        ids of the others.
 
-        This method of the base samples all responses to their ends; backends that can cancel have
-        their own.
+        This default samples all responses to their ends; backends that can cancel override it.
 
         Args:
             prompts: see :meth:`generate`.
             params: see :meth:`generate`.
-            cancelled: a question for each prompt, see ``Cancelled``.
+            cancelled: one function per prompt, see ``Cancelled``.
         """
         return self.generate(prompts, params)
 
@@ -258,17 +259,17 @@ class Backend(TokenScorer):
             sequences: ``B`` int64 tensors ``[T_b]``.
 
         Raises:
-            ConfigError: when the model's logits are out of reach.
+            ConfigError: when the model's logits are not available.
         """
         raise ConfigError(f"{type(self).__name__} gives no access to its logits")
 
     def check_prompts(self, prompts: Sequence[Tensor]) -> None:
-        """Raise what :meth:`generate` promises for prompts that it cannot take."""
+        """Raise the errors of :meth:`generate` for invalid prompts."""
         self.check_ids(prompts)
         limit = self.max_length
         for row, prompt in enumerate(prompts):
             if prompt.shape[0] == 0:
-                raise DataError(f"prompt {row} is empty; a model needs at least one token to go on")
+                raise DataError(f"prompt {row} is empty; a model needs at least one token")
             if limit is not None and prompt.shape[0] >= limit:
                 raise OverlongError(
                     f"prompt {row} has {prompt.shape[0]} tokens and the model's context holds "
@@ -276,10 +277,10 @@ class Backend(TokenScorer):
                 )
 
     def check_ids(self, sequences: Sequence[Tensor]) -> None:
-        """Raise for what is not a row of ids of the vocabulary.
+        """Raise for anything but a row of ids of the vocabulary.
 
         Raises:
-            DataError: for another type or shape than int64 ``[T]``.
+            DataError: for a type or shape other than int64 ``[T]``.
             TokenizerError: for ids outside the vocabulary.
         """
         for row, ids in enumerate(sequences):
@@ -298,11 +299,11 @@ class Backend(TokenScorer):
                 )
 
     def check_scoring(self, sequences: Sequence[Tensor], select: Sequence[Tensor]) -> None:
-        """Raise for arguments that :meth:`token_scores` cannot take.
+        """Raise for invalid arguments of :meth:`token_scores`.
 
         Raises:
-            DataError: for an empty row, a mask of another shape than its row, or a selected first
-                token.
+            DataError: for an empty row, a mask with a different shape than its row, or a selected
+                first token.
             TokenizerError: for ids outside the vocabulary.
         """
         if len(sequences) != len(select):

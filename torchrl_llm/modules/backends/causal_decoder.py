@@ -1,6 +1,6 @@
-"""Causal model that decodes with a cache that grows: the plain decoder, for every model.
+"""Plain decoder: a causal model with a growing cache, for every model.
 
-Its fast twin is :class:`~torchrl_llm.modules.backends.static_decoder.StaticDecoder`.
+The fast alternative is :class:`~torchrl_llm.modules.backends.static_decoder.StaticDecoder`.
 
 Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the longest prompt,
 ``V`` vocabulary.
@@ -20,32 +20,32 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.attention import tolerance
 from torchrl_llm.modules.backends.head import causal_model, evaluating
 
-# Tokens that a cache has room for beyond those that it holds.
+# Number of tokens that a cache has room for beyond its content.
 _MOST_ROOM = 64
-# Prompts that a model is tried with, the first ones with padding.
+# Prompts for testing a model, the first ones with padding.
 _RAGGED, _EQUAL = ([1, 2, 3, 4, 5], [6, 7]), ([1, 2, 3, 4, 5], [6, 7, 3, 2, 1])
-# Some errors of a state that is carried from step to step show late.
+# Some errors in a state carried from step to step appear late.
 _STEPS = 8
 _FAILURES = (AssertionError, LookupError, AttributeError, RuntimeError, TypeError, ValueError)
 
 
 class CausalDecoder:
-    """A causal model with its cache in the middle of a batch; see ``decoding.Decoder``.
+    """A causal model and its cache during decoding; see ``decoding.Decoder``.
 
     Args:
         model: the model, in PEFT or not.
         prompts: ``U`` int64 tensors.
         max_length: context of the model, if it is limited.
-        max_new_tokens: tokens that will follow the prompts.
+        max_new_tokens: number of tokens after the prompts.
         takes: names of the arguments of the model's forward.
 
     Attributes:
         model: the model.
         takes: names of the arguments of its forward.
         cache: its cache.
-        held: tokens in the cache, pads before shorter prompts counted.
+        held: tokens in the cache, including the pads before shorter prompts.
         mask: bool ``[B, >= held]``, ``False`` for pads; ``None`` when there are none.
-        next_positions: int64 ``[B]``, of the tokens to come.
+        next_positions: int64 ``[B]``, positions of the next tokens.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class CausalDecoder:
         ids_UP = torch.nn.utils.rnn.pad_sequence(prompts, batch_first=True, padding_side="left")
         self._ids = ids_UP.to(device)
         mask = torch.arange(self.held) >= (self.held - lengths)[:, None]
-        # Without a pad anywhere no mask is needed, and attention takes its fast path.
+        # Without pads no mask is needed, and attention uses its fast path.
         self.mask = None if bool(mask.all()) else mask.to(device)
         self.next_positions = lengths.to(device)
 
@@ -95,22 +95,22 @@ class CausalDecoder:
         return self.forward(token_ids[:, None], positions, mask)
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64 indices into the present batch."""
-        # Selects every state of every layer; batch_select_indices knows keys and values only.
+        """Keep only these rows, int64 indices into the current batch."""
+        # Selects every state of every layer; batch_select_indices only handles keys and values.
         self.cache.reorder_cache(rows)
         self.next_positions = self.next_positions[rows]
         if self.mask is not None:
             self.mask = self.mask[rows]
 
     def in_context(self, positions: Tensor) -> Tensor:
-        """Positions that the model has; rows that are full have ended, but may stay for a while."""
+        """Positions within the context; full rows have ended but may stay in the batch."""
         if self._last_position is None:
             return positions
         return positions.clamp_max(self._last_position)
 
     def forward(self, ids: Tensor, positions: Tensor, mask: Tensor | None) -> Tensor:
         """Logits ``[B, V]`` after the last of the ids ``[B, T]``, which are added to the cache."""
-        # By keyword always: the second positional argument is not the mask in every model.
+        # Always by keyword: the second positional argument is not the mask in every model.
         wanted = {"position_ids": positions, "logits_to_keep": 1}
         extra = {name: value for name, value in wanted.items() if name in self.takes}
         output = self.model(
@@ -124,7 +124,7 @@ class CausalDecoder:
 
 
 class BlockLayer(DynamicLayer):
-    """A full-attention layer whose tensors have room for more tokens than they hold.
+    """A full-attention layer whose tensors have room for further tokens.
 
     transformers' own layer concatenates, which copies the whole cache at each token.
     """
@@ -137,7 +137,7 @@ class BlockLayer(DynamicLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Append states ``[B, heads, T, dim]`` and return views of all that is held."""
+        """Append states ``[B, heads, T, dim]`` and return views of all states."""
         end = self._length + key_states.shape[-2]
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -158,7 +158,7 @@ class BlockLayer(DynamicLayer):
         return new
 
     def get_seq_length(self) -> int:
-        """Tokens held, which is less than the tensors have room for."""
+        """Number of tokens in the layer, less than the size of the tensors."""
         return self._length
 
 
@@ -171,22 +171,23 @@ def make_cache(model: Any, max_new_tokens: int) -> DynamicCache:
 
     Args:
         model: a transformers causal language model.
-        max_new_tokens: tokens that will follow the first ones, of which room is made for some.
+        max_new_tokens: number of tokens after the first ones; some of them get room at once.
     """
     room = min(max_new_tokens, _MOST_ROOM)
     config = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=config)
     cache.layers = [BlockLayer(room) if type(l) is DynamicLayer else l for l in cache.layers]
-    # The decoder of a family of encoders and decoders; its configuration counts those of both.
+    # The configuration of an encoder-decoder family counts both kinds of layers; the cache needs
+    # the decoder's.
     missing = getattr(config, "decoder_layers", 0) - len(cache.layers)
     cache.layers += [BlockLayer(room) for _ in range(missing)]
     return cache
 
 
 def takes_ragged_prompts(model: nn.Module, takes: frozenset[str]) -> bool:
-    """Try once whether rows sampled together have the logits that each has alone.
+    """Test once whether rows sampled together have the same logits as each row alone.
 
-    Two prompts of different length are read, one of them goes on as two rows, and rows leave; then
+    Reads two prompts of different length, continues one of them as two rows, and removes rows; then
     the same with two prompts of equal length, which need no padding.
 
     Args:
@@ -197,14 +198,14 @@ def takes_ragged_prompts(model: nn.Module, takes: frozenset[str]) -> bool:
         Whether prompts of different length may be in one batch.
 
     Raises:
-        ConfigError: prompts of equal length have other logits too.
+        ConfigError: prompts of equal length have different logits, too.
     """
     if _deviation(model, takes, _RAGGED) is None:
         return True
     name = type(causal_model(model)).__name__
     if problem := _deviation(model, takes, _EQUAL):
         raise ConfigError(f"{name} cannot be sampled from: {problem}")
-    tell_once(f"{name} does not take padded prompts: those of equal length are sampled together")
+    tell_once(f"{name} does not take padded prompts: batches have prompts of equal length")
     return False
 
 
@@ -215,7 +216,7 @@ def _deviation(
     # On the CPU: logits may be on another device than the embedding.
     device, owners, staying = weight.device, torch.tensor([0, 1, 1]), torch.tensor([2, 0])
     rows = [torch.tensor(ids) % len(weight) for ids in prompts]
-    # The id that each of the three rows goes on with.
+    # The next id of each of the three rows.
     tokens = torch.arange(3, 3 + 3 * _STEPS, device=device).view(_STEPS, 3) % len(weight)
     with evaluating(model) as rounding:
         try:

@@ -1,7 +1,7 @@
-"""A sequence classifier with one output as a scorer: of each state, and so of each row, a number.
+"""A sequence classifier with one output as a scorer: one number per state, thus per row.
 
-It lays rows out as :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer` does for a
-language model. Next: :func:`torchrl_llm.data.scoring.last_values` reads the score of whole rows.
+It lays out rows like :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`. Next:
+:func:`torchrl_llm.data.scoring.last_values` reads the score of whole rows.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torchrl_llm.modules.backends.token_scorer import CausalScorer
 
 
 class ClassifierScorer(CausalScorer):
-    """Gives the values of states under the head of a classifier, and nothing else.
+    """Returns the values of states under the head of a classifier, and nothing else.
 
     Args:
         model: a Hugging Face ``...ForSequenceClassification`` over a causal body, with
             ``num_labels=1``, in PEFT or not.
-        layout: as of ``CausalScorer``.
+        layout: see ``CausalScorer``.
 
     Attributes:
-        pad_id: the id that the model looks for where a row ends.
+        pad_id: the id by which the model finds the end of a row.
 
     Raises:
-        ConfigError: a head, or a body, that the classifier uses in another way.
+        ConfigError: an unsupported head, or a classifier that uses its body in a different way.
 
     Example:
         >>> from torchrl_llm.data.scoring import last_values
@@ -69,19 +69,19 @@ class ClassifierScorer(CausalScorer):
         Args:
             stream: the rows, on the model's device.
             temperature: without effect on values.
-            entropy: not to be had.
-            extras: must ask for values alone.
+            entropy: not supported.
+            extras: must request only values.
 
         Raises:
-            ConfigError: anything else is asked for.
+            ConfigError: anything else is requested.
         """
         if entropy or extras != ScoreExtras(values=True, log_probs=False):
-            raise ConfigError("a classifier gives the values of rows, and no log-probs of tokens")
+            raise ConfigError("a classifier returns values of rows, not log-probs of tokens")
         states = self._states(stream).index_select(0, stream.index)
         return TokenScores(states.new_zeros(0, dtype=torch.float32), values=self._values(states))
 
     def naive_scorer(self) -> None:
-        """There is none."""
+        """Not available: ``None``."""
 
     def _values(self, states: Tensor) -> Tensor:
         weight = next(self.head.parameters())
@@ -89,7 +89,7 @@ class ClassifierScorer(CausalScorer):
             return self.head(states.to(weight.dtype)).squeeze(-1).float()
 
     def _verify(self) -> None:
-        """The model scores a row by the state of its last token, whatever follows that."""
+        """Check that the model scores a row by the state of its last token, whatever follows."""
         causal = heads.causal_model(self.model)
         size = causal.get_input_embeddings().weight.shape[0]
         ids = [id for id in range(1, min(size, 8)) if id != self.pad_id][:5]
@@ -101,5 +101,5 @@ class ClassifierScorer(CausalScorer):
         if expected.shape != got.shape or error > max(tolerance(rounding), 1e-3):
             raise ConfigError(
                 f"{type(causal).__name__} does not score a row by the state of its last token, "
-                "which is all that is known here"
+                "which is the only supported way"
             )

@@ -1,6 +1,6 @@
-"""CUDA graph of a function of tensors that stay where they are.
+"""CUDA graph of a function of tensors at fixed addresses.
 
-Replaying a graph costs one launch, where the function would launch each of its kernels from Python.
+Replaying a graph costs one launch; the function itself launches each kernel from Python.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _RECORDING = threading.Lock()
 
 
 class GraphRecorder:
-    """Records functions as CUDA graphs, for one thread at a time and one graph in use at a time.
+    """Records functions as CUDA graphs; one thread and one active graph at a time.
 
-    While it records (some 20 ms), no other thread may wait for the whole device
-    (``torch.cuda.synchronize``), and while it begins (some 0.1 ms), none may draw from the device's
-    own generator (dropout): both are errors in that thread.
+    During a recording (some 20 ms), no other thread may wait for the whole device
+    (``torch.cuda.synchronize``). At its start (some 0.1 ms), no other thread may draw from the
+    device's own generator (dropout). Both are errors in that thread.
 
     Args:
         device: a CUDA device with an index.
@@ -33,22 +33,24 @@ class GraphRecorder:
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        # torch cannot reuse a pool whose graphs have all gone, and memory would pile up in new
-        # pools. This graph stays, so that each recording gets the memory of the one before it.
+        # torch cannot reuse a pool after its last graph is freed, and memory would pile up in new
+        # pools. This graph stays alive, so that each recording reuses the memory of the previous
+        # one.
         self._anchor, _ = self._record(lambda: torch.zeros((), device=device))
 
     def __call__(self, step: Step) -> Step:
-        """Run a function once, record it, and return what replays it.
+        """Run a function once, record it, and return a function that replays it.
 
         Args:
-            step: runs on tensors at fixed addresses, may be run twice for the same result, and
+            step: runs on tensors at fixed addresses, gives the same result if it runs twice, and
                 neither waits for the device nor draws random numbers.
 
         Returns:
-            Replays on the current stream; its result is the same tensor, overwritten, each time.
+            A function that replays on the current stream. Each call overwrites and returns the same
+            tensor.
 
         Raises:
-            RuntimeError: when CUDA cannot record the function; the device is fit for work then.
+            RuntimeError: when CUDA cannot record the function; the device stays usable.
         """
         outside = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(outside)
@@ -80,8 +82,9 @@ class GraphRecorder:
         return graph, result
 
     def _begin(self, graph: torch.cuda.CUDAGraph) -> None:
-        # A recording takes the state of the device's generator for itself: draws of other threads
-        # would fail all the time, and all draws after a recording that has failed. It gets another.
+        # A recording takes over the state of the device's generator: draws of other threads would
+        # fail during it, and all draws would fail after a failed recording. So it gets a generator
+        # of its own.
         generator = torch.cuda.default_generators[self._device.index]
         state = generator.graphsafe_get_state()
         generator.graphsafe_set_state(torch.Generator(self._device))
@@ -91,10 +94,10 @@ class GraphRecorder:
             generator.graphsafe_set_state(state)
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
-        # Ends the recording of a function that has failed; fails itself where CUDA gave it up.
+        # Ends the recording of a failed function; raises if CUDA has already ended it.
         with suppress(RuntimeError):
             graph.capture_end()
-        # Without this the allocator thinks that it goes on, and gives no memory back; an error when
-        # the line above has done it.
+        # Otherwise the allocator assumes that the recording continues and frees no memory; raises
+        # if the line above has done it.
         with suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(self._device.index, self._pool)

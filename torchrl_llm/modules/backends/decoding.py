@@ -1,7 +1,7 @@
 """Decoding loop: draw, record the log-prob, feed back, until every row has ended.
 
-It keeps the logits of the last step only, lets finished rows leave the batch, and decides how a row
-ended by its last id and its length. What produces logits is behind :class:`Decoder`.
+It keeps the logits of the last step only, lets finished rows leave the batch, and finds the finish
+reason of a row from its last id and its length. A :class:`Decoder` produces the logits.
 
 Shape legend: ``B`` rows at the start, ``b`` rows still decoded, ``V`` vocabulary, ``R`` tokens.
 """
@@ -21,33 +21,33 @@ from torchrl_llm.functional import kept_ids, take_support
 from torchrl_llm.modules.backends.backend_port import Cancelled, Completion, SamplingParams
 from torchrl_llm.modules.backends.sampling import draw, penalize_repetition, sampling_log_probs
 
-# A smaller batch must pay for copying the caches of the rows that stay.
+# A smaller batch must be worth copying the caches of the rows that stay.
 _COMPACT_BELOW = 0.75
-# Asking a GPU whether all rows have ended waits for it; on the CPU it is free.
+# On a GPU, the check whether all rows have ended waits for the device; on the CPU it is free.
 _GPU_SYNC_EVERY = 8
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]
 
 
 class Decoder(Protocol):
-    """A model in the middle of decoding a batch of rows."""
+    """A model that decodes a batch of rows."""
 
     def advance(self, token_ids: Tensor) -> Tensor:
         """Append one id per row, int64 ``[b]``, and return the logits after it, ``[b, V]``."""
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64 indices into the present batch."""
+        """Keep only these rows, int64 indices into the current batch."""
 
 
 class StopStrings:
-    """Finds stop strings at the end of what was sampled so far.
+    """Finds stop strings at the end of the sampled text.
 
     Args:
         tokenizer: decodes ids.
         stop: the strings.
 
     Raises:
-        ConfigError: when there are strings and no tokenizer to read them with.
+        ConfigError: when there are strings but no tokenizer.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
@@ -78,7 +78,7 @@ class StopStrings:
 
 
 class _Context:
-    """What penalties and native processors look at: prompts and sampled ids of the live rows."""
+    """Input of penalties and native processors: prompts and sampled ids of the live rows."""
 
     def __init__(
         self, prompts: Sequence[Tensor], logits_BV: Tensor, penalty: float, pad_id: int
@@ -89,7 +89,7 @@ class _Context:
         ).to(device)
         self._penalty = penalty
         self._seen = torch.zeros(logits_BV.shape, dtype=torch.bool, device=device)
-        for row, prompt in enumerate(prompts):  # never through the padded ids: pads were not seen
+        for row, prompt in enumerate(prompts):  # not from the padded ids: pads do not count as seen
             self._seen[row, prompt.to(device)] = True
 
     def process(self, logits_BV: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
@@ -122,27 +122,27 @@ def decode(
 ) -> list[Completion]:
     """Decode every row to its end, or until it is cancelled.
 
-    A cancelled row is decoded on, unread, while there are others: a batch of another size would
+    A cancelled row stays in the batch, unused, while other rows run: a different batch size would
     change the last bits of their log-probs.
 
     Args:
-        decoder: has read the prompts.
+        decoder: a decoder that has read the prompts.
         logits_BV: ``[B, V]``, its logits after the prompts.
         prompts: ``B`` int64 tensors, for penalties and processors.
-        params: how to sample; ``num_samples`` was applied by the caller.
+        params: how to sample; the caller has already applied ``num_samples``.
         max_tokens: int64 ``[B]`` on the CPU, most tokens of each row, at least 1.
         end_ids: ids that end a row.
         stop_strings: strings that end a row.
         processors: take ids ``[b, T]`` and logits ``[b, V]`` and return logits.
-        pad_id: fills the ids that processors see before shorter prompts.
-        cancelled: whether nobody waits for the rows of a prompt any more; one for each prompt, or
-            none at all. On a GPU it is asked every eighth step.
+        pad_id: padding before shorter prompts in the ids that processors get.
+        cancelled: one function per prompt, which returns whether its rows are cancelled; or empty.
+            On a GPU it is called every eighth step.
 
     Returns:
         ``B`` completions.
 
     Raises:
-        BackendError: when the model's logits are not numbers.
+        BackendError: when the model's logits are not finite.
     """
     device, num_rows, longest = logits_BV.device, logits_BV.shape[0], int(max_tokens.max())
     generator = None
@@ -211,7 +211,7 @@ def decode(
 
 
 class _KeptIds:
-    """The supports of all steps so far, in the order in which they were sampled."""
+    """The supports of all steps so far, in sampling order."""
 
     def __init__(self) -> None:
         self._parts: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
@@ -247,7 +247,7 @@ def _completions(
     cuts: Tensor,
     kept: _KeptIds | None,
 ) -> list[Completion]:
-    """Cut each row after its first end, or where it was cancelled; later steps mean nothing."""
+    """Cut each row after its first end or at its cancellation; later steps are discarded."""
     is_end = torch.isin(ids_BR, ends)
     never = ids_BR.shape[1] + 1
     id_ends = torch.where(is_end.any(1), is_end.int().argmax(1) + 1, never)
@@ -257,7 +257,7 @@ def _completions(
     reasons = torch.where(stops <= limits, int(FinishReason.STOP), int(FinishReason.LENGTH))
     reasons[cuts < own_ends] = int(FinishReason.ABORT)
     supports = [None] * len(lengths) if kept is None else kept.split(lengths)
-    # One copy for all rows, without what lies behind their ends.
+    # One copy for all rows, without the tokens after their ends.
     inside = torch.arange(ids_BR.shape[1]) < torch.tensor(lengths)[:, None]
     recorded = log_probs_BR[inside]
     if not bool(torch.isfinite(recorded).all()):

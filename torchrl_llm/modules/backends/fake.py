@@ -1,7 +1,7 @@
-"""Backend that costs nothing: scripted answers, or draws from a tiny bigram model.
+"""Fake backend: scripted answers, or draws from a tiny bigram model.
 
-Its log-probs are those of a real distribution (the bigram model's), so what it samples and what
-it scores agree exactly, and a loss on it has gradients. For tests, examples and dry runs.
+Its log-probs come from a real distribution (the bigram model), so sampling and scoring agree
+exactly, and a loss on it has gradients. For tests, examples and dry runs.
 
 Shape legend: ``B`` rows, ``V`` vocabulary, ``H`` hidden size, ``N`` scored positions.
 """
@@ -27,11 +27,11 @@ _HIDDEN = 8
 
 
 class BigramModel(nn.Module):
-    """Logits of the next token from the last one alone, through a low-rank table.
+    """Logits of the next token from the last token alone, by a low-rank table.
 
     Args:
-        vocab_size: ids it knows.
-        seed: of its weights.
+        vocab_size: number of ids.
+        seed: seed of its weights.
     """
 
     def __init__(self, vocab_size: int, *, seed: int = 0) -> None:
@@ -52,8 +52,8 @@ class Answer:
 
     Args:
         content: text, which needs a tokenizer, or token ids.
-        finish_reason: ``STOP`` ends it with the end-of-sequence id unless it has one; ``LENGTH``
-            and ``ABORT`` leave it as it is.
+        finish_reason: ``STOP`` appends the end-of-sequence id if it is missing; ``LENGTH`` and
+            ``ABORT`` change nothing.
     """
 
     content: str | Sequence[int]
@@ -68,14 +68,14 @@ class FakeBackend(LocalBackend):
     """Answers by script, by rule, or by sampling from a :class:`BigramModel`.
 
     Args:
-        answers: ``None`` samples; a string or an :class:`Answer` is given to every prompt; a list
-            of them is handed out in order, again from the start when it is used up; a callable gets
+        answers: ``None`` samples; a string or an :class:`Answer` is the answer to every prompt; a
+            list of them is used in order, and from the start again after its end; a callable gets
             the prompt (text with a tokenizer, else a list of ids) and returns an answer.
-        tokenizer: encodes answers and decodes prompts; needed where either is text.
+        tokenizer: encodes answers and decodes prompts; required if either is text.
         vocab_size: number of ids; by default the tokenizer's.
         eos_token_ids: ids that end a response; by default the tokenizer's.
         max_length: most tokens of prompt and response.
-        seed: of the bigram model's weights.
+        seed: seed of the bigram model's weights.
 
     Example:
         >>> backend = FakeBackend(Answer([7, 8]), vocab_size=16, eos_token_ids=(2,))
@@ -147,7 +147,7 @@ class FakeBackend(LocalBackend):
         whole = torch.cat([prompt[-1:], response])
         select = torch.arange(len(whole)) > 0
         scores = self.token_scores([whole], [select], temperature=params.scoring_temperature)
-        # A script draws from no truncated distribution: each id was possible.
+        # A scripted answer does not come from a truncated distribution: each id was possible.
         support = Support.whole(len(response)) if params.record_support else None
         return Completion(response, scores.log_probs, reason, support)
 
@@ -179,7 +179,7 @@ class FakeBackend(LocalBackend):
         entropy: bool = False,
         extras: ScoreExtras | None = None,
     ) -> TokenScores:
-        """See :meth:`TokenScorer.token_scores`; of the extras it knows the support."""
+        """See :meth:`TokenScorer.token_scores`; the only extra is the support."""
         extras = only_support(extras, "FakeBackend has no hidden states")
         self.check_scoring(sequences, select)
         positions = [mask.nonzero().squeeze(-1) for mask in select]
@@ -200,7 +200,7 @@ class FakeBackend(LocalBackend):
 
 
 class _BigramDecoder:
-    """See ``decoding.Decoder``; the last id is all its state."""
+    """See ``decoding.Decoder``; its only state is the last id."""
 
     def __init__(self, model: BigramModel) -> None:
         self._model = model

@@ -1,15 +1,14 @@
 """Heads on the hidden states of a causal model: the language-model head in chunks, and a critic.
 
-A model's own forward goes body, head, factor, soft-cap, and gives ``[B, T, V]`` logits. Here body
-and head are found once, the factors are read from the configuration, and the result is checked on
-three tokens against the model's own logits; a model that does something else is refused with the
-name of the option that lets it make its logits itself.
+A model's own forward runs body, head, factor and soft-cap, and returns ``[B, T, V]`` logits. This
+module finds body and head once, reads the factors from the configuration, and checks the result on
+three tokens against the model's own logits. It rejects a model that does something else; the
+message names the option for using the model's own logits.
 :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer` runs body and head; the arithmetic
-is
-:mod:`torchrl_llm.functional.chunked_head`.
+is :mod:`torchrl_llm.functional.chunked_head`.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary, ``D`` hidden size,
-``R`` rank of the adapters; of the critic ``N`` states.
+``R`` rank of the adapters; for the critic, ``N`` states.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from torchrl_llm.functional.logit_form import LogitForm
 _MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
 _DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
 _CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_cap")
-# HyperCLOVA X multiplies by the field that Granite divides by.
+# HyperCLOVA X multiplies by the field by which Granite divides.
 _MULTIPLIES_BY_DIVISOR = ("hyperclovax", "hyperclovax_vision_v2")
 _UNKNOWN = re.compile(r"^(final_|output_|lm_head_)?logits?_|^lm_head_")
 _NOT_LOGITS = ("logit_scale_init_value", "lm_head_bias", "logits_to_keep")
@@ -45,7 +44,7 @@ _TRIED: dict[tuple[Any, ...], Any] = {}
 _Result = TypeVar("_Result")
 
 GROUPED = "torchrl_llm_grouped"
-"""Name of ``sdpa`` for one token a row, which configurations have during a step of sampling."""
+"""Name of ``sdpa`` for one token per row; configurations have it during a sampling step."""
 
 
 def causal_model(model: nn.Module) -> nn.Module:
@@ -54,7 +53,7 @@ def causal_model(model: nn.Module) -> nn.Module:
 
 
 def can_be_tried(model: nn.Module) -> bool:
-    """Whether a model can be run here and now: its weights are there, and whole.
+    """Whether a model can run now: its weights are loaded and not sharded.
 
     Args:
         model: the model.
@@ -63,21 +62,21 @@ def can_be_tried(model: nn.Module) -> bool:
 
 
 def is_whole(weight: Tensor) -> bool:
-    """Whether all of a weight is there, and not a part of it, or nothing but its shape.
+    """Whether a weight is complete: not sharded, and its storage is allocated.
 
     Args:
-        weight: of a model.
+        weight: weight of a model.
     """
     return not isinstance(weight, DTensor) and weight.untyped_storage().nbytes() >= weight.nbytes
 
 
 def tried_once(trial: Callable[..., _Result], model: nn.Module, *arguments: Any) -> _Result:
-    """The result of a trial, which models that are built alike share.
+    """Run a trial once for all models of the same kind and return its result.
 
     Args:
         trial: a function of the model.
         model: a causal model, in PEFT or not.
-        *arguments: of the trial, beyond the model.
+        *arguments: further arguments of the trial.
     """
     config, weight = causal_model(model).config, next(model.parameters())
     built = repr(model), config.to_json_string(), attention_name(model), weight.dtype, weight.device
@@ -88,24 +87,24 @@ def tried_once(trial: Callable[..., _Result], model: nn.Module, *arguments: Any)
 
 
 def refuse_learned_prompts(model: nn.Module) -> None:
-    """Refuse adapters whose trained states stand in front of every row.
+    """Reject adapters that put trained states before every row.
 
     Args:
         model: a causal model, in PEFT or not.
 
     Raises:
-        ConfigError: for prefix tuning, prompt tuning, P-tuning and their kind.
+        ConfigError: for prefix tuning, prompt tuning, P-tuning and similar adapters.
     """
     for name, config in getattr(model, "peft_config", {}).items():
         if getattr(config, "is_prompt_learning", False):
             raise ConfigError(
-                f"adapter {name!r} is {config.peft_type.value}, which learns a prompt: only a "
-                "row's own tokens are sampled after and scored here; train layers with LoRA instead"
+                f"adapter {name!r} is {config.peft_type.value}, which learns a prompt; sampling "
+                "and scoring only support a row's own tokens: train layers with LoRA instead"
             )
 
 
 def attention_name(model: nn.Module) -> str:
-    """A model's attention implementation, also while another thread samples with :data:`GROUPED`.
+    """A model's attention implementation, even while a thread samples with :data:`GROUPED`.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -115,12 +114,12 @@ def attention_name(model: nn.Module) -> str:
 
 
 def uses_flash(model: nn.Module) -> bool:
-    """Whether a model's attention is flash attention, of any version and from any package."""
+    """Whether a model uses flash attention, of any version and from any package."""
     return "flash" in attention_name(model)
 
 
 def check_kernel(model: nn.Module) -> None:
-    """Refuse an attention whose kernel cannot run where the model is, or as it is called.
+    """Reject an attention whose kernel cannot run on the model's device or in the current mode.
 
     Args:
         model: a causal model, in PEFT or not.
@@ -153,13 +152,13 @@ def check_kernel(model: nn.Module) -> None:
 
 
 def model_body(model: nn.Module) -> nn.Module:
-    """The part of a causal model that gives hidden states.
+    """The part of a causal model that computes hidden states.
 
     Args:
         model: a Hugging Face causal model, in PEFT or not.
 
     Raises:
-        ConfigError: when the model does not tell its body from its head.
+        ConfigError: when the model does not separate its body from its head.
     """
     causal = causal_model(model)
     body = getattr(causal, "base_model", causal)
@@ -173,12 +172,13 @@ def model_body(model: nn.Module) -> nn.Module:
 class LMHead:
     """Scores hidden states against the head of one model.
 
-    Holds references only: the weights stay the model's, and adapters are used in the state they are
-    in at the call (enabled, disabled or merged).
+    Holds only references: the weights belong to the model, and adapters are used in their state at
+    the call (enabled, disabled or merged).
 
     Args:
-        module: the output embedding: ``nn.Linear``, in LoRA or a list of modules to save or not.
-        scale: factor on the logits.
+        module: the output embedding: ``nn.Linear``, possibly wrapped by LoRA or PEFT's
+            ``modules_to_save``.
+        scale: factor of the logits.
         softcap: cap of the scaled logits.
 
     Raises:
@@ -200,15 +200,15 @@ class LMHead:
     def from_model(cls, model: nn.Module) -> LMHead:
         """Find the head of a Hugging Face causal model and check it against the model's logits.
 
-        The check runs three tokens through the model, once, with dropout off and without gradients;
-        it is left out while the weights are on the meta device or sharded.
+        The check runs three tokens through the model once, without dropout and gradients. It is
+        skipped while the weights are on the meta device or sharded.
 
         Args:
             model: the model, in PEFT or not.
 
         Raises:
-            ConfigError: for a head, adapter or logit field that is not known, or when the result
-                differs from the model's own logits.
+            ConfigError: for an unknown head, adapter or logit field, or when the result differs
+                from the model's own logits.
         """
         refuse_learned_prompts(model)
         causal = causal_model(model)
@@ -243,8 +243,8 @@ class LMHead:
             entropy: also return the entropy of each distribution.
             support: score under the distributions restricted to these ids.
             chunk_size: the most logits alive at once; chosen by device when ``None``.
-            in_place_head_grad: add the weight's gradient in place; skipped where the weight takes
-                none, and with a support, whose gradient is not made of tiles.
+            in_place_head_grad: add the weight's gradient in place; skipped for a weight without
+                gradient, and with a support, whose gradient does not consist of tiles.
         """
         weight, form = self._parts(hidden_ND)
         settings = {
@@ -272,7 +272,7 @@ class LMHead:
         return F.chunked_greedy_ids(hidden_ND, weight, **form, chunk_size=chunk_size)
 
     def states(self, hidden_ND: Tensor) -> HeadStates:
-        """Hidden states with all that makes distributions of them, detached.
+        """Detached hidden states with everything that turns them into distributions.
 
         Args:
             hidden_ND: ``[N, D]``.
@@ -294,21 +294,21 @@ class LMHead:
     ) -> Tensor:
         """Divergence from a teacher; see :func:`~torchrl_llm.functional.chunked_divergence`.
 
-        Where the embedding of the teacher has more rows than the model's (padding that no tokenizer
-        reaches), its distribution is that over the model's ids.
+        If the teacher's embedding has more rows than the model's (padding that no tokenizer uses),
+        the teacher's distribution is restricted to the model's ids.
 
         Args:
             hidden_ND: ``[N, D]``.
             teacher: the teacher's states for the same tokens.
             direction: ``"reverse"``, KL(model || teacher), or ``"forward"``, KL(teacher || model).
-            temperature: of both: a number, or float32 ``[N]``.
+            temperature: temperature of both: a number, or float32 ``[N]``.
             chunk_size: the most logits of each model alive at once.
 
         Returns:
             ``[N]``, nats.
 
         Raises:
-            ConfigError: when the teacher knows fewer ids than the model.
+            ConfigError: when the teacher has fewer ids than the model.
         """
         weight, form = self._parts(hidden_ND)
         size, device = weight.shape[0], hidden_ND.device
@@ -337,7 +337,7 @@ class LMHead:
         )
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """All logits of hidden states ``[..., D]``: ``[..., V]``, differentiable, not in chunks."""
+        """All logits ``[..., V]`` of hidden states ``[..., D]``, differentiable, not in chunks."""
         logits = self.module(hidden)
         return self.form.squash(logits if self.form.scale == 1.0 else logits * self.form.scale)
 
@@ -353,12 +353,12 @@ class LMHead:
         linear = module.base_layer if lora is not None else module
         if not isinstance(linear, nn.Linear) or not linear.weight.dtype.is_floating_point:
             raise ConfigError(
-                f"the head is a {type(module).__name__} and not a plain linear layer; {_ADVICE}"
+                f"the head is a {type(module).__name__}, not a plain linear layer; {_ADVICE}"
             )
         return linear, lora
 
     def _parts(self, hidden_ND: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """The weight now, and what else makes logits; adapters may be switched between calls."""
+        """The current weight and other parts of logits; adapters may be switched between calls."""
         linear, lora = self._linear()
         if isinstance(linear.weight, DTensor):
             raise ConfigError(
@@ -375,7 +375,7 @@ class LMHead:
 
 
 def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
-    """``(u, B)`` with ``u @ B.T`` the sum over the active adapters."""
+    """``(u, B)``, where ``u @ B.T`` is the sum over the active adapters."""
     states, columns = [], []
     for name in lora.active_adapters:
         if name not in lora.lora_A:
@@ -392,7 +392,7 @@ def _adapters(lora: Any, hidden_ND: Tensor) -> tuple[Tensor, Tensor] | None:
 
 
 def _logit_form(config: Any) -> LogitForm:
-    """Factor and cap of the logits from a model's configuration."""
+    """Factor and cap of the logits, from a model's configuration."""
     text = config.get_text_config(decoder=True)
     # Some families (MiniCPM3) compute their factor in a property, which to_dict does not show.
     known = {name: getattr(text, name, None) for name in (*_MULTIPLIERS, *_DIVISORS, *_CAPS)}
@@ -419,9 +419,9 @@ def _logit_form(config: Any) -> LogitForm:
 
 @contextmanager
 def sampling_mode(module: nn.Module) -> Iterator[None]:
-    """Dropout off, and with it gradient checkpointing, which transformers ties to training mode.
+    """Turn off dropout and gradient checkpointing, which transformers ties to training mode.
 
-    The training flag of every submodule is put back on exit, also after an exception.
+    The training flag of every submodule is restored on exit, also after an exception.
 
     Args:
         module: the model, shared with the trainer or not.
@@ -446,12 +446,12 @@ def sampling_mode(module: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[float]:
-    """Try a model out: dropout off, no gradients, and every flag put back.
+    """A context to test a model: no dropout, no gradients, and flags restored on exit.
 
-    Flash attention takes no float32, so that a model of such weights is tried under autocast.
+    Flash attention does not support float32, so a model with such weights runs under autocast.
 
     Yields:
-        The relative error that rounding may make.
+        The relative error that rounding may cause.
     """
     weight = next(model.parameters())
     exact = torch.get_float32_matmul_precision() == "highest"
@@ -485,15 +485,15 @@ def _verify(head: LMHead, model: nn.Module, body: nn.Module) -> None:
 class ValueHead(nn.Module):
     r"""The value of a state, :math:`V(s) = w^\top h(s) + b`, from the model's last hidden state.
 
-    The state of a token is what stands before it, so :math:`h` is the state that predicts the
-    token. Weight and bias begin at zero: the first values are 0 and the first update is not driven
-    by noise. Given to :class:`~torchrl_llm.modules.backends.TransformersBackend` (or a
-    ``CausalScorer``), it is a part of the scorer and of the policy: ``policy.value_head`` is in the
-    policy's ``parameters()`` and ``state_dict()``, but not in the model, so neither in what
-    ``save_pretrained`` writes nor in what is sent to a sampler. A run saves it as a part of its
-    own: ``TrainingRun(parts={"value_head": policy.value_head, ...})``.
+    The state of a token is its prefix, so :math:`h` is the state that predicts the token. Weight
+    and bias start at zero, so the first values are 0 and noise does not drive the first update.
+    In a :class:`~torchrl_llm.modules.backends.TransformersBackend` (or a ``CausalScorer``), it is a
+    part of the scorer and of the policy: ``policy.value_head`` is in the policy's ``parameters()``
+    and ``state_dict()``. It is not in the model, so ``save_pretrained`` does not write it and
+    weight updates do not send it to a sampler. A run saves it as a separate part:
+    ``TrainingRun(parts={"value_head": policy.value_head, ...})``.
 
-    Values are float32, whatever the model computes in, under autocast too.
+    Values are float32, whatever type the model computes in, also under autocast.
 
     Args:
         hidden_size: ``D``.
@@ -532,7 +532,7 @@ class ValueHead(nn.Module):
             detach: see the class.
 
         Raises:
-            ConfigError: when the model's configuration does not say how wide its states are.
+            ConfigError: when the model's configuration does not give the width of its states.
 
         Example:
             >>> from torchrl_llm.modules import load_model

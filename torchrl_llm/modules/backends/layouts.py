@@ -1,14 +1,14 @@
-"""Layouts of ragged rows for the body of a model: there are four, and the cheapest is taken.
+"""Four layouts of ragged rows for the body of a model, and the choice of the cheapest.
 
 - ``padded``: one rectangle.
-- ``bucketed``: rows of like length in rectangles of their own, one call of the model each.
-- ``packed``: the same rectangles, but more of them, behind each other in one stream and one call;
-  only attention knows of the rows (:mod:`torchrl_llm.modules.backends.attention`).
-- ``shared``: packed, and the prompt that several rows have in common is there once.
+- ``bucketed``: rows of similar length form rectangles; one call of the model for each.
+- ``packed``: more such rectangles, concatenated into one stream for one call; only attention
+  distinguishes the rows (:mod:`torchrl_llm.modules.backends.attention`).
+- ``shared``: packed, and a prompt that several rows share occurs once.
 
-All four are a stream of blocks, and differ in how it is cut and called. No layout runs a token that
-no scored token depends on: rows without a scored token, and each row from its last scored token on
-(the state before that token predicts it).
+All four are a stream of blocks and differ in how it is cut and called. No layout runs tokens that
+no scored token depends on: rows without a scored token, and the tokens of a row from its last
+scored token on (the state before that token predicts it).
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``S`` tokens of the
 stream, ``N`` selected tokens.
@@ -29,15 +29,15 @@ from torchrl_llm.modules.backends.head import causal_model
 LAYOUTS = ("padded", "bucketed", "packed", "shared")
 
 # Seconds, forward and backward: a floating point operation, a layer's share of a call, a weight's
-# share of a call, attention of one more block in a layer. Measured with float32 on one CPU thread;
-# those of a GPU are estimates for bfloat16 on an H100: 400 TFLOP/s, 80 launches of 6 us a layer, 12
-# bytes of a weight and its gradient at 3 TB/s, 16 launches a block. Only their ratios matter, and
-# only for speed.
+# share of a call, attention of one more block in a layer. The CPU numbers were measured with
+# float32 on one thread. The GPU numbers are estimates for bfloat16 on an H100: 400 TFLOP/s, 80
+# launches of 6 us per layer, 12 bytes per weight and its gradient at 3 TB/s, 16 launches per block.
+# Only the ratios matter, and only for speed.
 _SECONDS = {"cpu": (2e-11, 2e-3, 1.5e-9, 1.6e-4), "cuda": (2.5e-15, 5e-4, 4e-12, 1e-4)}
 
 
 class Rows:
-    """Rows of token ids and which of them are to be scored.
+    """Rows of token ids and a mask of the tokens to score.
 
     Args:
         sequences: ``B`` int64 tensors ``[T_b]``.
@@ -45,12 +45,12 @@ class Rows:
 
     Attributes:
         ids: int64 ``[L]``, all rows end to end.
-        starts: where each row begins in ``ids``.
+        starts: start of each row in ``ids``.
         row: int64 ``[N]``, the row of each selected token.
         source: int64 ``[N]``, the position in its row of the token that predicts it.
         targets: int64 ``[N]``, the selected ids.
-        prompts: tokens before the first selected one, in each row; 0 where none is selected.
-        lengths: tokens that have to be run, in each row.
+        prompts: number of tokens before the first selected one, per row; 0 if none is selected.
+        lengths: number of tokens to run, per row.
 
     Raises:
         ValueError: when the first token of a row is selected.
@@ -73,14 +73,14 @@ class Rows:
         first[chosen] = self.source[(ends - counts)[chosen]] + 1
         last[chosen] = self.source[ends[chosen] - 1] + 1
         if not len(index):
-            # A model that is called anyway keeps sharded ranks in step.
+            # The model must be called even without selected tokens, to keep sharded ranks in step.
             last[:1] = 1
         self.prompts: list[int] = first.tolist()
         self.lengths: list[int] = last.tolist()
 
     @cached_property
     def families(self) -> dict[bytes, list[int]]:
-        """Rows with a selected token by the ids of their prompt."""
+        """Rows with a selected token, grouped by the ids of their prompt."""
         ids, starts = self.ids.numpy(), self.starts.tolist()
         found: dict[bytes, list[int]] = {}
         for row, (start, size) in enumerate(zip(starts, self.prompts, strict=True)):
@@ -93,13 +93,14 @@ class RowStream(NamedTuple):
     """Rows laid out for a model.
 
     Attributes:
-        input_ids: int64 ``[S]``, 0 where nothing stands.
+        input_ids: int64 ``[S]``, 0 at padding.
         position_ids: int64 ``[S]``, position of each token in its row.
-        index: int64 ``[N]``, where in the stream the states are that predict the selected tokens.
+        index: int64 ``[N]``, positions in the stream of the states that predict the selected
+            tokens.
         targets: int64 ``[N]``, the selected ids.
-        blocks: how the stream is cut.
-        one_call: the model sees the stream as a whole, with a mask of its rows; else each block is
-            a separate call.
+        blocks: the blocks of the stream.
+        one_call: the model gets the whole stream in one call, with a mask of its rows; else each
+            block is a separate call.
     """
 
     input_ids: Tensor
@@ -110,14 +111,14 @@ class RowStream(NamedTuple):
     one_call: bool
 
     def to(self, device: torch.device) -> RowStream:
-        """The same on another device."""
+        """A copy on the given device."""
         return RowStream(
             *(part.to(device, non_blocking=True) for part in self[:4]), self.blocks, self.one_call
         )
 
 
 class _Plan(NamedTuple):
-    """Blocks, and for each its rows as ``(row, first token, number of tokens)``."""
+    """Blocks, and the rows of each as ``(row, first token, number of tokens)``."""
 
     blocks: list[AttentionBlock]
     members: list[list[tuple[int, int, int]]]
@@ -130,10 +131,10 @@ def lay_out(
 
     Args:
         rows: the rows.
-        allowed: layouts that the choice is between.
-        costs: of the model, for the choice and for where to cut.
-        one_kernel: layouts of which one kernel attends all blocks, so that rows need not be padded
-            to a common width.
+        allowed: layouts to choose from.
+        costs: costs of the model, for the choice and the cuts.
+        one_kernel: layouts whose blocks are attended by one kernel, so that rows need no padding to
+            a common width.
 
     Example:
         >>> rows = Rows([torch.tensor([5, 6, 7]), torch.tensor([5, 8])],
@@ -155,11 +156,11 @@ def lay_out(
 
 
 class ModelSize(NamedTuple):
-    """What the costs of a model follow from.
+    """Sizes of a model that determine its costs.
 
     Attributes:
-        weights: those of the body without its embeddings.
-        layers: how many.
+        weights: number of weights of the body, without its embeddings.
+        layers: number of layers.
         width: channels of a hidden state.
     """
 
@@ -169,7 +170,7 @@ class ModelSize(NamedTuple):
 
     @classmethod
     def of(cls, model: nn.Module, body: nn.Module) -> ModelSize:
-        """That of a Hugging Face causal model, in PEFT or not, and of what runs of it."""
+        """Sizes of a Hugging Face causal model, in PEFT or not, and of its part that runs."""
         config = causal_model(model).config.get_text_config(decoder=True)
         tables = [m for m in body.modules() if isinstance(m, nn.Embedding)]
         embedded = sum(p.numel() for table in tables for p in table.parameters())
@@ -179,8 +180,9 @@ class ModelSize(NamedTuple):
     def costs(self, device: torch.device) -> RowCosts:
         """Estimated costs of a forward and backward, in seconds.
 
-        A token costs six floating point operations a weight, and attention twelve a layer, channel
-        and pair; a call costs some time a layer, and reads and adds the gradient of every weight.
+        A token costs six floating point operations per weight, and attention twelve per layer,
+        channel and pair. A call costs some time per layer, and reads and adds the gradient of every
+        weight.
 
         Args:
             device: of the model.
@@ -197,7 +199,7 @@ class ModelSize(NamedTuple):
 
 
 def _in_rectangles(rows: Rows, cut: float | None, costs: RowCosts) -> _Plan:
-    """All rows in one rectangle, or in several where each further one costs ``cut``."""
+    """All rows in one rectangle, or in several if each further one costs ``cut``."""
     running = _running(rows)
     return _rectangles(rows, [running] if cut is None else _buckets(rows, running, costs, cut=cut))
 
@@ -216,7 +218,7 @@ def _shared(rows: Rows, costs: RowCosts) -> _Plan:
         plan.blocks.append(AttentionBlock(len(bucket), max(sizes[k] for k in bucket)))
         plan.members.append([(families[k][0], 0, sizes[k]) for k in bucket])
         owners = {row: place for place, k in enumerate(bucket) for row in families[k]}
-        # A response of one token is predicted by its prompt alone.
+        # The prompt alone predicts a response of one token.
         rest = {
             row: rows.lengths[row] - rows.prompts[row]
             for row in owners
@@ -270,7 +272,7 @@ def _rectangles(rows: Rows, buckets: list[list[int]]) -> _Plan:
 
 def _stream(rows: Rows, plan: _Plan, layout: str) -> RowStream:
     count = len(rows.lengths)
-    # Token t of a row is at head + t before its split, and at tail + t - split behind it.
+    # Token t of a row is at head + t before its split, and at tail + t - split after it.
     head, split, tail = [0] * count, [0] * count, [0] * count
     parts, total = [], 0
     for block, members in zip(plan.blocks, plan.members, strict=True):
@@ -286,7 +288,7 @@ def _stream(rows: Rows, plan: _Plan, layout: str) -> RowStream:
             for row in others:
                 head[row], split[row] = head[first], rows.prompts[first]
     row, begin, size, place = torch.tensor(parts).unbind(1)
-    # Every token that is run: where it comes from and where it goes.
+    # Source and destination of every token that runs.
     part = row_index(size)
     step = torch.arange(part.shape[0]) - (size.cumsum(0) - size)[part]
     goal, position = place[part] + step, begin[part] + step

@@ -1,4 +1,4 @@
-"""Backend whose model is in this process: one call at a time, weights copied in place."""
+"""Backend with a model in this process: one call at a time, weights copied in place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, load_
 
 
 class LocalBackend(Backend):
-    """Base of backends that sample with a module of their own.
+    """Base class of backends that sample with their own module.
 
     Args:
         vocab_size: see :class:`Backend`.
@@ -34,7 +34,7 @@ class LocalBackend(Backend):
     ) -> None:
         self.vocab_size, self.max_length = vocab_size, max_length
         self.eos_token_ids = tuple(eos_token_ids)
-        # Two threads may not switch one module between training and sampling at once.
+        # Two threads must not switch a module between training and sampling at the same time.
         self._lock = threading.RLock()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -44,7 +44,7 @@ class LocalBackend(Backend):
         self.__dict__.update(state, _lock=threading.RLock())
 
     def exclusive(self) -> AbstractContextManager[Any]:
-        """See :meth:`Backend.exclusive`; the thread that has the lock may take it again."""
+        """See :meth:`Backend.exclusive`; the thread that has the lock may acquire it again."""
         return self._lock
 
     def generate(self, prompts: Sequence[Tensor], params: SamplingParams) -> list[list[Completion]]:
@@ -70,7 +70,7 @@ class LocalBackend(Backend):
         """All samples of the first prompt, then those of the second, and so on."""
 
     def _room(self, prompt: Tensor, params: SamplingParams) -> int:
-        """Tokens that a response may have."""
+        """Most tokens of a response."""
         if self.max_length is None:
             return params.max_new_tokens
         return min(params.max_new_tokens, self.max_length - prompt.shape[0])
@@ -80,7 +80,7 @@ class LocalBackend(Backend):
         return (*(() if params.ignore_eos else self.eos_token_ids), *params.stop_token_ids)
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """See :meth:`Backend.update_weights`; copied in place between two calls of the model."""
+        """See :meth:`Backend.update_weights`; copies in place between two calls of the model."""
         incoming = open_source(source, version=version)
         with self._lock:
             return [load_into(self.module, incoming, version=version)]

@@ -1,11 +1,10 @@
-"""Backend over a server that speaks OpenAI's protocol, given by its URL.
+"""Backend for a server with OpenAI's protocol, given by its URL.
 
-Token ids go out and token ids come back: prompts are sent as ids, and a server that encodes them
-again or returns text alone is refused. Made for vLLM's own server; how to start one is in
-:doc:`/howto/use_a_server`.
+Requests and answers contain token ids. A server that encodes prompts again or returns only text is
+rejected. The backend is made for vLLM's own server; see :doc:`/howto/use_a_server` to start one.
 
 Next: :mod:`~torchrl_llm.modules.backends.openai_protocol` for requests and answers,
-:mod:`~torchrl_llm.modules.backends.server` for its weights.
+:mod:`~torchrl_llm.modules.backends.server` for weight updates.
 """
 
 from __future__ import annotations
@@ -33,41 +32,40 @@ _COOLEST = 0.01
 
 
 class OpenAIBackend(Backend):
-    """Samples and scores at a server, one request for each response.
+    """Samples and scores with a server, one request per response.
 
-    The seed of each response is drawn here, so that torch's generator repeats a run, and a request
-    that is sent again after a broken connection gives the same response. Single prompts cannot be
-    cancelled: :meth:`generate_cancellable` is :meth:`generate`.
+    The backend draws the seed of each response from torch's generator. So a run can be repeated,
+    and a request that is retried after a broken connection gives the same response. Single prompts
+    cannot be cancelled: :meth:`generate_cancellable` is :meth:`generate`.
 
     Args:
         url: ``http://host:port``, with or without ``/v1``.
-        model: name of the model at the server; its only one by default.
-        tokenizer: gives ``vocab_size`` and ``eos_token_ids`` where they are left out.
-        vocab_size: number of ids that the model has.
+        model: name of the model on the server; by default its only model.
+        tokenizer: gives ``vocab_size`` and ``eos_token_ids`` if they are omitted.
+        vocab_size: number of ids of the model.
         eos_token_ids: ids that end a response.
-        max_length: context in tokens; that of the server by default.
+        max_length: context in tokens; the server's by default.
         api_key: sent as a bearer token.
         timeout_s: most seconds for one request.
-        start_timeout_s: seconds to wait for a server that is not up yet.
-        max_retries: how often a request that was turned away or cut off is sent again.
+        start_timeout_s: seconds to wait for the server to start.
+        max_retries: most retries of a rejected or interrupted request.
         concurrency: most requests at once, of all threads together.
-        on_failure: what a request that finally failed becomes: ``"raise"``
-            :class:`~torchrl_llm.errors.WorkerError`, or an empty response that was ``"abort"``-ed.
-        on_other_prompt: when the server read other ids than those that were sent: ``"raise"`` or
+        on_failure: action after the last retry failed: ``"raise"``
+            :class:`~torchrl_llm.errors.WorkerError`, or return an empty response with ``"abort"``.
+        on_other_prompt: action if the server read different ids than were sent: ``"raise"`` or
             ``"warn"``.
         in_flight: what happens to running requests when weights are updated, see
             :class:`~torchrl_llm.modules.backends.server.VLLMServer`.
-        exchange_dir: folder that client and server both see, for weights on their way; without one
-            they travel in the requests.
+        exchange_dir: folder shared by client and server, for sending weights; without one, the
+            requests contain the weights.
 
     Attributes:
         server: vLLM's control plane.
-        version: of the last weights that were brought through this backend; ``None`` before.
+        version: version of the last weights sent by this backend; ``None`` before.
 
     Raises:
-        ConfigError: for a wrong address or model, or where ``vocab_size`` and ``eos_token_ids``
-            are not known.
-        WorkerError: the server is not there.
+        ConfigError: for a wrong address or model, or unknown ``vocab_size`` and ``eos_token_ids``.
+        WorkerError: the server cannot be reached.
     """
 
     native_arguments = protocol.NATIVE_ARGUMENTS
@@ -116,18 +114,19 @@ class OpenAIBackend(Backend):
         self.model_name = card["id"]
         limits = [n for n in (card.get("max_model_len"), max_length) if n is not None]
         self.max_length = min(limits, default=None)
-        # Log-probs of the distribution that was sampled; asked of the server when they matter.
+        # Whether the log-probs are of the sampled distribution; checked on the server when it
+        # matters.
         self._processed: bool | None = None
         self._threads = RequestThreads(concurrency)
 
     def close(self) -> None:
-        """Close connections and end threads; the next call opens them again."""
+        """Close connections and stop threads; the next call opens them again."""
         self._threads.close()
         self._http.close()
 
     @property
     def num_retries(self) -> int:
-        """Requests that were sent again so far."""
+        """Number of retries so far."""
         return self._http.num_retries
 
     # -- sampling ---------------------------------------------------------------------------------
@@ -136,8 +135,8 @@ class OpenAIBackend(Backend):
         """See :meth:`Backend.generate`.
 
         Raises:
-            ConfigError: a server that does not return what was asked for.
-            BackendError: a server that refuses a request or answers nonsense.
+            ConfigError: the server does not return the requested fields.
+            BackendError: the server rejects a request or returns an invalid answer.
             WorkerError: no answer, with ``on_failure="raise"``.
         """
         self.check_prompts(prompts)
@@ -180,7 +179,7 @@ class OpenAIBackend(Backend):
         body = protocol.completion_body(
             self.model_name, prompt, params, max_tokens=room, seed=seed, end_ids=ends
         )
-        # Before the request: what runs during an update is at least as new as this.
+        # Read before the request: the weights are at least as new, even during an update.
         version = self.version
         try:
             choice = self._choice(body, cancellation)
@@ -194,12 +193,12 @@ class OpenAIBackend(Backend):
         largest = max(found.token_ids.tolist(), default=0)
         if largest >= self.vocab_size:
             raise BackendError(
-                f"the server sampled the id {largest}, and vocab_size is {self.vocab_size}; give "
+                f"the server sampled the id {largest}, but vocab_size is {self.vocab_size}; pass "
                 "the number of rows of the model's embedding"
             )
         penalized = params.repetition_penalty != 1 or params.native
         if params.greedy and penalized and found.token_ids.numel():
-            # Penalties chose the response; its log-probs are those of the model itself.
+            # Penalties affected the choice; the log-probs are those of the model itself.
             whole = self._score_plain(torch.cat([prompt, found.token_ids]), cancellation)
             found = found._replace(log_probs=whole[len(prompt) :])
         if version is not None:
@@ -208,13 +207,13 @@ class OpenAIBackend(Backend):
         return found
 
     def _check_processed(self) -> None:
-        """Refuse a server that returns log-probs of another distribution than it samples from."""
+        """Reject a server whose log-probs are not of the distribution that it samples from."""
         if self._processed is None:
             params = SamplingParams(max_new_tokens=1, native={"allowed_token_ids": [0]})
             body = self._one_token(torch.tensor([0]), params)
             [choice] = self._threads.run([partial(self._choice, body)])
             found = protocol.read_completion(choice, params, max_tokens=1, end_ids=())
-            # One id was allowed, so its probability was 1.
+            # Only one id was allowed, so its probability was 1.
             self._processed = float(found.log_probs) > -1e-4
         if not self._processed:
             raise ConfigError(
@@ -234,10 +233,10 @@ class OpenAIBackend(Backend):
         entropy: bool = False,
         extras: ScoreExtras | None = None,
     ) -> TokenScores:
-        """See :meth:`TokenScorer.token_scores`; without gradients, and of the extras the support.
+        """See :meth:`TokenScorer.token_scores`; without gradients; the only extra is the support.
 
-        Another temperature than 1, entropy and support need the log-probs of the whole vocabulary,
-        which a server only returns with ``--max-logprobs -1``, and slowly.
+        A temperature other than 1, entropy and support need the log-probs of the whole vocabulary.
+        A server returns them only with ``--max-logprobs -1``, and slowly.
         """
         extras = only_support(extras, "a server returns log-probs alone", has_logits=False)
         self.check_scoring(sequences, select)
@@ -298,7 +297,7 @@ class OpenAIBackend(Backend):
     def _scored(
         self, ids: Tensor, cancellation: Cancellation, *, whole_vocabulary: bool
     ) -> tuple[dict[str, Any], bool]:
-        """The server's answer to a row, and whether the row fills the context."""
+        """The server's answer for a row, and whether the row fills the context."""
         full = len(ids) == self.max_length
         body = protocol.scoring_body(
             self.model_name, ids, whole_vocabulary=whole_vocabulary, fills_context=full
@@ -308,7 +307,7 @@ class OpenAIBackend(Backend):
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
         """See :meth:`Backend.logits`: log-probs, which are logits up to a constant of each token.
 
-        After a token that fills the context, where a server computes nothing, they are 0.
+        They are 0 after a token that fills the context, because a server computes nothing there.
         """
         self.check_ids(sequences)
         self._check_lengths(sequences)
@@ -332,7 +331,7 @@ class OpenAIBackend(Backend):
     # -- weights ----------------------------------------------------------------------------------
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """See :meth:`Backend.update_weights`; needs a vLLM server that was started for it."""
+        """See :meth:`Backend.update_weights`; needs a vLLM server started for it."""
         receipts = self.server.update_weights(source, version=version)
         self.version, self.counts_versions = version, True
         return receipts
@@ -348,8 +347,8 @@ class OpenAIBackend(Backend):
         if not same:
             problem = (
                 f"the server read {len(choice['prompt_token_ids'])} ids where {len(body['prompt'])}"
-                " were sent, or others: it encodes prompts anew, and what it samples does not "
-                "continue what the trainer sees"
+                " were sent, or different ids: it encodes prompts again, so its samples do not "
+                "continue the trainer's prompts"
             )
             if self._on_other_prompt == "raise":
                 raise BackendError(problem)

@@ -1,8 +1,8 @@
-"""Requests to an OpenAI-compatible server, ``/v1/completions`` with token ids, and its answers.
+"""Requests to ``/v1/completions`` of an OpenAI-compatible server with token ids, and its answers.
 
-Pure functions between tensors and JSON, and the list of the server's models. Beyond OpenAI's own
-fields they use vLLM's (``return_token_ids``, ``stop_token_ids``, ``prompt_logprobs``, ...); a
-server that ignores them is found out by its answer.
+Pure functions between tensors and JSON, and the list of the server's models. Requests use OpenAI's
+fields and vLLM's (``return_token_ids``, ``stop_token_ids``, ``prompt_logprobs``, ...); the answer
+shows if a server ignores them.
 
 Shape legend: ``T`` tokens of a row, ``R`` sampled tokens, ``V`` vocabulary.
 """
@@ -37,7 +37,7 @@ NATIVE_ARGUMENTS = frozenset(
         "vllm_xargs",
     }
 )
-"""Fields of ``/v1/completions`` that shape sampling and that vLLM's server knows."""
+"""Sampling fields of ``/v1/completions`` that vLLM's server supports."""
 
 # Every field is sent, because a server fills the others from the model's generation config.
 _NEUTRAL = {
@@ -57,11 +57,11 @@ _NEUTRAL = {
     "spaces_between_special_tokens": False,
     "include_stop_str_in_output": True,
     "return_token_ids": True,
-    # What ends a response is sent by id, so that client and server cannot differ in it.
+    # Ends of a response are sent as ids, so that client and server agree.
     "ignore_eos": True,
 }
 _ID = "token_id:"
-# JSON has no infinity; a server writes -9999 for the log of nothing.
+# JSON has no infinity; a server writes -9999 for the log of 0.
 _IMPOSSIBLE = -9000.0
 
 
@@ -79,9 +79,9 @@ def completion_body(
     Args:
         model: name of the model at the server.
         prompt: int64 ``[T]``.
-        params: how to sample; ``num_samples`` and ``seed`` do not count here.
+        params: how to sample; ``num_samples`` and ``seed`` are ignored.
         max_tokens: most tokens of the response.
-        seed: of this response's own generator, in ``[0, 2**63)``.
+        seed: seed of this response's own generator, in ``[0, 2**63)``.
         end_ids: ids that end it.
     """
     body = {
@@ -99,7 +99,7 @@ def completion_body(
         body |= {"top_p": float(params.top_p), "min_p": float(params.min_p), "seed": seed}
         body["top_k"] = params.top_k
     if params.keeps_ids:
-        # What top-k leaves is among the k most probable ids; otherwise all must be looked at.
+        # The ids that top-k keeps are among the k most probable; otherwise all ids are needed.
         body |= {"logprobs": params.top_k or -1, "return_tokens_as_token_ids": True}
     return {**body, **params.native}
 
@@ -109,13 +109,13 @@ def scoring_body(
 ) -> dict[str, Any]:
     """The request that scores a row.
 
-    A server samples at least one token. Where the row leaves no room for it, its last token is left
-    out and asked for as the sampled one instead.
+    A server samples at least one token. If the row leaves no room for it, the request omits the
+    last token and asks for its log-prob at the sampled position.
 
     Args:
         model: name of the model at the server.
         ids: int64 ``[T]``.
-        whole_vocabulary: ask for the log-probs of all ids at each position.
+        whole_vocabulary: request the log-probs of all ids at each position.
         fills_context: the row leaves no room for another token.
     """
     body = {**_NEUTRAL, "model": model, "prompt": ids.tolist(), "max_tokens": 1}
@@ -129,14 +129,14 @@ def scoring_body(
 
 
 def only_choice(data: Any, prompt: Sequence[int]) -> tuple[dict[str, Any], bool]:
-    """The one response that was asked for, and whether it is an answer to the ids that were sent.
+    """The requested response, and whether it answers the ids that were sent.
 
     Args:
-        data: the answer of the server.
-        prompt: ids that were sent.
+        data: the server's answer.
+        prompt: the ids that were sent.
 
     Raises:
-        BackendError: an answer of another form.
+        BackendError: an answer with a different format.
         ConfigError: a server that returns no token ids.
     """
     try:
@@ -148,8 +148,8 @@ def only_choice(data: Any, prompt: Sequence[int]) -> tuple[dict[str, Any], bool]
         ) from None
     if None in known:
         raise ConfigError(
-            "the server returned no token ids, so nothing it writes could be trained on without "
-            "encoding it again; it must know return_token_ids (vLLM 0.10.2 and newer)"
+            "the server returned no token ids, so training on its answers would need to "
+            "encode them again; it must support return_token_ids (vLLM 0.10.2 and newer)"
         )
     return choice, list(known[0]) == list(prompt)
 
@@ -166,16 +166,15 @@ def read_completion(
         end_ids: as sent.
 
     Raises:
-        BackendError: ids and log-probs that do not belong together, or an end that was not
-            asked for.
-        DataError: not all kept ids were named.
+        BackendError: inconsistent ids and log-probs, or an end that was not requested.
+        DataError: not all kept ids were returned.
     """
     ids, given = choice["token_ids"], choice.get("logprobs") or {}
     log_probs = given.get("token_logprobs") or []
     if len(ids) != len(log_probs) or len(ids) > max_tokens:
         raise BackendError(
-            f"the server returned {len(ids)} ids and {len(log_probs)} log-probs, and was asked for "
-            f"at most {max_tokens} tokens with one each"
+            f"the server returned {len(ids)} ids and {len(log_probs)} log-probs, but the request "
+            f"allows at most {max_tokens} tokens with one log-prob each"
         )
     if not all(isinstance(value, (int, float)) and math.isfinite(value) for value in log_probs):
         raise BackendError("the server returned log-probs that are not finite numbers")
@@ -191,7 +190,7 @@ def read_completion(
 
 
 def _support(choice: dict[str, Any]) -> Support:
-    """The ids that were left for each token: those that had a probability."""
+    """The kept ids of each token: those with a probability above 0."""
     kept: list[int] = []
     counts: list[int] = []
     for entry in _named(choice):
@@ -199,9 +198,9 @@ def _support(choice: dict[str, Any]) -> Support:
         mass = sum(math.exp(value) for value in left.values())
         if abs(mass - 1) > 1e-3:
             raise DataError(
-                f"the {len(left)} kept ids that the server named have {mass:.4f} of the "
-                "probability; there were more, or the log-probs are not those that were sampled "
-                "from: start it with --max-logprobs -1 --logprobs-mode processed_logprobs"
+                f"the {len(left)} kept ids that the server returned have {mass:.4f} of the "
+                "probability; there were more, or the log-probs are not of the sampled "
+                "distribution: start it with --max-logprobs -1 --logprobs-mode processed_logprobs"
             )
         kept += sorted(left)
         counts.append(len(left))
@@ -226,8 +225,8 @@ def _reason(
         return FinishReason.LENGTH
     raise BackendError(
         f"a response of {len(ids)} of at most {max_tokens} tokens ended with {said!r} (by {by!r}), "
-        "which was not asked for; start the server with --generation-config vllm, so that it adds "
-        "nothing of its own"
+        "which was not requested; start the server with --generation-config vllm, so that "
+        "it adds no stop conditions"
     )
 
 
@@ -242,7 +241,7 @@ def read_prompt_scores(choice: dict[str, Any], prompt: Tensor) -> Tensor:
         float32 ``[T]`` in nats, index 0 is 0.0.
 
     Raises:
-        BackendError: an answer without them.
+        BackendError: the answer does not contain them.
     """
     entries = _entries(choice, len(prompt))
     own = [
@@ -257,16 +256,16 @@ def read_prompt_distributions(choice: dict[str, Any], length: int, vocab_size: i
 
     Args:
         choice: see :func:`only_choice`.
-        length: ``T``, tokens of the prompt.
-        vocab_size: ids that there must be.
+        length: ``T``, number of tokens of the prompt.
+        vocab_size: number of required ids.
 
     Returns:
         float32 ``[T - 1, V]`` in nats, ``V`` at least ``vocab_size``; row ``t`` predicts token
         ``t + 1``.
 
     Raises:
-        BackendError: an answer without them.
-        ConfigError: a server that returns fewer.
+        BackendError: the answer does not contain them.
+        ConfigError: the server returns fewer.
     """
     rows = [
         _dense({int(key): item["logprob"] for key, item in entry.items()}, vocab_size)
@@ -276,20 +275,20 @@ def read_prompt_distributions(choice: dict[str, Any], length: int, vocab_size: i
 
 
 def read_last_scores(choice: dict[str, Any]) -> dict[int, float]:
-    """Log-probs of the ids that were named for the one sampled token.
+    """Log-probs that the server returned for the one sampled token.
 
     Args:
-        choice: see :func:`only_choice`, of a request that left no room.
+        choice: see :func:`only_choice`; from a request that filled the context.
 
     Returns:
         Id to log-prob in nats.
 
     Raises:
-        BackendError: an answer without them.
+        BackendError: the answer does not contain them.
     """
     entries = _named(choice)
     if len(entries) != 1:
-        raise BackendError(f"one token was asked for, and the server sampled {len(entries)}")
+        raise BackendError(f"one token was requested, but the server sampled {len(entries)}")
     return entries[0]
 
 
@@ -297,28 +296,28 @@ def last_distribution(choice: dict[str, Any], vocab_size: int) -> Tensor:
     """Log-probs of the whole vocabulary for the one sampled token, float32 ``[V]``.
 
     Raises:
-        BackendError: an answer without them.
-        ConfigError: a server that returns fewer.
+        BackendError: the answer does not contain them.
+        ConfigError: the server returns fewer.
     """
     return _dense(read_last_scores(choice), vocab_size)
 
 
 def _named(choice: dict[str, Any]) -> list[dict[int, float]]:
-    """For each sampled token the log-probs that the server named, by id."""
+    """For each sampled token, the log-probs that the server returned, by id."""
     try:
         return [
             {int(key.removeprefix(_ID)): value for key, value in entry.items()}
             for entry in choice["logprobs"]["top_logprobs"]
         ]
     except (TypeError, KeyError, ValueError, AttributeError):
-        raise BackendError("the server did not name log-probs by token id") from None
+        raise BackendError("the server did not return log-probs by token id") from None
 
 
 def _entries(choice: dict[str, Any], length: int) -> list[dict[str, Any]]:
     entries = choice.get("prompt_logprobs")
     if not isinstance(entries, list) or len(entries) != length or None in entries[1:]:
         raise BackendError(
-            "the server returned no prompt_logprobs, so it cannot score what was sampled; score "
+            "the server returned no prompt_logprobs, so it cannot score tokens; score "
             "with the trained model, or use a vLLM server"
         )
     return entries[1:]
@@ -327,11 +326,11 @@ def _entries(choice: dict[str, Any], length: int) -> list[dict[str, Any]]:
 def _dense(values: dict[int, float], vocab_size: int) -> Tensor:
     if len(values) < vocab_size:
         raise ConfigError(
-            f"the server returned log-probs of {len(values)} of {vocab_size} ids; another "
-            "temperature than 1, entropy and kept ids need all of them: start it with "
+            f"the server returned log-probs of {len(values)} of {vocab_size} ids; "
+            "a temperature other than 1, entropy and kept ids need all of them: start it with "
             "--max-logprobs -1, and check vocab_size"
         )
-    # Rows of an embedding that no token has take part in the normalisation all the same.
+    # Embedding rows without a token take part in the normalisation, too.
     row = [-math.inf] * (max(values) + 1)
     for token, value in values.items():
         row[token] = value
@@ -339,16 +338,16 @@ def _dense(values: dict[int, float], vocab_size: int) -> Tensor:
 
 
 def model_card(http: HTTPClient, model: str | None, timeout_s: float) -> dict[str, Any]:
-    """The entry of a model in the server's list, waiting until there is a server.
+    """The entry of a model in the server's list; waits until the server answers.
 
     Args:
         http: the server.
-        model: its name there; ``None`` for the only one.
+        model: its name on the server; ``None`` for the only one.
         timeout_s: most seconds to wait.
 
     Raises:
-        ConfigError: there is no such model, or no list of models.
-        WorkerError: the server is not there.
+        ConfigError: the model or the list of models does not exist.
+        WorkerError: the server cannot be reached.
     """
     reply = http.call("GET", "/v1/models", timeout_s=timeout_s, max_retries=10**6)
     http.check(reply, "/v1/models")
@@ -356,7 +355,7 @@ def model_card(http: HTTPClient, model: str | None, timeout_s: float) -> dict[st
         cards = {card["id"]: card for card in reply.data["data"]}
     except (TypeError, KeyError):
         raise ConfigError(
-            f"{http.url} lists no models, it answered {str(reply.data)[:200]}"
+            f"{http.url} lists no models; it answered {str(reply.data)[:200]}"
         ) from None
     if model is None and len(cards) == 1:
         [model] = cards

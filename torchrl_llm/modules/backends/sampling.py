@@ -1,4 +1,4 @@
-"""From logits to the sampled distribution, a draw from it, and scores of given tokens.
+"""Log-probs of the sampled distribution from logits, and draws from it.
 
 Shape legend: ``B`` rows, ``V`` vocabulary, ``N`` scored tokens.
 """
@@ -10,12 +10,12 @@ from torch import Tensor
 
 from torchrl_llm.modules.backends.backend_port import SamplingParams
 
-# Parts of a probability of 1; a power of two, so that float32 is scaled without rounding.
+# Number of units of a probability of 1; a power of two scales float32 without rounding.
 _UNITS = 2.0**52
 
 
 def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were seen less probable (arXiv:1909.05858, section 4.1).
+    """Make already seen tokens less probable (arXiv:1909.05858, section 4.1).
 
     Args:
         logits_BV: float ``[B, V]``.
@@ -32,11 +32,11 @@ def penalize_repetition(logits_BV: Tensor, seen_BV: Tensor, penalty: float) -> T
 
 
 def sampling_log_probs(logits_BV: Tensor, params: SamplingParams) -> Tensor:
-    """Log-probs of the distribution that is sampled: temperature, then top-k, top-p and min-p.
+    """Log-probs of the sampled distribution: temperature, then top-k, top-p and min-p.
 
     Args:
         logits_BV: float32 ``[B, V]``.
-        params: the sampling fields; a greedy one gives the distribution of temperature 1.
+        params: the sampling fields; greedy sampling gives the distribution of temperature 1.
 
     Returns:
         float32 ``[B, V]`` in nats, normalised over the kept tokens, ``-inf`` for dropped ones.
@@ -66,8 +66,8 @@ def _keep_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
     ordered, order = logits_BV.sort(dim=-1, descending=True)
     units = _units(ordered.softmax(-1))
     mass = units.cumsum(-1)
-    # A token stays while the mass of the more probable ones is below top_p of the whole, which
-    # rounding moves from 1 by 1e-5 in a large vocabulary; the first always does.
+    # A token stays while the mass of more probable tokens is below top_p of the total. In a large
+    # vocabulary, rounding moves the total from 1 by 1e-5. The first token always stays.
     dropped = mass - units >= mass[:, -1:].double().mul_(top_p).long()
     dropped[:, 0] = False
     return logits_BV.masked_fill(dropped.scatter(-1, order, dropped), -torch.inf)
@@ -93,11 +93,11 @@ def draw(log_probs_BV: Tensor, generator: torch.Generator | None = None) -> Tens
     cumulative = _units(log_probs_BV.exp()).cumsum(-1)
     total = cumulative[:, -1:]
     share = torch.rand(total.shape, dtype=torch.float64, device=total.device, generator=generator)
-    # Rounding may reach the total, beyond which only impossible tokens lie.
+    # Rounding may reach the total; only impossible tokens lie after it.
     point = torch.minimum(share.mul_(total).long(), total - 1)
     return torch.searchsorted(cumulative, point, right=True).squeeze(-1)
 
 
 def _units(probs_BV: Tensor) -> Tensor:
-    """Whole numbers, as the running sum of floats is not deterministic on a GPU."""
+    """Integers, because the running sum of floats is not deterministic on a GPU."""
     return probs_BV.mul(_UNITS).long()

@@ -1,9 +1,9 @@
 """Control plane of vLLM's own server: pause, weights, caches, versions, sleep.
 
-It exists where the server was started with ``VLLM_SERVER_DEV_MODE=1``. Weights are taken by
-:class:`~torchrl_llm.weights.vllm_extension.WeightReceiver`, which the server has to be
-given as its worker extension. Neither pickles anything: weights travel as safetensors, in a file
-that both sides see or inside the requests, and the workers answer with the digest of what they got.
+It requires a server started with ``VLLM_SERVER_DEV_MODE=1``.
+:class:`~torchrl_llm.weights.vllm_extension.WeightReceiver` receives the weights; the server must
+load it as its worker extension. Neither side uses pickle: weights are sent as safetensors, in a
+shared file or inside the requests, and the workers answer with the digest of the received weights.
 """
 
 from __future__ import annotations
@@ -35,26 +35,26 @@ from torchrl_llm.weights.weight_source import WeightReceipt, WeightSource, open_
 
 InFlight = Literal["wait", "keep", "abort"]
 
-# Encoded it grows by a third; a request of this size is parsed in some ten milliseconds.
+# Encoding adds a third; parsing a request of this size takes some ten milliseconds.
 _CHUNK_BYTES = 8 << 20
 
 
 class _Refused(WeightUpdateError):
-    """No worker took the weights; all have what they had."""
+    """All workers rejected the weights and keep the old ones."""
 
 
 class VLLMServer:
-    """vLLM's server as a place that weights are brought to.
+    """Sends weights to vLLM's server and controls it.
 
     Args:
-        url: its address, or a client that has it.
-        api_key: sent as a bearer token; not with a client.
+        url: its address, or a client for it.
+        api_key: sent as a bearer token; not allowed with a client.
         timeout_s: most seconds for one call.
         in_flight: what happens to running requests while weights are updated: ``"wait"`` lets them
-            finish (new ones are held back), ``"abort"`` returns what they have so far, ``"keep"``
-            goes on with them under the new weights.
-        exchange_dir: folder that client and server both see; without one weights travel inside the
-            requests.
+            finish (new ones wait), ``"abort"`` returns their tokens so far, ``"keep"`` continues
+            them with the new weights.
+        exchange_dir: folder shared by client and server; without one, the requests contain the
+            weights.
 
     Raises:
         ConfigError: for a wrong address or an unknown ``in_flight``.
@@ -80,7 +80,7 @@ class VLLMServer:
     # -- single calls -----------------------------------------------------------------------------
 
     def is_healthy(self) -> bool:
-        """Whether the server answers and its engine lives."""
+        """Whether the server answers and its engine runs."""
         try:
             reply = self._http.call("GET", "/health", timeout_s=self._timeout_s, max_retries=0)
         except WorkerError:
@@ -88,11 +88,11 @@ class VLLMServer:
         return reply.status == 200
 
     def pause(self, in_flight: InFlight | None = None) -> None:
-        """Hold new requests back, and do with those that run as ``in_flight`` says."""
+        """Hold back new requests, and treat running ones according to ``in_flight``."""
         self._call("POST", f"/pause?mode={in_flight or self._in_flight}")
 
     def resume(self) -> None:
-        """Go on after a pause."""
+        """Resume after a pause."""
         self._call("POST", "/resume")
 
     def is_paused(self) -> bool:
@@ -100,11 +100,11 @@ class VLLMServer:
         return bool(self._call("GET", "/is_paused")["is_paused"])
 
     def sleep(self, level: int = 1) -> None:
-        """Free the memory of the weights (1: kept on the CPU, 2: dropped) and of the cache."""
+        """Free the GPU memory of weights (1: kept on the CPU, 2: dropped) and cache."""
         self._call("POST", f"/sleep?level={level}")
 
     def wake_up(self) -> None:
-        """Take the memory back."""
+        """Allocate the memory again."""
         self._call("POST", "/wake_up")
 
     def is_sleeping(self) -> bool:
@@ -112,12 +112,12 @@ class VLLMServer:
         return bool(self._call("GET", "/is_sleeping")["is_sleeping"])
 
     def weight_version(self) -> int | None:
-        """The version that the server claims; ``None`` before the first update."""
+        """The version that the server reports; ``None`` before the first update."""
         version = str(self._call("GET", "/weight_info")["weight_version"])
         return int(version) if version.removeprefix("-").isdigit() else None
 
     def world_size(self) -> int:
-        """Workers of the server, all of which must answer."""
+        """Number of workers of the server; all must answer."""
         return int(self._call("GET", "/get_world_size")["world_size"])
 
     def collective_rpc(self, method: str, *args: str) -> list[Any]:
@@ -125,25 +125,25 @@ class VLLMServer:
 
         Args:
             method: its name.
-            args: texts; nothing else can be sent.
+            args: strings; no other types can be sent.
 
         Returns:
-            What each worker answered.
+            The answer of each worker.
 
         Raises:
-            WorkerError: the method raised, or no answer came in time.
+            WorkerError: the method raised, or did not answer in time.
             ConfigError: the server has no control plane.
         """
         body = {"method": method, "args": list(args), "timeout": self._timeout_s}
         return self._call("POST", "/collective_rpc", body)["results"]
 
     def reset_prefix_cache(self) -> None:
-        """Forget what was computed with other weights, for requests that run too.
+        """Drop the cache of old weights, also for running requests.
 
         Raises:
-            BackendError: the cache is held by something that does not let go.
+            BackendError: the cache stays in use.
         """
-        # Blocks of requests that were aborted a moment ago are let go in the next step.
+        # The next step frees the blocks of requests that were just aborted.
         for _ in range(50):
             done = self._call("POST", "/reset_prefix_cache?reset_running_requests=true")
             if done.get("success", False):
@@ -154,24 +154,24 @@ class VLLMServer:
     # -- weights ----------------------------------------------------------------------------------
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
-        """Bring weights to every worker, drop the prefix cache and raise the version.
+        """Send weights to every worker, drop the prefix cache and set the version.
 
         Args:
-            source: all weights or a delta; it is opened here.
-            version: their number.
+            source: all weights or a delta; this method opens it.
+            version: version of the weights.
 
         Returns:
-            One receipt for each worker.
+            One receipt per worker.
 
         Raises:
-            ConfigError: the server was not started for it, or an adapter was given.
-            WeightUpdateError: the workers refused the weights and keep the old ones, or something
-                else failed; then the server stays paused.
-            WorkerError: the server did not answer before anything was changed.
+            ConfigError: the server was not started for it, or the source is an adapter.
+            WeightUpdateError: the workers rejected the weights and keep the old ones; or a
+                different failure, after which the server stays paused.
+            WorkerError: the server did not answer, and nothing was changed.
         """
         if source.kind == "adapter":
             raise ConfigError(
-                "a server takes whole weights or a delta; send the adapter merged "
+                "a server accepts all weights or a delta; send the adapter merged "
                 "(EngineWeights or DeltaWeights)"
             )
         incoming = open_source(source, version=version)
@@ -180,7 +180,7 @@ class VLLMServer:
             try:
                 self.pause()
             except TorchRLLLMError:
-                # The server may go on waiting for requests that run, and pause after that.
+                # The server may still wait for running requests and pause after that.
                 with contextlib.suppress(TorchRLLLMError):
                     self.resume()
                 raise
@@ -192,10 +192,10 @@ class VLLMServer:
                 self.resume()
                 raise
             except TorchRLLLMError as error:
-                # What they hold is neither surely the old version nor a proven new one.
+                # The workers may have the old weights or unverified new ones.
                 raise WeightUpdateError(
-                    f"{error}. The server stays paused, so that nothing is sampled under a wrong "
-                    "version; the next update that succeeds lets it go on"
+                    f"{error}. The server stays paused, so that no sample gets a wrong "
+                    "version; the next successful update resumes it"
                 ) from error
             self.resume()
         return receipts
@@ -206,7 +206,7 @@ class VLLMServer:
         if problems:
             kind = _Refused if len(problems) == len(answers) else WeightUpdateError
             raise kind(
-                f"{len(problems)} of {len(answers)} workers of {self._http.url} refused: "
+                f"{len(problems)} of {len(answers)} workers of {self._http.url} rejected weights: "
                 f"{problems[0]}"
             )
         wanted = order.get("result", digest)
@@ -215,15 +215,15 @@ class VLLMServer:
             if receipt.digest != wanted or receipt.version != order["version"]:
                 raise WeightUpdateError(
                     f"worker {rank} of {self._http.url} has version {receipt.version} as "
-                    f"{receipt.digest}; version {order['version']} was sent as {wanted}"
+                    f"{receipt.digest}, but version {order['version']} was sent as {wanted}"
                 )
         return receipts
 
     @contextlib.contextmanager
     def _brought(self, weights: dict[str, Tensor]) -> Iterator[dict[str, str]]:
-        """Where the workers find the weights, as long as the context lasts."""
+        """A context that provides the weights to the workers, and their location."""
         safetensors = require("safetensors.torch", extra="vllm", feature="VLLMServer")
-        # Copies where two names share memory, which the format does not know.
+        # Copies weights that share memory, which the format does not support.
         tensors = {
             name: value.detach().cpu().contiguous().clone() for name, value in weights.items()
         }
@@ -233,7 +233,7 @@ class VLLMServer:
             try:
                 safetensors.save_file(tensors, path)
             except Exception as error:
-                # A full disk is an exception of the format's own, which has no common base.
+                # On a full disk, safetensors raises its own exception type without a common base.
                 path.unlink(missing_ok=True)
                 raise WeightUpdateError(f"could not write {path}: {error}") from error
             try:
@@ -248,7 +248,7 @@ class VLLMServer:
                 self._ask("torchrl_llm_chunk", name, str(start), chunk)
             yield {"transfer": name}
         finally:
-            # A transfer that was cut off must not stay in the workers' memory.
+            # An interrupted transfer must not stay in the workers' memory.
             with contextlib.suppress(WorkerError):
                 self._ask("torchrl_llm_forget", name)
 

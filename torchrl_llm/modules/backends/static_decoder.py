@@ -1,23 +1,23 @@
-"""Causal model that decodes in tensors that stay where they are, so that a step is a CUDA graph.
+"""Causal model that decodes in tensors at fixed addresses, so that a step is a CUDA graph.
 
-Run from Python, a step of a small model waits for the launches of its kernels, some thousand at
-0.5B parameters, while its weights are read in less than a millisecond. A CUDA graph launches them
-at once. What a graph needs:
+In a step from Python, a small model waits for its kernel launches (some thousand at 0.5B
+parameters), while reading its weights takes less than a millisecond. A CUDA graph launches all
+kernels at once. A graph needs:
 
-- A cache with room for the tokens to come, written at an index that is a tensor, and a mask that
-  hides what is not filled. Room doubles when it is full, so that a response of 8,192 tokens costs
-  five recordings. Each runs the model's Python twice, which is much less than ``torch.compile``.
-- A batch that stays as it is. Rows that have ended stay in the step, and leave when half of them
-  have and the cache is large: with a small one, a step costs the same and a recording does not pay.
-- Nothing that waits for the device. Sampling stays outside: its launches are hidden by the step.
+- A cache with room for further tokens, written at an index in a tensor, and a mask that hides the
+  unfilled part. A full cache doubles, so a response of 8,192 tokens costs five recordings. Each
+  recording runs the model's Python twice, which costs much less than ``torch.compile``.
+- A batch of fixed size. Ended rows stay in the step. They leave when half of the rows have ended
+  and the cache is large: with a small cache, a step costs the same and a recording does not pay.
+- No operation that waits for the device. Sampling stays outside: the step hides its launches.
 
-Graphs live for one call of ``generate``: parameters may be replaced between two calls. Without a
-GPU the same step is called instead of recorded.
+Graphs exist for one call of ``generate``: parameters may be replaced between two calls. Without a
+GPU, the same step runs without recording.
 
-Heads that share a key (GQA) are attended as rows of one query. transformers copies the cache for
-each head when there is a mask: at Qwen2.5-0.5B seven times its bytes, in each step.
+Heads that share a key (GQA) become rows of one query. With a mask, transformers copies the cache
+for each head: with Qwen2.5-0.5B, seven times its bytes in each step.
 
-Shape legend: ``B`` rows in the step, ``C`` tokens that there is room for, ``D`` size of a head.
+Shape legend: ``B`` rows in the step, ``C`` capacity of the cache in tokens, ``D`` size of a head.
 """
 
 from __future__ import annotations
@@ -54,27 +54,27 @@ from torchrl_llm.modules.backends.head import (
 DecodeMode = Literal["auto", "plain", "graph"]
 
 _RECORDED_ON = "cuda"
-# Fewer steps do not pay for a recording.
+# With fewer steps, a recording does not pay.
 _FEWEST_STEPS = 16
 _LEAST_ROOM = 512
 # Attention kernels copy a mask whose rows are not aligned.
 _ALIGNED = 64
-# Reading this much takes 0.3 ms of a step, so that half of it pays for a recording soon.
+# Reading this much takes 0.3 ms per step; saving half of it soon pays for a recording.
 _COMPACT_ABOVE_BYTES = 2**30
 _WAITS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# A configuration has one name at a time, whichever threads sample with models of it.
+# A configuration has one attention name at a time, even if several threads sample with its models.
 _SWITCHED = threading.RLock()
-# With a context that is shorter than its window, a sliding layer is a full one.
+# With a context shorter than its window, a sliding layer acts as a full one.
 _LAYERS = (BlockLayer, DynamicSlidingWindowLayer)
 
 
 class StaticDecoder:
-    """Goes on from a plain decoder that has read the prompts; see ``decoding.Decoder``.
+    """Continues from a plain decoder that has read the prompts; see ``decoding.Decoder``.
 
     Args:
-        plain: its cache and its model are taken over.
-        max_new_tokens: most tokens that will follow.
-        record: makes a function that does the same from a step, again for each change of shape.
+        plain: this decoder takes over its cache and model.
+        max_new_tokens: most further tokens.
+        record: turns a step into an equivalent function; called again after each change of shape.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StaticDecoder:
         self._held, self._most = plain.held, plain.held + max_new_tokens
         self._next = plain.next_positions
         rows = len(self._next)
-        # Rows of the step that are still decoded.
+        # Indices of the unfinished rows in the step.
         self._live = torch.arange(rows, device=self._next.device)
         self._slot = self._next.new_zeros(1)
         self._ids, self._positions = self._next.new_zeros(2, rows, 1)
@@ -124,7 +124,7 @@ class StaticDecoder:
             self._live = torch.arange(len(live), device=live.device)
 
     def _make_room(self) -> None:
-        self._run: Step | None = None  # the graph goes before the memory that it uses
+        self._run: Step | None = None  # free the graph before the memory that it uses
         room = min(max(self._held, _LEAST_ROOM), self._most - self._held)
         more = -(-(self._held + room) // _ALIGNED) * _ALIGNED - self._held
         self._bias = pad(self._bias, (0, more), value=torch.finfo(self._bias.dtype).min)
@@ -146,12 +146,12 @@ def _forward(plain: CausalDecoder, ids: Tensor, positions: Tensor, bias: Tensor)
 
 
 class _StaticLayer(DynamicLayer):
-    """Keys and values ``[B, heads, C, D]``; all of them are attended, under a mask.
+    """Keys and values ``[B, heads, C, D]``; all are attended, with a mask.
 
     Args:
-        layer: of the plain decoder.
-        held: tokens that it holds.
-        slot: int64 ``[1]``, where the next token is written.
+        layer: layer of the plain decoder.
+        held: number of tokens in it.
+        slot: int64 ``[1]``, index of the next token.
     """
 
     def __init__(self, layer: DynamicLayer, held: int, slot: Tensor) -> None:
@@ -169,9 +169,9 @@ class _StaticLayer(DynamicLayer):
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
-        """Tokens at the start: a graph knows no other number.
+        """Number of tokens at the start; it is constant in a graph.
 
-        A model that makes use of it gives wrong logits, which :func:`why_not_static` finds.
+        A model that uses it gives wrong logits; :func:`why_not_static` detects this.
         """
         return self._held
 
@@ -179,7 +179,7 @@ class _StaticLayer(DynamicLayer):
 def _grouped(
     module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **settings: Any
 ) -> tuple[Tensor, None]:
-    """The ``sdpa`` of transformers; for one token a row it makes no copies of the keys."""
+    """The ``sdpa`` of transformers, without copies of the keys for one token per row."""
     is_plain = attention_mask is not None and settings.get("position_bias") is None
     if not is_plain or query.shape[2] != 1 or attention_mask.shape[1] != 1:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **settings)
@@ -190,18 +190,18 @@ def _grouped(
     return attended.reshape(len(query), 1, query.shape[1], -1), None
 
 
-# Complete, for another thread may run a model that has the same configuration.
+# Handles all calls, because another thread may run a model with the same configuration.
 AttentionInterface.register(GROUPED, _grouped)
 AttentionMaskInterface.register(GROUPED, sdpa_mask)
 
 
 class _OnDevice(TorchDispatchMode):
-    """Refuses operations whose result must be known on the host."""
+    """Rejects operations whose result must be known on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Dispatch of torch's operations."""
         if func is torch.ops.aten.index.Tensor:
-            # Only a mask among the indices makes a shape that is not known.
+            # The shape is unknown only if an index is a mask.
             waits = any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
         else:
             waits = not _WAITS.isdisjoint(func.tags)
@@ -213,7 +213,7 @@ class _OnDevice(TorchDispatchMode):
 def why_not_static(model: nn.Module, takes: frozenset[str]) -> str | None:
     """Why a model cannot decode in static tensors; ``None`` when it can.
 
-    Decodes two short rows both ways, with noise where the static cache is not filled.
+    Decodes two short rows both ways, with large values in the unfilled part of the static cache.
 
     Args:
         model: a causal model, in PEFT or not, on one device and not sharded.
@@ -242,7 +242,7 @@ def why_not_static(model: nn.Module, takes: frozenset[str]) -> str | None:
                 with _OnDevice():
                     got = static.advance(ids).float()
                 if not bool((got - expected).abs().max() <= rounding * expected.abs().max()):
-                    return f"{name} gives other logits with a static cache"
+                    return f"{name} gives different logits with a static cache"
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
         return f"{name} takes no static cache: {error}"
     return None
@@ -255,13 +255,13 @@ class DecoderChoice:
         mode: ``"auto"``, ``"plain"`` or ``"graph"``.
 
     Raises:
-        ConfigError: for another mode.
+        ConfigError: for an unknown mode.
     """
 
     def __init__(self, mode: DecodeMode) -> None:
         check("decode", mode, DecodeMode)
         self.mode, self._can_record = mode, True
-        # By attention implementation and by device, which may be changed between two calls.
+        # Keyed by attention implementation and by device, which may change between two calls.
         self._problems: dict[str, str | None] = {}
         self._recorders: dict[torch.device, GraphRecorder] = {}
 
@@ -270,10 +270,10 @@ class DecoderChoice:
         return {**self.__dict__, "_problems": {}, "_recorders": {}}
 
     def over(self, plain: CausalDecoder, max_new_tokens: int) -> Decoder:
-        """The decoder to go on with.
+        """Choose the decoder that continues.
 
         Args:
-            plain: has read the prompts.
+            plain: a decoder that has read the prompts.
             max_new_tokens: most tokens that will follow.
 
         Raises:
@@ -281,7 +281,8 @@ class DecoderChoice:
         """
         device = plain.next_positions.device
         records = device.type == _RECORDED_ON and self._can_record
-        # In another thread there may be a trainer next to it, which a recording disturbs.
+        # If this is not the main thread, a trainer may run at the same time, and a recording would
+        # disturb it.
         is_alone = threading.current_thread() is threading.main_thread()
         pays = is_alone and records and max_new_tokens >= _FEWEST_STEPS
         is_short = plain.held + max_new_tokens <= longest_plain_row(plain.model)
@@ -312,7 +313,7 @@ class DecoderChoice:
             return self._recorders[device](step)
         except (AttributeError, RuntimeError, TypeError) as error:
             self._can_record = False
-            tell_once(f"decoding goes on without a CUDA graph, which failed: {error}")
+            tell_once(f"decoding continues without a CUDA graph, which failed: {error}")
             return step
 
 

@@ -1,8 +1,8 @@
 """Body and chunked head of a causal model as one module: token ids in, log-probs out.
 
 This module's ``forward`` is the only way to a differentiable log-prob. It is the root that FSDP2,
-``torch.compile`` and autocast wrap: a head whose weight were read outside of the sharded root's
-forward would silently get wrong gradients.
+``torch.compile`` and autocast wrap: if code read the head's weight outside of the sharded root's
+forward, the gradients would be silently wrong.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``N`` selected tokens, ``V`` vocabulary, ``D`` hidden size.
 """
@@ -29,40 +29,39 @@ from torchrl_llm.modules.model_loading import check_rotary, rotary_limit
 
 
 def _shows_head(model: nn.Module) -> bool:
-    """Whether a model tells its output embeddings."""
+    """Whether a model exposes its output embeddings."""
     find = getattr(heads.causal_model(model), "get_output_embeddings", None)
     return find is not None and find() is not None
 
 
 class CausalScorer(nn.Module, TokenScorer):
-    """Scores selected tokens under a Hugging Face causal model, without ``[B, T, V]`` logits.
+    """Scores selected tokens with a Hugging Face causal model, without ``[B, T, V]`` logits.
 
-    Only hidden states that predict a selected token reach the head, and tokens that no selected one
+    The head only runs on hidden states that predict a selected token. Tokens that no selected token
     depends on are not run at all.
 
     Args:
         model: a Hugging Face causal model, in PEFT or not. It is kept as ``model``; its weights are
             not copied.
         chunk_size: the most logits alive at once; chosen by device when ``None``.
-        full_logits: let the model make its own logits, for heads that the chunked one does not
-            know. So it is, and the log says it, for a model that shows no output embeddings.
+        full_logits: use the model's own logits, for heads that the chunked head does not support. A
+            model without exposed output embeddings always does so, and this is logged.
         in_place_head_grad: add the gradient of the head's weight in place, which saves a tensor of
             its size; for one process without gradient hooks.
-        value_head: estimates values from the states that the head sees.
+        value_head: estimates values from the same states as the head.
         layout: how rows of different length are laid out, see
             ``torchrl_llm.modules.backends.layouts``: ``"padded"``, ``"bucketed"``, ``"packed"``,
-            ``"shared"``, or ``"auto"`` for what is cheapest for the rows of each call. Scores and
-            gradients are the same to rounding. Where dropout is on, ``"shared"`` draws it once for
-            a shared prompt. Flash attention knows no ``"shared"``.
+            ``"shared"``, or ``"auto"`` for the cheapest for the rows of each call. Scores and
+            gradients are equal up to rounding. With dropout, ``"shared"`` draws it once for a
+            shared prompt. Flash attention does not support ``"shared"``.
 
     Attributes:
-        why_not_packed: why ``"packed"`` and ``"shared"`` are out of reach for this model; ``None``
-            when they are not. It was tried out on a few tokens at construction.
+        why_not_packed: why ``"packed"`` and ``"shared"`` are not available for this model; ``None``
+            when they are. The constructor tests it on a few tokens.
 
     Raises:
-        ConfigError: when the head is not known (see
-            ``LMHead``), the layout is out of reach, or
-            the model's attention cannot run on its device.
+        ConfigError: when the head is not supported (see ``LMHead``), the layout is not available,
+            or the model's attention cannot run on its device.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -94,12 +93,12 @@ class CausalScorer(nn.Module, TokenScorer):
         if not full_logits and not _shows_head(model):
             full_logits = True
             tell_once(
-                f"{type(heads.causal_model(model)).__name__} shows no output embeddings: it makes "
+                f"{type(heads.causal_model(model)).__name__} exposes no output embeddings: it uses "
                 "its own logits, [B, T, V] at once, as with full_logits=True"
             )
             chunk_size, in_place_head_grad = None, False
         if full_logits and value_head is not None:
-            raise ValueError("a value head needs hidden states, which full_logits does not show")
+            raise ValueError("a value head needs hidden states, which full_logits does not return")
         self.model = model
         self.value_head = value_head
         self.chunk_size = chunk_size
@@ -108,7 +107,7 @@ class CausalScorer(nn.Module, TokenScorer):
         self._settle(model, layout)
 
     def _settle(self, model: nn.Module, layout: str) -> None:
-        """Find out how rows can be laid out; the head is known."""
+        """Determine the available layouts; needs the head."""
         self.why_not_packed = attention.why_not_packed(model, self._run)
         self._one_call: tuple[str, ...] = ()
         if self.why_not_packed is None:
@@ -125,7 +124,7 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def _run(self) -> nn.Module:
-        """What is called: the model, or its body."""
+        """The called module: the model or its body."""
         return self.model if self.head is None else heads.model_body(self.model)
 
     @property
@@ -134,12 +133,12 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """What ``layout`` may be for this model."""
+        """Allowed values of ``layout`` for this model."""
         return ("auto", "padded", "bucketed", *self._one_call)
 
     @property
     def layout(self) -> str:
-        """How rows are laid out; may be set to another of ``layouts``."""
+        """Layout of rows; may be set to any of ``layouts``."""
         return self._layout
 
     @layout.setter
@@ -148,7 +147,8 @@ class CausalScorer(nn.Module, TokenScorer):
         if layout not in self.layouts:
             reason = self.why_not_packed or "flash attention cannot show a row a shared prompt"
             raise ConfigError(
-                f"layout={layout!r} is out of reach: {reason}; use one of {', '.join(self.layouts)}"
+                f"layout={layout!r} is not available: {reason}; use one of "
+                f"{', '.join(self.layouts)}"
             )
         self._layout = layout
 
@@ -160,19 +160,19 @@ class CausalScorer(nn.Module, TokenScorer):
         entropy: bool = False,
         extras: ScoreExtras | None = None,
     ) -> TokenScores:
-        """Score the selected tokens of rows that are laid out; :meth:`token_scores` lays them out.
+        """Score the selected tokens of a stream; :meth:`token_scores` creates it from rows.
 
         Args:
             stream: the rows, on the model's device.
             temperature: a number, or float32 ``[N]``, one per selected token.
-            entropy: also return the entropy of the distribution that each token is scored under.
-            extras: what else is wanted.
+            entropy: also return the entropy of the distribution of each token.
+            extras: further requested results.
 
         Returns:
             The scores of the ``N`` selected tokens in row-major order.
 
         Raises:
-            ConfigError: for extras that are out of reach.
+            ConfigError: for extras that are not available.
         """
         states = self._states(stream).index_select(0, stream.index)
         settings = {"temperature": temperature, "entropy": entropy}
@@ -198,7 +198,7 @@ class CausalScorer(nn.Module, TokenScorer):
             apart = attention.stream_arguments(self.model, stream.blocks, ids.device)
             positions = stream.position_ids[None]
             return run(input_ids=ids[None], position_ids=positions, use_cache=False, **apart)[0][0]
-        # A causal model does not look ahead: the padding after a row cannot reach its tokens.
+        # A causal model does not look ahead: the padding after a row cannot affect its tokens.
         parts = ids.split([block.rows * block.width for block in stream.blocks])
         states = [
             run(input_ids=part.view(block.rows, block.width), use_cache=False)[0].flatten(0, 1)
@@ -218,8 +218,8 @@ class CausalScorer(nn.Module, TokenScorer):
         """See :meth:`~torchrl_llm.data.scoring.TokenScorer.token_scores`.
 
         Raises:
-            ConfigError: also for rows longer than the attention window of a model whose ``layout``
-                is set to ``"packed"`` or ``"shared"``, or than ``rotary_limit`` says.
+            ConfigError: also for rows longer than ``rotary_limit``, or longer than the attention
+                window of a model with ``layout`` set to ``"packed"`` or ``"shared"``.
         """
         device = heads.causal_model(self.model).get_input_embeddings().weight.device
         rows = Rows(sequences, select)
@@ -232,13 +232,13 @@ class CausalScorer(nn.Module, TokenScorer):
         return self(stream.to(device), temperature=temperature, entropy=entropy, extras=extras)
 
     def naive_scorer(self) -> CausalScorer | None:
-        """Padded rows and the model's own logits; ``None`` where that is what this scorer does."""
+        """Scorer of padded rows by the model's own logits; ``None`` if this is such a scorer."""
         if self.head is None:
             return None
         return CausalScorer(self.model, full_logits=True, layout="padded")
 
     def _in_one_kernel(self, device: torch.device) -> tuple[str, ...]:
-        """The layouts of which one kernel attends all blocks."""
+        """The layouts whose blocks are attended by one kernel."""
         if self._kernel not in ("sdpa", "eager"):
             return self._one_call
         config = heads.causal_model(self.model).config.get_text_config(decoder=True)
@@ -249,7 +249,7 @@ class CausalScorer(nn.Module, TokenScorer):
         return ("packed",) if self._kernel == "sdpa" and has_kernel else ()
 
     def _choice(self, rows: Rows) -> tuple[str, ...]:
-        """The layouts that these rows may have."""
+        """The allowed layouts of these rows."""
         plain = max(rows.lengths) <= self._longest_plain_row
         if self._layout == "auto":
             return self._automatic(plain)
@@ -262,15 +262,15 @@ class CausalScorer(nn.Module, TokenScorer):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether the ranks that share the weights have to call the model equally often.
+        """Whether the ranks that share the weights must call the model equally often.
 
-        Then one call of the scorer is one of the model: who wants buckets cuts the rows himself, as
-        ``torchrl_llm.trainers.optimize`` does.
+        If so, one call of the scorer is one call of the model. For buckets, the caller cuts the
+        rows, as in ``torchrl_llm.trainers.optimize``.
         """
         return isinstance(next(self.model.parameters()), DTensor)
 
     def _automatic(self, plain: bool) -> tuple[str, ...]:
-        # Eager attention would write a mask over the whole stream and compare all its pairs.
+        # Eager attention would materialize a mask over the whole stream and compare all pairs.
         one_call = self._one_call if plain and self._kernel != "eager" else ()
         return ("padded", *one_call) if self._is_sharded else ("padded", "bucketed", *one_call)
 
@@ -295,13 +295,13 @@ def score_hidden(
         targets_N: int64 ``[N]``.
         temperature: a number, or float32 ``[N]``.
         entropy: also return the entropy of each distribution.
-        extras: what else is wanted.
-        value_head: estimates the values that ``extras`` may ask for.
+        extras: further requested results.
+        value_head: estimates the values if ``extras`` requests them.
         chunk_size: the most logits alive at once; chosen by device when ``None``.
         in_place_head_grad: add the gradient of the head's weight in place.
 
     Raises:
-        ConfigError: for extras that are out of reach.
+        ConfigError: for extras that are not available.
     """
     extras = ScoreExtras() if extras is None else extras
     scores = HeadScores(hidden_ND.new_zeros(0, dtype=torch.float32), None)
@@ -320,7 +320,7 @@ def score_hidden(
     if extras.values:
         if value_head is None:
             raise ConfigError(
-                "values were asked of a model without value head: build it with "
+                "values were requested, but the model has no value head: build it with "
                 "TransformersBackend(model, value_head=ValueHead.for_model(model))"
             )
         values = value_head(hidden_ND)
@@ -338,14 +338,14 @@ def _divergence(
     temperature: float | Tensor,
     chunk_size: int | None,
 ) -> Tensor:
-    """Divergence of each token from its teacher, 0 where it has none."""
+    """Divergence of each token from its teacher, 0 for tokens without a teacher."""
     settings = {"direction": extras.divergence, "chunk_size": chunk_size}
     if extras.teacher_index is None:
         (teacher,) = extras.teachers
         return head.divergence(hidden_ND, teacher, temperature=temperature, **settings)
     whole = hidden_ND.new_zeros(hidden_ND.shape[0], dtype=torch.float32)
     for number, teacher in enumerate(extras.teachers):
-        # Indices rather than a mask: tokens are picked once and put back once.
+        # Indices instead of a mask: one gather and one scatter.
         index = (extras.teacher_index == number).nonzero()[:, 0]
         index = index.to(hidden_ND.device, non_blocking=True)
         own = temperature[index] if isinstance(temperature, Tensor) else temperature

@@ -1,9 +1,9 @@
-"""Backend over a Hugging Face causal language model.
+"""Backend for a Hugging Face causal language model.
 
-Sampling runs in a loop of our own (:mod:`~torchrl_llm.modules.backends.decoding`): ``generate``
-would take unset fields from the model's generation config (its ``top_k`` of 50), and returns
-log-probs only by keeping the logits of every step. Scoring goes through
-:class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`, which trains.
+Sampling uses its own loop (:mod:`~torchrl_llm.modules.backends.decoding`): ``generate`` would read
+unset fields from the model's generation config (its ``top_k`` of 50), and returns log-probs only by
+keeping the logits of every step. Scoring uses
+:class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`, which is differentiable.
 
 Shape legend: ``U`` different prompts, ``B`` rows to decode, ``P`` tokens of the longest prompt,
 ``V`` vocabulary.
@@ -55,7 +55,7 @@ _BUILDERS: dict[str, _Builder] = {
 }
 
 NATIVE_ARGUMENTS = frozenset({*_BUILDERS, "logits_processor"})
-"""Further names that the Transformers backend takes, spelled as in ``generate``."""
+"""Further arguments of the Transformers backend, named as in ``generate``."""
 
 
 def native_processors(
@@ -64,15 +64,15 @@ def native_processors(
     end_ids: tuple[int, ...],
     device: torch.device | str = "cpu",
 ) -> LogitsProcessorList:
-    """Processors for the arguments given, in transformers' own order.
+    """Processors for the given arguments, in transformers' own order.
 
-    They see logits before temperature and truncation.
+    They process logits before temperature and truncation.
 
     Args:
-        arguments: names of :data:`NATIVE_ARGUMENTS` and their values.
-        prompt_length: tokens of the longest (padded) prompt.
+        arguments: names from :data:`NATIVE_ARGUMENTS` and their values.
+        prompt_length: number of tokens of the longest (padded) prompt.
         end_ids: ids that end a response.
-        device: of the logits.
+        device: device of the logits.
 
     Example:
         >>> [type(p).__name__ for p in native_processors({"suppress_tokens": [3]}, 4, (2,))]
@@ -91,25 +91,25 @@ class TransformersBackend(LocalBackend):
     """Samples and scores with a ``transformers`` causal language model.
 
     Args:
-        model: the model, where it is and in the dtype that it has; PEFT models too.
-        tokenizer: decodes stop strings and names one more end-of-sequence id; may be ``None``.
+        model: the model; its device and dtype are kept. PEFT models are supported.
+        tokenizer: decodes stop strings and adds its end-of-sequence id; may be ``None``.
         eos_token_ids: ids that end a response; by default those of tokenizer and model together.
-        max_length: context of the model in tokens; by default what its config says, and for
-            LongRoPE the rows that it was trained with first (``original_max_position_embeddings``).
+        max_length: context of the model in tokens; by default the value of its config; for
+            LongRoPE, the original training context (``original_max_position_embeddings``).
         layout: how rows of different length are laid out for scoring, see
-            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; that of the scorer by
+            :class:`~torchrl_llm.modules.backends.token_scorer.CausalScorer`; the scorer's by
             default. May be set later.
         scorer: computes log-probs; built for the model by default.
         chunk_size: the most logits alive at once when a scorer is built; ``None`` chooses.
-        full_logits: when a scorer is built, let the model make its own logits (for heads that the
-            chunked one does not know).
+        full_logits: when a scorer is built, use the model's own logits (for heads that the chunked
+            head does not support).
         value_head: when a scorer is built, its value head (PPO); trained with the model.
         decode: how a step of sampling runs. ``"plain"`` calls the model. ``"graph"`` uses a cache
             of fixed size, and on a GPU replays the step as a CUDA graph. No other thread may wait
-            for the whole device or use dropout while it is recorded. It is an error where the model
-            cannot, and plain where the context is longer than a sliding window. ``"auto"`` does
-            that on a GPU in the main thread for 16 tokens and more; else it is plain, with a
-            warning where the model cannot.
+            for the whole device or use dropout while it is recorded. It is an error if the model
+            does not support it, and plain if the context is longer than a sliding window.
+            ``"auto"`` uses the graph on a GPU in the main thread for 16 tokens and more. Else it is
+            plain, with a warning if the model does not support the graph.
 
     Attributes:
         scorer: the root module for FSDP2 and ``torch.compile``.
@@ -147,7 +147,7 @@ class TransformersBackend(LocalBackend):
         self._takes = frozenset(inspect.signature(base.forward).parameters)
         if "past_key_values" not in self._takes:
             raise ConfigError(
-                f"{type(base).__name__} has no key-value cache that decoding could use; "
+                f"{type(base).__name__} has no key-value cache for decoding; "
                 "only attention models (and hybrids of them) are supported"
             )
         self._takes_ragged = True
@@ -176,12 +176,12 @@ class TransformersBackend(LocalBackend):
 
     @property
     def layouts(self) -> tuple[str, ...]:
-        """What ``layout`` may be, see :class:`TokenScorer`."""
+        """Allowed values of ``layout``, see :class:`TokenScorer`."""
         return self.scorer.layouts
 
     @property
     def layout(self) -> str | None:
-        """That of the scorer."""
+        """Layout of the scorer."""
         return self.scorer.layout
 
     @layout.setter
@@ -190,19 +190,19 @@ class TransformersBackend(LocalBackend):
 
     @property
     def value_head(self) -> heads.ValueHead | None:
-        """The scorer's value head, where it has one."""
+        """The scorer's value head, or ``None``."""
         return getattr(self.scorer, "value_head", None)
 
     def _sample(
         self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
     ) -> list[Completion]:
-        """In batches of equal length where the model takes no padded prompts."""
+        """In batches of equal length if the model does not support padded prompts."""
         alike: dict[int, list[int]] = {}
         for row, prompt in enumerate(prompts):
             alike.setdefault(0 if self._takes_ragged else prompt.shape[0], []).append(row)
         groups: dict[int, list[Completion]] = {}
         for number, members in enumerate(alike.values()):
-            # One seed for all batches would give them the same draws.
+            # With one seed, all batches would have the same draws.
             seed = None if params.seed is None else params.seed + number
             found = self._sample_batch(
                 [prompts[r] for r in members],
@@ -216,7 +216,7 @@ class TransformersBackend(LocalBackend):
     def _sample_batch(
         self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
     ) -> list[Completion]:
-        """The model reads equal prompts once."""
+        """Sample one batch; the model reads equal prompts once."""
         unique: dict[bytes, int] = {}
         owners = [unique.setdefault(p.numpy().tobytes(), len(unique)) for p in prompts]
         owners = [owner for owner in owners for _ in range(params.num_samples)]
@@ -254,8 +254,7 @@ class TransformersBackend(LocalBackend):
     ) -> TokenScores:
         """See :meth:`TokenScorer.token_scores`; differentiable when gradients are enabled.
 
-        Without gradients the model runs as for sampling (no dropout), else in the mode that the
-        trainer put it in.
+        Without gradients the model runs as for sampling (no dropout), else in the trainer's mode.
         """
         self.check_scoring(sequences, select)
         score = partial(self.scorer.token_scores, sequences, select)
@@ -270,7 +269,7 @@ class TransformersBackend(LocalBackend):
         return self.scorer.naive_scorer()
 
     def logits(self, sequences: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Backend.logits`; always padded, in the module's present mode."""
+        """See :meth:`Backend.logits`; always padded, in the module's current mode."""
         self.check_ids(sequences)
         check_rotary(rotary_limit(self._config), max(map(len, sequences), default=0))
         device = heads.causal_model(self.model).get_input_embeddings().weight.device

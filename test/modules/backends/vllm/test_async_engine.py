@@ -112,7 +112,7 @@ def test_requests_in_vllms_own_words(engine, tokenizer):
     assert [o.outputs[0].token_ids for o in pinned] == [one.outputs[0].token_ids] * 2
     with pytest.raises(ConfigError, match="either prompts or prompt_token_ids"):
         engine.generate(PROMPTS, params, prompt_token_ids=ids)
-    with pytest.raises(ConfigError, match="lora_request is of one request"):
+    with pytest.raises(ConfigError, match="lora_request applies to one request"):
         engine.generate(PROMPTS, params, lora_request="mine")
 
 

@@ -129,9 +129,9 @@ def test_when_a_step_fails_every_caller_is_told_and_later_ones_too():
     assert sum(type(error) is RuntimeError for error in found) == 1
     assert all("out of blocks" in str(error) for error in found)
     assert loop.dead == "RuntimeError: out of blocks"
-    with pytest.raises(BackendError, match="must be built again: RuntimeError: out of blocks"):
+    with pytest.raises(BackendError, match="must be restarted: RuntimeError: out of blocks"):
         ask(loop, (1, "y"))
-    with pytest.raises(BackendError, match="must be built again"), loop.exclusive():
+    with pytest.raises(BackendError, match="must be restarted"), loop.exclusive():
         pass
 
 
@@ -387,10 +387,10 @@ def test_after_level_2_full_weights_must_arrive_even_over_a_second_sleep():
 
 def test_steps_that_the_machine_does_not_have_are_refused():
     _, _, state = sleepy()
-    with pytest.raises(BackendError, match="awake already"):
+    with pytest.raises(BackendError, match="already awake"):
         state.wake()
     state.fall(1)
-    with pytest.raises(BackendError, match="asleep already"):
+    with pytest.raises(BackendError, match="already asleep"):
         state.fall(1)
     state.wake(weights_only=True)
     with pytest.raises(BackendError, match="weights only"):
@@ -405,14 +405,14 @@ def test_the_cache_alone_is_given_back_when_the_scheduler_is_empty():
         state.check_weights()
         with pytest.raises(BackendError, match="with its weights only"):
             ask(loop, (1, "x"))
-        with pytest.raises(BackendError, match="without a cache already"):
+        with pytest.raises(BackendError, match="already awake with its weights only"):
             state.release_cache()
         state.wake()
         assert ask(loop, (1, "x")) == ["x"]
     first, second = [("sleep", 0), *["step"] * 3, "release"], [("sleep", 0), "release"]
     assert engine.calls == [*first, ("wake", ["kv_cache"]), *second, ("wake", ["kv_cache"])]
     for level in (1, 2):
-        with pytest.raises(ConfigError, match="are a trainer's too"):
+        with pytest.raises(ConfigError, match="shares its weights with a trainer"):
             state.fall(level)
 
 

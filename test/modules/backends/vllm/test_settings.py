@@ -131,7 +131,7 @@ def test_an_engine_over_two_devices_has_processes_that_take_weights_also_inside_
 
 def test_too_few_gpus_are_said_before_anything_starts(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ResourceError, match="over 8 GPUs was asked for, and 2 are here"):
+    with pytest.raises(ResourceError, match="needs 8 GPUs, but this machine has 2"):
         build._check_devices(8, cpu=False)
     build._check_devices(2, cpu=False)
 

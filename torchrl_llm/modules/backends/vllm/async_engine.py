@@ -1,8 +1,8 @@
 """vLLM replicas on Ray as one service: TorchRL's ``AsyncVLLM`` over an engine pool.
 
-What a replica does is :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`; where it runs, who
-gets the next request and what happens when it dies is
-:class:`~torchrl_llm.modules.remote.EnginePool`.
+Each replica is a :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
+:class:`~torchrl_llm.modules.remote.EnginePool` places replicas, routes requests and handles
+failures.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from torchrl_llm.weights.weight_source import TensorSource, WeightReceipt, Weigh
 
 
 class ServedEngine(VLLMBackend):
-    """The engine of a replica: a backend that also takes requests in vLLM's own words.
+    """The engine of a replica: a backend that also takes vLLM's native requests.
 
     Its arguments are those of :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
     """
 
     def generate_native(self, prompts: Sequence[Any], params: Any) -> list[Any]:
-        """Answer by vLLM's own sampling parameters.
+        """Answer prompts with vLLM's own sampling parameters.
 
         Args:
             prompts: texts, lists of token ids, or vLLM's prompt dictionaries.
             params: ``vllm.SamplingParams``; the engine's defaults for ``None``.
 
         Returns:
-            A ``vllm.RequestOutput`` a prompt.
+            A ``vllm.RequestOutput`` per prompt.
         """
         from vllm import SamplingParams as NativeParams
         from vllm.sampling_params import RequestOutputKind
@@ -63,7 +63,7 @@ class ServedEngine(VLLMBackend):
         )
 
     def call_workers(self, method: str, timeout_s: float, args: tuple, kwargs: dict) -> list[Any]:
-        """Call a method of each of the engine's workers, while it does nothing else."""
+        """Call a method of each of the engine's workers while no requests run."""
         with self.exclusive():
             return self.engine.collective_rpc(method, timeout=timeout_s, args=args, kwargs=kwargs)
 
@@ -79,32 +79,32 @@ def _native_prompt(prompt: Any, tokenizer: Any) -> Any:
 class AsyncVLLM(EnginePool):
     """vLLM engines in Ray actors: one backend, shared by wrappers, collectors and processes.
 
-    It is a backend like any other, so that ``vLLMWrapper(engine)`` takes it, and it answers
-    requests in vLLM's own words. What happens to requests when a replica dies is told in
-    :class:`~torchrl_llm.modules.remote.EnginePool`.
+    It is a backend, so ``vLLMWrapper(engine)`` accepts it, and it also answers vLLM's native
+    requests. :class:`~torchrl_llm.modules.remote.EnginePool` describes how requests continue after
+    a replica died.
 
-    Nothing runs before :meth:`start` (:meth:`from_pretrained` and :meth:`launch` call it).
+    Engines only run after :meth:`start` (:meth:`from_pretrained` and :meth:`launch` call it).
 
     Args:
         engine_args: name or folder of a model; a mapping of engine options with ``"model"``; or
-            vLLM's ``EngineArgs``, of which what differs from its defaults is taken.
-        num_replicas: how many engines.
-        actor_class: what a replica serves, a subclass of ``ServedEngine``.
-        enable_prefix_caching: keep the cache of prompts that begin alike.
-        num_devices: GPUs of each engine (tensor parallel), or processes where vLLM computes on the
-            CPU; by default one where the cluster has any GPU, or the CPU.
+            vLLM's ``EngineArgs``, whose non-default values are used.
+        num_replicas: number of engines.
+        actor_class: class of a replica's engine, a subclass of ``ServedEngine``.
+        enable_prefix_caching: reuse the cache of common prompt prefixes.
+        num_devices: GPUs of each engine (tensor parallel), or processes if vLLM computes on the
+            CPU; by default one GPU if the cluster has any, or the CPU.
         num_cpus: CPUs of each engine's actor; fractions are allowed.
-        in_flight: what an update of the weights does with responses that are being sampled:
-            ``"wait"``, ``"keep"`` or ``"abort"``.
+        in_flight: how a weight update treats running responses: ``"wait"``, ``"keep"`` or
+            ``"abort"``.
         seeded: see :class:`~torchrl_llm.modules.backends.vllm.VLLMBackend`.
-        env_vars: environment of the actors.
-        tokenizer: a fast tokenizer, its name or folder; by default that of the model.
-        call_timeout_s: most seconds that an update of one engine may take.
-        start_timeout_s: most seconds that the start of an engine may take.
-        **settings: further ones of :class:`~torchrl_llm.modules.remote.EnginePool`.
+        env_vars: environment variables of the actors.
+        tokenizer: a fast tokenizer, its name or folder; by default the model's.
+        call_timeout_s: most seconds for a weight update of one engine.
+        start_timeout_s: most seconds for the start of an engine.
+        **settings: further settings of :class:`~torchrl_llm.modules.remote.EnginePool`.
 
     Raises:
-        ConfigError: for arguments that are unknown or contradict each other.
+        ConfigError: for unknown or contradictory arguments.
 
     Example:
         >>> engine = AsyncVLLM.from_pretrained("Qwen/Qwen2.5-7B", num_devices=2,
@@ -179,18 +179,18 @@ class AsyncVLLM(EnginePool):
 
         Args:
             model_name: name or folder of a model; ``None`` for the embedded one.
-            num_devices: GPUs of each engine; by default one where the cluster has any.
-            num_replicas: how many engines.
-            verbose: log what is started.
-            compile: let vLLM compile and capture CUDA graphs.
+            num_devices: GPUs of each engine; by default one if the cluster has any.
+            num_replicas: number of engines.
+            verbose: log the start.
+            compile: enable vLLM's compilation and CUDA graphs.
             enable_fp32_output: compute logits in float32 whatever the dtype of the weights.
             **options: arguments of the class, and options of vLLM's engine.
 
         Raises:
             MissingExtraError: vLLM or Ray is not installed.
-            ConfigError: for options that nobody knows.
-            ResourceError: Ray is not running or has less than all engines need together, or the
-                model does not fit.
+            ConfigError: for unknown options.
+            ResourceError: Ray is not running or has too few resources for all engines, or the model
+                does not fit.
             WorkerError: an engine did not start in time.
         """
         own = _argument_names(cls)
@@ -207,8 +207,8 @@ class AsyncVLLM(EnginePool):
         """See :meth:`EnginePool.start`.
 
         Raises:
-            MissingExtraError: vLLM is not installed here, where the replicas are expected to be
-                like; or Ray is not.
+            MissingExtraError: vLLM or Ray is not installed in this process's environment, which the
+                replicas share.
         """
         ray = require_ray(self.spec.what)
         if find_spec("vllm") is None:
@@ -225,7 +225,7 @@ class AsyncVLLM(EnginePool):
         self.spec = dataclasses.replace(self.spec, factory=factory, options=options)
         return super().start()
 
-    # -- requests in vLLM's own words -----------------------------------------------------------
+    # -- vLLM's native requests ---------------------------------------------------------------
 
     def generate(
         self,
@@ -241,34 +241,36 @@ class AsyncVLLM(EnginePool):
     ) -> Any:
         """Answer prompts.
 
-        With our :class:`~torchrl_llm.modules.SamplingParams` it is
-        :meth:`EnginePool.generate`, with that one's further options: tensors of ids in, completions
-        out. With vLLM's parameters it is as ``vllm.LLM.generate``.
+        With :class:`~torchrl_llm.modules.SamplingParams` of this package, it works like
+        :meth:`EnginePool.generate`, with its further options: tensors of ids in, completions out.
+        With vLLM's parameters, it works like ``vllm.LLM.generate``.
 
         Args:
-            prompts: a text, a list of texts, or what :meth:`EnginePool.generate` takes.
-            sampling_params: ours, ``vllm.SamplingParams``, or ``None`` for vLLM's defaults.
-            prompt_token_ids: one list of ids, or several, in place of ``prompts``.
+            prompts: a text, a list of texts, or prompts for :meth:`EnginePool.generate`.
+            sampling_params: those of this package, ``vllm.SamplingParams``, or ``None`` for vLLM's
+                defaults.
+            prompt_token_ids: one or several lists of ids, instead of ``prompts``.
             use_tqdm: without effect, as in TorchRL.
-            lora_request: refused: replicas hold an adapter, see
+            lora_request: rejected: the replicas have one adapter, see
                 :class:`~torchrl_llm.weights.AdapterWeights`.
-            timeout_seconds: most seconds that the call may take.
+            timeout_seconds: most seconds for the call.
             actor_index: run on this replica only.
             backend_options: see :meth:`EnginePool.generate`.
 
         Returns:
-            Lists of completions; or a ``vllm.RequestOutput``, a list of them for several prompts.
+            Lists of completions; or one ``vllm.RequestOutput``, or a list of them for several
+            prompts.
 
         Raises:
-            ConfigError: no prompts, two kinds of them, or an adapter of this request alone.
+            ConfigError: no prompts, two kinds of prompts, or an adapter for this request.
             WorkerError: no replica answered.
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ConfigError("give either prompts or prompt_token_ids")
         if lora_request is not None:
             raise ConfigError(
-                "lora_request is of one request, and every replica samples with the adapter that "
-                "AdapterWeights brought: push it with AdapterWeights(engine)"
+                "lora_request applies to one request, but every replica uses the adapter that "
+                "AdapterWeights sent: send it with AdapterWeights(engine)"
             )
         given = prompt_token_ids if prompts is None else prompts
         single = isinstance(given, (str, dict)) or (
@@ -282,7 +284,7 @@ class AsyncVLLM(EnginePool):
             ids = [self._ids(row) for row in rows]
             return super().generate(ids, sampling_params, **backend_options, **named)
         if backend_options:
-            raise ConfigError(f"{sorted(backend_options)} go with SamplingParams of torchrl_llm")
+            raise ConfigError(f"{sorted(backend_options)} need SamplingParams of torchrl_llm")
         outputs = self._native(rows, sampling_params, actor_index, timeout_seconds)
         return outputs[0] if single else outputs
 
@@ -297,7 +299,8 @@ class AsyncVLLM(EnginePool):
         if not rows:
             return []
         versions, parts = self._wanted(None), []
-        # One part a prompt: vLLM batches inside the engine, and the balancer sees each of them.
+        # One part per prompt: vLLM batches inside the engine, and the balancer can place each
+        # prompt.
         for row in rows:
             args = ("generate_native", 1, versions, [row], params)
             hint = row if isinstance(row, (str, list)) else None
@@ -306,14 +309,14 @@ class AsyncVLLM(EnginePool):
         return [output for part in parts for output in part.result]
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Prompts that one replica runs or keeps waiting, or a list of that of all."""
+        """Number of running and waiting prompts of one replica, or a list for all."""
         found = [load.requests for load in self.loads()]
         return found if actor_index is None else found[actor_index]
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Share of the key-value cache of one replica in use, or a list of that of all.
+        """Used share of the key-value cache of one replica, or a list for all.
 
-        0.0 where a replica has not told yet.
+        0.0 if a replica has not reported yet.
         """
         found = [load.cache_usage or 0.0 for load in self.loads()]
         return found if actor_index is None else found[actor_index]
@@ -325,18 +328,18 @@ class AsyncVLLM(EnginePool):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of every worker of every replica, while these do nothing else.
+        """Call a method of every worker of every replica while no requests run.
 
-        A replica that is built again later has not seen the call.
+        A replica that is restarted later has not run the call.
 
         Args:
-            method: of vLLM's worker, or of its ``worker_extension_cls``.
-            timeout: most seconds; that of the calls by default.
-            args: its arguments.
+            method: method of vLLM's worker or of its ``worker_extension_cls``.
+            timeout: most seconds; ``call_timeout_s`` by default.
+            args: its positional arguments.
             kwargs: its keyword arguments.
 
         Returns:
-            The results, replica after replica.
+            The results, ordered by replica.
 
         Raises:
             WorkerError: a replica died or did not answer in time.
@@ -348,15 +351,15 @@ class AsyncVLLM(EnginePool):
         return [result for results in found for result in results]
 
     def get_tp_size(self) -> int:
-        """GPUs (or processes) of each engine."""
+        """Number of GPUs (or processes) of each engine."""
         return self._num_devices or 1
 
     def get_random_actor_index(self) -> int:
-        """One of the replicas, drawn at random."""
+        """Index of a random replica."""
         return random.randrange(self.num_replicas)
 
     def reset_prefix_cache(self) -> None:
-        """Drop the prefix caches; an update of the weights does so itself."""
+        """Drop the prefix caches; weight updates do this automatically."""
         self.on_every_replica("reset_prefix_cache")
 
     # -- weights --------------------------------------------------------------------------------
@@ -371,8 +374,8 @@ class AsyncVLLM(EnginePool):
         """See :meth:`EnginePool.update_weights`.
 
         Args:
-            weights: a source, a state dict, or pairs of a name and a tensor, all of them.
-            version: their number; by default one more than the current one.
+            weights: a source, a full state dict, or pairs of name and tensor for all weights.
+            version: version of the weights; by default the current one plus 1.
             timeout_s: see there.
         """
         if not isinstance(weights, WeightSource):
@@ -383,19 +386,20 @@ class AsyncVLLM(EnginePool):
     def init_weight_update_group(
         self, master_address: str | None = None, master_port: int | None = None
     ) -> None:
-        """Nothing to do: each update of the weights connects by itself.
+        """Does nothing: each weight update connects by itself.
 
         Args:
-            master_address: of a sender of the program's own, which no replica would join.
-            master_port: likewise.
+            master_address: address of a custom sender, which no replica would join; must be
+                ``None``.
+            master_port: port of such a sender; must be ``None``.
 
         Raises:
-            ConfigError: there is such a sender.
+            ConfigError: an address or port is given.
         """
         if (master_address, master_port) != (None, None):
             raise ConfigError(
-                "init_weight_update_group takes no address: give the weights to update_weights or "
-                "vLLMUpdater, which connect by themselves; single workers of a vllm.LLM join a "
+                "init_weight_update_group takes no address: pass the weights to update_weights or "
+                "vLLMUpdater, which connect by themselves; workers of a vllm.LLM can join a "
                 "group with torchrl_llm.compat.vllm_group.vLLMWorker"
             )
 
@@ -437,10 +441,10 @@ def make_async_vllm_engine(
 ) -> AsyncVLLM:
     """Start engines of a model: :meth:`AsyncVLLM.from_pretrained` as a function.
 
-    ``tensor_parallel_size`` is ``num_devices`` by vLLM's name; the other two sizes may be 1.
+    ``tensor_parallel_size`` is vLLM's name of ``num_devices``; the other two sizes must be 1.
 
     Raises:
-        ConfigError: for other sizes than those.
+        ConfigError: for other sizes.
     """
     if tensor_parallel_size is not None and num_devices not in (None, tensor_parallel_size):
         raise ConfigError(
@@ -466,7 +470,7 @@ def make_async_vllm_engine(
 
 
 def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
-    """Model and options of an engine, in whatever form they were given."""
+    """Model and options of an engine, from any accepted form."""
     if engine_args is None or isinstance(engine_args, (str, os.PathLike)):
         options: dict[str, Any] = {"model": engine_args}
     elif isinstance(engine_args, Mapping):
@@ -487,14 +491,14 @@ def _engine_options(engine_args: Any) -> tuple[Any, dict[str, Any]]:
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:
-    # An instance made for its defaults would look for vLLM's default model on the hub.
+    # An instance with the defaults would look for vLLM's default model on the hub.
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
 
 
 def _argument_names(cls: type) -> set[str]:
-    """Arguments of the pool; any other name is an option of vLLM's engine."""
+    """Arguments of the pool; all other names are options of vLLM's engine."""
     found = {"max_concurrency"}
     for one in (cls, AsyncVLLM, EnginePool):
         parameters = inspect.signature(one.__init__).parameters.values()
@@ -514,7 +518,7 @@ def _on_cpu() -> bool:
 def _num_gpus(num_devices: int | None, gpus: float) -> float:
     if num_devices is None:
         return 1.0 if gpus else 0.0
-    # The devices of a vLLM that computes on the CPU are processes.
+    # If vLLM computes on the CPU, its devices are processes.
     return 0.0 if _on_cpu() else float(num_devices)
 
 
@@ -528,32 +532,32 @@ def make_vllm_worker(
     enable_fp32_output: bool = False,
     **options: Any,
 ) -> Any:
-    """One engine: in a Ray actor, or in this process.
+    """Build one engine, in a Ray actor or in this process.
 
     Args:
         model_name: name or folder of a model.
-        devices: CUDA devices of an engine in this process; Ray chooses those of its actors itself.
-        num_devices: how many GPUs; by default one where there is any, or as many as ``devices``.
-        make_ray_worker: whether it runs in an actor.
+        devices: CUDA devices of an engine in this process; Ray chooses the devices of its actors.
+        num_devices: number of GPUs; by default one if there is any, or the length of ``devices``.
+        make_ray_worker: run the engine in a Ray actor.
         enforce_eager: no CUDA graphs and no compilation.
         enable_fp32_output: compute logits in float32 whatever the dtype of the weights.
-        **options: further ones of :class:`~torchrl_llm.modules.AsyncVLLM` for an actor, else of
+        **options: further options of :class:`~torchrl_llm.modules.AsyncVLLM` for an actor, else of
             :func:`~torchrl_llm.modules.backends.vllm.build_engine`.
 
     Returns:
-        An :class:`~torchrl_llm.modules.AsyncVLLM` of one replica, or a ``vllm.LLM``; a
-        :class:`~torchrl_llm.modules.vLLMWrapper` takes both.
+        An :class:`~torchrl_llm.modules.AsyncVLLM` of one replica, or a ``vllm.LLM``;
+        :class:`~torchrl_llm.modules.vLLMWrapper` accepts both.
 
     Raises:
         MissingExtraError: vLLM or Ray is not installed.
-        ConfigError: for devices where they have no effect, or that contradict ``num_devices``.
-        ResourceError: Ray is not running or has too little, or the model does not fit.
+        ConfigError: for devices that would have no effect or contradict ``num_devices``.
+        ResourceError: Ray is not running or has too few resources, or the model does not fit.
     """
     if devices is not None and num_devices not in (None, len(devices)):
         raise ConfigError(f"num_devices={num_devices} contradicts devices={list(devices)}")
     if make_ray_worker:
         if devices is not None:
-            raise ConfigError("Ray chooses the devices of its actors: give num_devices instead")
+            raise ConfigError("Ray chooses the devices of its actors: pass num_devices instead")
         return AsyncVLLM.from_pretrained(
             model_name,
             num_devices=num_devices,

@@ -1,9 +1,9 @@
-"""A vLLM engine in this process as a backend.
+"""Backend with a vLLM engine in this process.
 
-It samples and scores; its weights are the engine's own and have no gradients. Engines in other
-processes are reached through a proxy (AsyncVLLM) or a server's URL, which are backends too.
+It samples and scores with the engine's own weights, which have no gradients. For engines in other
+processes, use AsyncVLLM or the backend for a server's URL.
 
-Shape legend: ``B`` prompts, ``S`` samples a prompt, ``T`` tokens, ``V`` vocabulary, ``N`` scored
+Shape legend: ``B`` prompts, ``S`` samples per prompt, ``T`` tokens, ``V`` vocabulary, ``N`` scored
 positions.
 """
 
@@ -51,10 +51,10 @@ _HERE: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def share_within_process(thing: Any, *_: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """For use as ``__reduce__``: the unpickled thing is the same object.
+    """Use as ``__reduce__``: unpickling in this process returns the same object.
 
     Args:
-        thing: to be pickled; it must take weak references.
+        thing: object to pickle; must support weak references.
     """
     key = thing.__dict__.setdefault("_shared_key", secrets.token_hex(8))
     _HERE[key] = thing
@@ -66,7 +66,7 @@ def _find(key: str, process: int, kind: str) -> Any:
     if thing is None or os.getpid() != process:
         raise ConfigError(
             f"a {kind} lives in the process that built it (pid {process}) and cannot be sent to "
-            "another; share engines between processes with AsyncVLLM"
+            "a different one; share engines between processes with AsyncVLLM"
         )
     return thing
 
@@ -78,25 +78,25 @@ _SCORING_TRIES = 5
 class VLLMBackend(Backend):
     """Samples and scores with a ``vllm.LLM``.
 
-    Any number of threads may call it at once; their requests are batched by the engine, step by
-    step (``EngineLoop``). Copies and pickles of
-    a backend share its engine, and only within the process.
+    Any number of threads may call it at once; the engine batches their requests in each step
+    (``EngineLoop``). Copies and pickles of a backend share its engine, only within the process.
 
     Args:
-        engine: a ``vllm.LLM``, or the name or folder of a model to build one for; ``None`` for the
-            embedded model.
-        tokenizer: names one more end-of-sequence id, and is what policies use; by default that of
-            the engine. ``None`` is possible for an engine built with ``skip_tokenizer_init``.
+        engine: a ``vllm.LLM``, or the name or folder of a model, for which an engine is built;
+            ``None`` for the embedded model.
+        tokenizer: adds its end-of-sequence id; policies also use it; by default the engine's. May
+            be ``None`` for an engine built with ``skip_tokenizer_init``.
         eos_token_ids: ids that end a response; by default those of tokenizer and model together.
-        max_length: most tokens of prompt and response; by default what the engine takes less one,
-            so that any row can also be scored.
+        max_length: most tokens of prompt and response; by default the engine's limit minus one, so
+            that any row can also be scored.
         seeded: give every response a seed from torch's global generator, which makes sampling
-            repeatable whatever else the engine is doing. Without it the engine draws from its own.
-        in_flight: what a weight update does with responses that are being sampled: ``"wait"`` for
-            them, ``"keep"`` them and go on with the new weights (their cache is recomputed, and
-            each token carries its version), or ``"abort"`` them (their callers get what there is).
-        version: number of the weights that the engine has now, unless it was told another.
-        timeout_s: seconds that a caller waits while the engine makes no progress.
+            repeatable independent of other requests. Otherwise the engine draws from its own
+            generator.
+        in_flight: how a weight update treats running responses: ``"wait"`` for them, ``"keep"``
+            them and continue with the new weights (their cache is recomputed, and each token
+            carries its version), or ``"abort"`` them (callers get the tokens so far).
+        version: version of the engine's current weights, if no version was set before.
+        timeout_s: most seconds that a caller waits without progress of the engine.
         **engine_options: see
             :func:`~torchrl_llm.modules.backends.vllm.build.engine_arguments`; only with a name.
 
@@ -105,7 +105,7 @@ class VLLMBackend(Backend):
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: an engine or options that cannot be used.
+        ConfigError: an unsupported engine or option.
         ResourceError: model or cache do not fit.
 
     Example:
@@ -135,8 +135,8 @@ class VLLMBackend(Backend):
             engine = build_engine(engine, **engine_options)
         elif engine_options:
             raise ConfigError(
-                f"{sorted(engine_options)} have no effect on an engine that exists; give them to "
-                "it, or give the model's name"
+                f"{sorted(engine_options)} have no effect on an engine that exists; pass them to "
+                "vllm.LLM, or pass the model's name"
             )
         _check_engine(engine)
         self.engine = engine
@@ -168,7 +168,7 @@ class VLLMBackend(Backend):
 
     @property
     def vocab_size(self) -> int:
-        """Ids of the model's config; rows that the engine adds to fill its kernels do not count."""
+        """Ids of the model's config, without the rows that the engine adds as padding."""
         return self._config.get_vocab_size()
 
     @property
@@ -183,17 +183,17 @@ class VLLMBackend(Backend):
 
     @property
     def num_unfinished(self) -> int:
-        """Responses that are being sampled or wait."""
+        """Number of running and waiting responses."""
         return self._local.loop.num_unfinished
 
     @property
     def version(self) -> int:
-        """Number of the engine's weights."""
+        """Version of the engine's weights."""
         return self._local.version
 
     @property
     def counts_versions(self) -> bool:
-        """Whether it was told a version, so that each token carries its own."""
+        """Whether a version was set, so that each token carries its version."""
         return bool(self._local.versions)
 
     def status(self) -> EngineStatus:
@@ -204,8 +204,7 @@ class VLLMBackend(Backend):
         """A context in which other threads neither sample nor score.
 
         Args:
-            in_flight: what happens to responses that are being sampled; the backend's own rule by
-                default.
+            in_flight: how to treat running responses; the backend's setting by default.
         """
         rule = self.in_flight if in_flight is None else in_flight
         return self._local.loop.exclusive(rule, timeout_s=self.timeout_s)
@@ -229,7 +228,7 @@ class VLLMBackend(Backend):
     def generate_cancellable(
         self, prompts: Sequence[Tensor], params: SamplingParams, cancelled: Cancelled
     ) -> list[list[Completion]]:
-        """See :meth:`Backend.generate_cancellable`; raises what :meth:`generate` does."""
+        """See :meth:`Backend.generate_cancellable`; raises the errors of :meth:`generate`."""
         self.check_prompts(prompts)
         if params.stop and _tokenizer(self.engine) is None:
             raise ConfigError(
@@ -271,7 +270,7 @@ class VLLMBackend(Backend):
     def _unpenalized(
         self, prompts: Sequence[Tensor], flat: list[Completion], samples: int
     ) -> list[Completion]:
-        """Greedy responses with the log-probs of the model, not of what the penalties left."""
+        """Greedy responses with the model's log-probs, without the effect of penalties."""
         whole, select = [], []
         for row, completion in enumerate(flat):
             prompt = prompts[row // samples]
@@ -291,14 +290,14 @@ class VLLMBackend(Backend):
         from vllm.sampling_params import RequestOutputKind
 
         try:
-            # What is there after each step is of no use to anybody, and costs as much as the step.
+            # Outputs after each step are not needed and cost as much as the step.
             native = NativeParams(
                 output_kind=RequestOutputKind.FINAL_ONLY, **_with_grammar(arguments)
             )
         except ConfigError:
             raise
-        except Exception as error:  # of the constructor: its own kinds, and pydantic's
-            raise ConfigError(f"vLLM refused generation arguments: {error}") from error
+        except Exception as error:  # the constructor raises its own types and pydantic's
+            raise ConfigError(f"vLLM rejected generation arguments: {error}") from error
         return EngineRequest({"type": "token", "prompt_token_ids": ids}, native)
 
     # -- scoring ----------------------------------------------------------------------------------
@@ -314,18 +313,18 @@ class VLLMBackend(Backend):
     ) -> TokenScores:
         """See :meth:`TokenScorer.token_scores`; without gradients.
 
-        Log-probs at temperature 1 cost one pass over the rows. Another temperature, the entropy and
-        a support need the whole vocabulary of every token: that is done a row at a time, and only
-        by an engine whose ``max_logprobs`` allows it.
+        Log-probs at temperature 1 cost one pass over the rows. Other temperatures, the entropy and
+        a support need the log-probs of the whole vocabulary for every token. This runs row by row
+        and requires an engine with a large enough ``max_logprobs``.
 
         Raises:
-            ConfigError: for extras other than the support, or where the engine does not give the
+            ConfigError: for extras other than the support, or if the engine does not return the
                 whole vocabulary.
-            OverlongError: for a row longer than the engine can read.
+            OverlongError: for a row longer than the engine's limit.
         """
         extras = only_support(extras, "a vLLM engine gives no hidden states", has_logits=False)
         self.check_scoring(sequences, select)
-        # What stands behind the last selected token does not have to be read.
+        # Tokens after the last selected one are not needed.
         rows = [ids[: _last(mask) + 1] for ids, mask in zip(sequences, select, strict=True)]
         for row, ids in enumerate(rows):
             if len(ids) >= self._config.max_model_len:
@@ -380,7 +379,7 @@ class VLLMBackend(Backend):
         return full_log_probs(output, self.vocab_size)
 
     def _scored(self, requests: list[EngineRequest]) -> list[Any]:
-        """Outputs of scoring; what an update of the weights aborted is scored by the new ones."""
+        """Outputs of scoring; rows that a weight update aborted are scored with the new weights."""
         outputs: dict[int, Any] = {}
         for _ in range(_SCORING_TRIES):
             left = [at for at in range(len(requests)) if at not in outputs]
@@ -390,7 +389,7 @@ class VLLMBackend(Backend):
             if len(outputs) == len(requests):
                 return [outputs[at] for at in range(len(requests))]
         raise BackendError(
-            f"updates of the weights aborted {len(requests) - len(outputs)} rows that were being "
+            f"weight updates aborted {len(requests) - len(outputs)} rows that were being "
             f"scored {_SCORING_TRIES} times; use in_flight='wait' or 'keep'"
         )
 
@@ -408,7 +407,7 @@ class VLLMBackend(Backend):
 
     def update_weights(self, source: WeightSource, *, version: int) -> list[WeightReceipt]:
         """See :meth:`Backend.update_weights`; between two steps of the engine."""
-        # It goes on sampling until they are here.
+        # The engine continues to sample until the weights have arrived.
         incoming = open_source(source, version=version)
         with self.exclusive():
             self._local.sleep.check_weights()
@@ -419,13 +418,13 @@ class VLLMBackend(Backend):
         return [receipt]
 
     def weights_changed(self, version: int) -> None:
-        """Say that the weights were changed in place: drop what was computed with the old ones.
+        """Report that the weights were changed in place: drop caches of the old ones.
 
-        To be called by whoever changed them, inside :meth:`exclusive`. From then on the backend
-        counts versions itself: completions carry that of each token.
+        Call it after changing them, inside :meth:`exclusive`. From then on the backend counts
+        versions: completions carry the version of each token.
 
         Args:
-            version: number of the weights that the engine has now.
+            version: version of the engine's current weights.
 
         Raises:
             BackendError: the engine sleeps.
@@ -434,51 +433,50 @@ class VLLMBackend(Backend):
             self._local.weights_changed(version)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the cache of all prompts; responses that are being sampled recompute theirs."""
+        """Drop the cache of all prompts; running responses recompute their cache."""
         with self.exclusive("keep"):
             self._local.forget_cache()
 
     # -- sleep ------------------------------------------------------------------------------------
 
     def sleep(self, level: int = 1) -> None:
-        """Give the engine's memory back: once what runs is done, nothing is sampled until it wakes.
+        """Wait for running requests, then free the engine's memory; no sampling until it wakes.
 
-        On the CPU no memory is freed, and nothing else differs.
+        On the CPU it frees no memory; otherwise it works in the same way.
 
         Args:
-            level: 1 keeps the weights in the CPU's memory; 2 drops them, and full weights have to
-                arrive before the engine samples again.
+            level: 1 keeps the weights in the CPU's memory; 2 drops them, and the engine needs full
+                weights before it samples again.
 
         Raises:
-            BackendError: it sleeps already.
-            ConfigError: another level, a GPU engine built without ``enable_sleep_mode=True``, or
-                one whose weights are a trainer's too.
+            BackendError: the engine already sleeps.
+            ConfigError: a different level, a GPU engine built without ``enable_sleep_mode=True``,
+                or an engine that shares its weights with a trainer.
         """
         with self.exclusive("wait"):
             self._local.sleep.fall(level)
 
     def release_cache(self) -> None:
-        """Give the cache's memory back and keep the weights where they are; :meth:`wake` ends it.
+        """Free the cache's memory and keep the weights in place, until :meth:`wake`.
 
-        Nothing is sampled or scored until then; weights may be changed. The cache is empty
-        afterwards.
+        No sampling or scoring until then; weights may be changed. The cache is empty afterwards.
 
         Raises:
-            BackendError: it sleeps already.
+            BackendError: the engine already sleeps.
             ConfigError: a GPU engine built without ``enable_sleep_mode=True``.
         """
         with self.exclusive("wait"):
             self._local.sleep.release_cache()
 
     def wake(self, *, weights_only: bool = False) -> None:
-        """Take the memory again.
+        """Allocate the memory again.
 
         Args:
-            weights_only: leave the cache away, to bring new weights while there is room.
+            weights_only: do not allocate the cache yet, to load new weights while there is room.
 
         Raises:
-            BackendError: it does not sleep.
-            Exception: of what waited for it, see :meth:`when_awake`.
+            BackendError: the engine does not sleep.
+            Exception: raised by the waiting action, see :meth:`when_awake`.
         """
         with self.exclusive("wait"):
             self._local.sleep.wake(weights_only=weights_only)
@@ -498,7 +496,7 @@ def _last(mask: Tensor) -> int:
 
 
 def _with_grammar(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What vLLM has objects for may be given as a dictionary, as in a configuration file."""
+    """Convert dictionaries, as in a configuration file, to vLLM's objects."""
     detection = arguments.get("repetition_detection")
     if isinstance(detection, dict):
         from vllm.sampling_params import RepetitionDetectionParams
@@ -512,7 +510,7 @@ def _with_grammar(arguments: dict[str, Any]) -> dict[str, Any]:
     known = {one.name for one in dataclasses.fields(StructuredOutputsParams) if one.init}
     unknown = sorted(given.keys() - known)
     if unknown:
-        raise ConfigError(f"structured_outputs knows no {unknown}; it knows {sorted(known)}")
+        raise ConfigError(f"structured_outputs has no {unknown}; it has {sorted(known)}")
     return {**arguments, "structured_outputs": StructuredOutputsParams(**given)}
 
 
@@ -525,8 +523,8 @@ def _check_engine(engine: Any) -> None:
     config = inner.model_config
     if config.logprobs_mode != "processed_logprobs":
         raise ConfigError(
-            f"the engine reports {config.logprobs_mode!r}, which are not the log-probs of the "
-            "distribution that is sampled; build it with logprobs_mode='processed_logprobs'"
+            f"the engine reports {config.logprobs_mode!r}, not the log-probs of the sampled "
+            "distribution; build it with logprobs_mode='processed_logprobs'"
         )
     if config.generation_config != "vllm":
         raise ConfigError(
@@ -536,8 +534,8 @@ def _check_engine(engine: Any) -> None:
     limit = rotary_limit(config.hf_config)
     if limit is not None and config.max_model_len > limit:
         raise ConfigError(
-            f"vLLM would turn this model's positions by the angles of rows longer than {limit} "
-            f"tokens, and a trainer by those of its rows; build the engine with "
+            f"vLLM would use this model's rotary angles for rows longer than {limit} "
+            f"tokens, and a trainer those for its own rows; build the engine with "
             f"max_model_len={limit}"
         )
 

@@ -1,8 +1,8 @@
-"""Build a vLLM engine inside this process, and leave the process as it was.
+"""Build a vLLM engine inside this process without side effects on the process.
 
-Versions, environment variables, weights that stay where they can be updated, and a process whose
-random numbers, threads and default dtype are the same after the engine was built as before. Some of
-it needs private names of vLLM: :data:`PRIVATE_NAMES` lists them, and a test looks for each.
+Checks versions, sets environment variables, keeps weights in an updatable layout, and restores the
+process's random numbers, threads and default dtype after the build. This needs private names of
+vLLM: :data:`PRIVATE_NAMES` lists them, and a test checks that each exists.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from torchrl_llm.modules.continued_adapter import find_adapter
 from torchrl_llm.weights.vllm_loading import EXTENSION
 
 SUPPORTED_VERSIONS = ("0.32",)
-"""Minor versions of vLLM that were tested; others are refused."""
+"""Tested minor versions of vLLM; others are rejected."""
 
 PRIVATE_NAMES = (
     "vllm._custom_ops._supports_onednn",
@@ -45,33 +45,32 @@ PRIVATE_NAMES = (
     "vllm.model_executor.model_loader.reload.meta.materialize_meta_tensor",
     "vllm.model_executor.model_loader.reload.sanitize.restore_layer_refs",
 )
-"""Names that vLLM does not promise to keep and that this package uses."""
+"""Private names of vLLM that this package uses."""
 
 _ENVIRONMENT = {
-    # The engine runs in this process, so that its weights can be reached.
+    # The engine runs in this process, so that its weights are accessible.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # An engine that binds threads to cores takes them from a trainer on the same machine.
+    # An engine that binds threads to cores would block them for a trainer on the same machine.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _QUIET = {"VLLM_LOGGING_LEVEL": "ERROR", "VLLM_NO_USAGE_STATS": "1"}
 
 
 def prepare_vllm(feature: str) -> ModuleType:
-    """Import vLLM in the way in which an engine inside this process needs it.
+    """Import vLLM with the settings for an engine inside this process.
 
-    Environment variables that were not set are set, and named in the log. Weights are kept in the
-    layout in which they can be updated (see :func:`keep_weights_unpacked`).
+    Sets missing environment variables and logs them. Weights keep a layout in which they can be
+    updated (see :func:`keep_weights_unpacked`).
 
     Args:
-        feature: what vLLM is needed for; it begins the error messages.
+        feature: the feature that needs vLLM; error messages begin with it.
 
     Returns:
         The module ``vllm``.
 
     Raises:
         MissingExtraError: it is not installed.
-        ConfigError: another version than the supported ones, or an environment variable that says
-            something else than what is needed.
+        ConfigError: an unsupported version, or an environment variable with a conflicting value.
     """
     version = _installed_version()
     if version is not None:
@@ -83,7 +82,7 @@ def prepare_vllm(feature: str) -> ModuleType:
             when = "" if "vllm" not in sys.modules else ", before vLLM is imported"
             raise ConfigError(
                 f"{feature} runs an engine inside this process, which needs {name}={wanted}; the "
-                f"environment says {found!r}. Take it away or set it{when}"
+                f"environment says {found!r}. Unset or change it{when}"
             )
         if found is None:
             os.environ[name] = wanted
@@ -100,7 +99,7 @@ def prepare_vllm(feature: str) -> ModuleType:
 
 
 def _installed_version() -> str | None:
-    """From the metadata of either distribution, so that nothing has to be imported."""
+    """Version from the metadata of either distribution, without importing vLLM."""
     for name in ("vllm", "vllm-cpu"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -123,13 +122,13 @@ def runs_on_cpu() -> bool:
 
 
 def keep_weights_unpacked() -> None:
-    """Keep the weights of CPU engines built from now on in plain parameters.
+    """Keep the weights of all CPU engines built later in plain parameters.
 
-    vLLM's CPU kernels repack each linear layer after loading and empty its ``weight``, after which
-    no weight can be loaded again. Idempotent; nothing happens where vLLM runs on a GPU.
+    vLLM's CPU kernels repack each linear layer after loading and empty its ``weight``, so that no
+    weight can be loaded again. Idempotent; does nothing if vLLM runs on a GPU.
 
     Raises:
-        ConfigError: vLLM no longer has the private switch that this needs.
+        ConfigError: vLLM no longer has the required private switch.
     """
     if not runs_on_cpu():
         return
@@ -137,7 +136,7 @@ def keep_weights_unpacked() -> None:
     layers = importlib.import_module("vllm.model_executor.layers.utils")
     if not hasattr(ops, "_supports_onednn") or not hasattr(layers, "check_cpu_sgl_kernel"):
         raise ConfigError(
-            "this build of vLLM has no switch that leaves the weights of CPU engines unpacked, so "
+            "this build of vLLM has no switch to keep the weights of CPU engines unpacked, so "
             f"they could not be updated; torchrl_llm was tested with {SUPPORTED_VERSIONS}"
         )
     ops._supports_onednn = False  # float32
@@ -150,7 +149,7 @@ def _never(*args: object, **kwargs: object) -> bool:
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """A context after which the process is as before: random numbers, threads, default dtype.
+    """A context that restores the process's random numbers, threads and default dtype.
 
     Building an engine seeds every generator, may change torch's threads and replaces
     ``torch.set_num_threads`` by a function that does nothing.
@@ -165,7 +164,7 @@ def undisturbed() -> Iterator[None]:
     dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
     set_threads, grad = torch.set_num_threads, torch.is_grad_enabled()
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    # Asking for the generators of devices that nobody uses yet would start CUDA.
+    # Reading the generators of unused devices would initialize CUDA.
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     try:
         with torch.random.fork_rng(devices=devices):
@@ -182,7 +181,7 @@ def undisturbed() -> Iterator[None]:
 
 _CPU_CACHE_BYTES = 1 << 30
 _LORA_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-# How vLLM speaks of memory and devices that are not there; nothing else of it says which they are.
+# Words of vLLM's messages on missing memory or devices; its exception types do not tell.
 _RESOURCES = (
     "kv cache",
     "no available memory",
@@ -208,23 +207,23 @@ def engine_arguments(
     cpu: bool = False,
     **options: Any,
 ) -> dict[str, Any]:
-    """The arguments of ``vllm.LLM`` (or ``AsyncEngineArgs``) for sampling that trains a model.
+    """Arguments of ``vllm.LLM`` (or ``AsyncEngineArgs``) for sampling that trains a model.
 
-    What shapes sampling is never read from the model's generation config; the log-probs that come
-    back are those of the distribution that was sampled; all of the vocabulary may be asked for.
+    Sampling settings never come from the model's generation config. Log-probs are those of the
+    sampled distribution, and requests may ask for the whole vocabulary.
 
     Args:
         model: name or folder; ``None`` for the embedded model.
-        dtype: of weights and cache, see vLLM.
+        dtype: dtype of weights and cache, see vLLM.
         max_model_len: most tokens of prompt and response, plus one; the model's context by default.
         num_devices: GPUs of this engine (tensor parallel), each with a worker process on this
-            machine; on the CPU so many processes.
+            machine; on the CPU, the number of processes.
         gpu_memory_utilization: fraction of a GPU's memory; vLLM's default when ``None``.
-        enforce_eager: no CUDA graphs and no compilation; always so on the CPU.
+        enforce_eager: no CUDA graphs and no compilation; always true on the CPU.
         enable_prefix_caching: keep the cache of prompts that begin alike.
         enable_fp32_lm_head: compute logits in float32 whatever the dtype of the weights.
-        cpu: for an engine on the CPU.
-        **options: more arguments of vLLM's ``EngineArgs``, which win.
+        cpu: whether the engine runs on the CPU.
+        **options: more arguments of vLLM's ``EngineArgs``, which take precedence.
 
     Returns:
         Keyword arguments.
@@ -246,7 +245,7 @@ def engine_arguments(
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
         "max_logprobs": -1,
-        # A token must be sampled by the weights whose version it gets.
+        # A token must be sampled with the weights of its version.
         "async_scheduling": False,
     }
     if max_model_len is not None:
@@ -261,15 +260,15 @@ def engine_arguments(
     if options.get("quantization") == "bitsandbytes":
         check_bits_plugin()
     if options.get("enable_lora"):
-        # With an adapter on the head, vLLM fails on log-probs of prompts (it takes the indices of
-        # sampled tokens for those of the prompt's).
+        # With an adapter on the head, vLLM fails on log-probs of prompts (it uses the indices of
+        # sampled tokens instead of the prompt's).
         arguments["lora_target_modules"] = list(_LORA_MODULES)
     if cpu:
-        # A prompt that is read in two steps makes vLLM turn its seed back, which generators on the
-        # CPU cannot: "CPU Generator does not use offset".
+        # For a prompt that is read in two steps, vLLM rewinds its generator, which CPU generators
+        # do not support: "CPU Generator does not use offset".
         arguments["enable_chunked_prefill"] = False
     if num_devices > 1:
-        # In a placement group of Ray's vLLM would look for workers in actors of its own.
+        # In a Ray placement group, vLLM would start its workers in its own actors.
         arguments["distributed_executor_backend"] = "mp"
         arguments["worker_extension_cls"] = EXTENSION
     elif cpu:
@@ -280,14 +279,14 @@ def engine_arguments(
 
 
 def check_bits_plugin() -> None:
-    """Raise where vLLM cannot round to four bits, which it leaves to a package next to it.
+    """Raise if the package that vLLM needs for four-bit weights is missing.
 
     Raises:
-        MissingExtraError: that package is not installed.
+        MissingExtraError: the package is not installed.
     """
     if importlib.util.find_spec("vllm_bnb_plugin") is None:
         raise MissingExtraError(
-            "a vLLM engine of four bits needs the package 'vllm_bnb_plugin', which is not "
+            "a four-bit vLLM engine needs the package 'vllm_bnb_plugin', which is not "
             "installed: pip install --no-deps vllm-bnb-plugin"
         )
 
@@ -295,7 +294,7 @@ def check_bits_plugin() -> None:
 def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) -> Any:
     """A ``vllm.LLM`` whose weights can be updated.
 
-    The random numbers, the threads and the default dtype of the process are left as they were.
+    The random numbers, threads and default dtype of the process do not change.
 
     Args:
         model: name or folder; ``None`` for the embedded model.
@@ -303,21 +302,22 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: an adapter, an unsupported version, an unknown option or one that vLLM refuses.
-        ResourceError: model or cache do not fit; the message has vLLM's numbers.
+        ConfigError: an adapter, an unsupported version, an unknown option, or one that vLLM
+            rejects.
+        ResourceError: model or cache do not fit; the message contains vLLM's numbers.
     """
     if (adapter := find_adapter(model)) is not None:
         raise ConfigError(
             f"{adapter.name!r} is an adapter of {adapter.base!r}, and vLLM opens whole models: "
-            "name a folder of the two merged (a checkpoint is one), or choose backend=transformers"
+            "pass a folder with both merged (such as a checkpoint), or choose backend=transformers"
         )
     vllm = prepare_vllm("A vLLM engine")
     cpu = runs_on_cpu()
     _check_devices(options.get("num_devices", 1), cpu)
     arguments = engine_arguments(model, cpu=cpu, **options)
     _check_names(arguments)
-    # An engine that is garbage takes the process's groups with it when it is collected: now, and
-    # not while the next one samples.
+    # When an unused engine is garbage-collected, it destroys the process groups. Collect it now,
+    # not while the next engine samples.
     gc.collect()
     with undisturbed():
         try:
@@ -330,9 +330,9 @@ def build_engine(model: str | os.PathLike[str] | None = None, **options: Any) ->
 
 
 def _add_expert_group() -> None:
-    """Let a mixture of experts be built next to a dense model, whose groups lack that of experts.
+    """Add the group of experts, which a dense model does not create, for a mixture of experts.
 
-    The engines of a process share vLLM's groups, which are made for its first model.
+    The engines of a process share vLLM's groups, which its first model creates.
     """
     from vllm.distributed import parallel_state as state
 
@@ -350,7 +350,7 @@ def _check_devices(wanted: int, cpu: bool) -> None:
         return
     found = torch.cuda.device_count()
     if wanted > found:
-        raise ResourceError(f"an engine over {wanted} GPUs was asked for, and {found} are here")
+        raise ResourceError(f"the engine needs {wanted} GPUs, but this machine has {found}")
 
 
 def _check_names(arguments: Mapping[str, Any]) -> None:

@@ -1,11 +1,10 @@
-"""One engine, many threads: continuous batching without a thread of its own.
+"""One engine for many threads: continuous batching without a separate thread.
 
-Every caller hands in requests and waits for its own answers. Whichever of them comes first steps
-the engine for all; when its own requests are done it appoints the next. A program with one thread
-is therefore as deterministic as the engine, and nothing runs when nobody waits.
+Every caller submits requests and waits for its own answers. The first caller becomes the leader and
+steps the engine for all; when its own requests are done, it appoints the next leader. So a program
+with one thread is as deterministic as the engine, and the engine only runs while a caller waits.
 
-Weights are changed, and the engine is put to sleep, between two steps
-(:meth:`EngineLoop.exclusive`).
+Weight updates and sleep happen between two steps (:meth:`EngineLoop.exclusive`).
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class EngineRequest(NamedTuple):
     """One sequence to sample or score.
 
     Attributes:
-        prompt: what the engine's ``add_request`` takes.
+        prompt: prompt for the engine's ``add_request``.
         params: vLLM's own sampling parameters.
     """
 
@@ -39,7 +38,7 @@ class EngineRequest(NamedTuple):
 
 @dataclass(eq=False)
 class _Ticket:
-    """What one caller waits for: answers to its requests, or to be alone (no requests)."""
+    """The wait of one caller: for answers, or (without requests) for exclusive access."""
 
     requests: Sequence[EngineRequest] = ()
     cancelled: Cancelled = ()
@@ -59,13 +58,13 @@ class EngineLoop:
     Args:
         engine: has ``add_request(name, prompt, params, lora_request=)``, ``step()`` giving finished
             outputs with a ``request_id``, ``abort_request(names)``.
-        aborted: gives the output of a request that is about to be aborted, from its name.
-        adapter: gives the ``LoRARequest`` that requests name from now on, or ``None``.
+        aborted: returns the output of a request before its abort, from its name.
+        adapter: returns the ``LoRARequest`` for new requests, or ``None``.
 
     Attributes:
-        steps: of the engine so far.
-        closed: why no request is admitted at the moment; ``None`` while they are. To be set by
-            whoever is alone with the engine.
+        steps: number of steps so far.
+        closed: why the engine admits no requests now; ``None`` if it does. Only set with exclusive
+            access.
 
     Example:
         >>> class Echo:
@@ -95,11 +94,11 @@ class EngineLoop:
         self._count = itertools.count()
         self._lock = threading.Lock()
         self._leader: _Ticket | None = None
-        self._owner: int | None = None  # thread that is alone with the engine
+        self._owner: int | None = None  # thread with exclusive access
         self._depth = 0
-        self._incoming: list[_Ticket] = []  # not yet handed to the engine
+        self._incoming: list[_Ticket] = []  # not yet submitted to the engine
         self._running: dict[str, _Ticket] = {}
-        self._orphans: list[str] = []  # requests whose caller gave up
+        self._orphans: list[str] = []  # requests whose caller stopped waiting
         self._alone: list[tuple[_Ticket, InFlight]] = []
         self._dead: str | None = None
         self._progress = time.monotonic()
@@ -108,12 +107,12 @@ class EngineLoop:
 
     @property
     def dead(self) -> str | None:
-        """Why the engine answers nothing any more; ``None`` when it does."""
+        """Why the engine has failed; ``None`` while it works."""
         return self._dead
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that wait or run."""
+        """Number of waiting and running requests."""
         with self._lock:
             waiting = sum(len(ticket.requests) for ticket in self._incoming)
             return waiting + len(self._running)
@@ -125,19 +124,19 @@ class EngineLoop:
         cancelled: Cancelled = (),
         timeout_s: float = 600.0,
     ) -> list[Any]:
-        """Answer requests; other threads may ask at the same time.
+        """Answer requests; other threads may call it at the same time.
 
         Args:
             requests: any number.
-            cancelled: whether nobody waits for a request any more, which then is aborted; one for
-                each, or none at all. They are asked between two steps.
-            timeout_s: seconds to wait while the engine makes no progress at all.
+            cancelled: one function per request, which returns whether to abort it; or empty. They
+                are called between two steps.
+            timeout_s: most seconds to wait without progress of the engine.
 
         Returns:
-            The engine's final output of each, in order.
+            The engine's final output of each request, in order.
 
         Raises:
-            BackendError: the engine failed, now or earlier; or it refused a request.
+            BackendError: the engine failed, now or earlier; or rejected a request.
             WorkerError: it made no progress for ``timeout_s`` seconds.
         """
         if not requests:
@@ -159,7 +158,7 @@ class EngineLoop:
         return [ticket.outputs[name] for name in ticket.names]
 
     def _run_alone(self, ticket: _Ticket) -> None:
-        """For the thread that has the engine to itself: others' requests stay where they are."""
+        """Run requests of the thread with exclusive access; other requests wait."""
         self._check_alive()
         try:
             self._admit(ticket)
@@ -179,12 +178,12 @@ class EngineLoop:
             try:
                 self._lead(ticket)
             except BaseException as error:
-                # The engine may be in the middle of anything, and the others must not wait for it.
+                # The engine's state is unknown, and the other callers must not wait for it.
                 self._die(error)
                 raise
 
     def _wait(self, ticket: _Ticket, timeout_s: float) -> None:
-        """Until the ticket is finished or appointed to lead."""
+        """Wait until the ticket is finished or becomes the leader."""
         try:
             while not ticket.wake.wait(min(timeout_s, 5.0)):
                 idle = time.monotonic() - self._progress
@@ -199,7 +198,7 @@ class EngineLoop:
             raise
 
     def _forget(self, ticket: _Ticket) -> None:
-        """Of a caller that gave up, or was interrupted: nobody may wait for it to lead."""
+        """Remove the ticket of an interrupted caller, so that it cannot become the leader."""
         with self._lock:
             self._incoming = [other for other in self._incoming if other is not ticket]
             self._alone = [entry for entry in self._alone if entry[0] is not ticket]
@@ -211,12 +210,12 @@ class EngineLoop:
                 self._appoint()
 
     def _lead(self, ticket: _Ticket) -> None:
-        """Step until the own requests are done or somebody wants to be alone; then hand over."""
+        """Step until the own requests are done or a caller needs exclusive access; then appoint."""
         while not ticket.finished:
             with self._lock:
                 mode = self._alone[0][1] if self._alone else None
                 arrived = []
-                # Who waits for the engine to run empty must not be kept waiting by newcomers.
+                # New requests must not delay a caller that waits for an empty engine.
                 if mode is None:
                     arrived, self._incoming = self._incoming, []
                 orphans, self._orphans = self._orphans, []
@@ -236,7 +235,7 @@ class EngineLoop:
             self._appoint()
 
     def _admit(self, ticket: _Ticket) -> None:
-        """Hand a caller's requests to the engine; what it refuses is that caller's error alone."""
+        """Submit a caller's requests to the engine; a rejection only fails this caller."""
         try:
             if self.closed is not None:
                 raise BackendError(self.closed)
@@ -249,7 +248,7 @@ class EngineLoop:
         except TorchRLLLMError as error:
             ticket.error = error
         except Exception as error:
-            ticket.error = ConfigError(f"vLLM refused a request: {error}")
+            ticket.error = ConfigError(f"vLLM rejected a request: {error}")
         if ticket.error is not None:
             self._engine.abort_request(ticket.names)
             for name in ticket.names:
@@ -283,7 +282,7 @@ class EngineLoop:
             self._hand_out(name, output)
 
     def _appoint(self) -> None:
-        """Choose who goes on; the lock is held."""
+        """Choose the next leader; the caller holds the lock."""
         self._leader = None
         if self._alone and (self._alone[0][1] == "keep" or not self._running):
             self._leader = self._alone.pop(0)[0]
@@ -296,7 +295,7 @@ class EngineLoop:
 
     def _check_alive(self) -> None:
         if self._dead is not None:
-            raise BackendError(f"the engine stopped earlier and must be built again: {self._dead}")
+            raise BackendError(f"the engine stopped earlier and must be restarted: {self._dead}")
 
     def _die(self, error: BaseException) -> None:
         with self._lock:
@@ -308,21 +307,21 @@ class EngineLoop:
                     ticket.error = BackendError(f"the engine stopped: {self._dead}")
                     self._finish(ticket)
 
-    # -- alone with the engine --------------------------------------------------------------------
+    # -- exclusive access -------------------------------------------------------------------------
 
     @contextmanager
     def exclusive(
         self, in_flight: InFlight = "wait", *, timeout_s: float = 600.0
     ) -> Iterator[None]:
-        """A context in which nobody else steps the engine; it may be entered again inside.
+        """A context in which no other thread steps the engine; reentrant.
 
         Args:
-            in_flight: what happens to requests that run: ``"wait"`` until they are done (new ones
-                are held back), ``"keep"`` them where they are, or ``"abort"`` them.
-            timeout_s: seconds to wait while the engine makes no progress at all.
+            in_flight: how to treat running requests: ``"wait"`` until they are done (new ones are
+                held back), ``"keep"`` them suspended, or ``"abort"`` them.
+            timeout_s: most seconds to wait without progress of the engine.
 
         Raises:
-            ConfigError: for another word.
+            ConfigError: for an unknown mode.
             BackendError: the engine failed.
             WorkerError: it made no progress for ``timeout_s`` seconds.
         """

@@ -1,6 +1,6 @@
-"""Engine of this process, as all backends over it share it: its loop, its sleep, its version.
+"""State of an engine in this process, shared by its backends: loop, sleep and version.
 
-Sleep and wake are a machine of states, so that nothing is sampled from memory that is gone.
+Sleep and wake form a state machine, so that no sample comes from freed memory.
 
 .. code-block:: text
 
@@ -8,9 +8,8 @@ Sleep and wake are a machine of states, so that nothing is sampled from memory t
                             ASLEEP --wake()-----------------------------------------> AWAKE
     AWAKE --release_cache()----------------------------------> WEIGHTS --wake()--> AWAKE
 
-An engine whose weights are a trainer's too has the last line alone.
-After ``fall(2)`` the weights are gone: the engine stays closed, whatever its state, until full ones
-have arrived.
+An engine that shares its weights with a trainer only has the last line. After ``fall(2)`` the
+weights are dropped: in any state, the engine stays closed until full weights have arrived.
 """
 
 from __future__ import annotations
@@ -38,13 +37,14 @@ class _Mode(enum.Enum):
 
 
 class SleepState:
-    """What an engine may do now; changed by whoever is alone with it.
+    """Sleep state of an engine; only changed with exclusive access to the engine.
 
     Args:
-        engine: a ``vllm.LLM``; it is told ``sleep``, ``release_kv_cache_memory`` and ``wake_up``.
-        loop: admits no request while the engine cannot answer.
+        engine: a ``vllm.LLM``; its ``sleep``, ``release_kv_cache_memory`` and ``wake_up`` are
+            called.
+        loop: rejects requests while the engine cannot answer.
         enabled: whether the engine was built to sleep.
-        frees_memory: ``False`` where sleeping changes nothing but the state (on the CPU).
+        frees_memory: ``False`` if sleeping only changes the state (on the CPU).
 
     Example:
         >>> state = SleepState(None, EngineLoop(None), enabled=False, frees_memory=False)
@@ -74,14 +74,14 @@ class SleepState:
         return None
 
     def check_weights(self) -> None:
-        """Raise :class:`~torchrl_llm.errors.BackendError` where there is no room for weights."""
+        """Raise :class:`~torchrl_llm.errors.BackendError` if there is no room for weights."""
         if self._mode is _Mode.ASLEEP:
             raise BackendError(
                 "the engine is asleep and has no room for weights; call wake(weights_only=True)"
             )
 
     def share_weights(self) -> None:
-        """Say that a trainer computes with the engine's weights: they stay where they are."""
+        """Mark the weights as shared with a trainer: they must stay in place."""
         self._shared = True
 
     @checked
@@ -92,29 +92,29 @@ class SleepState:
             level: 1 keeps the weights, 2 does not.
 
         Raises:
-            BackendError: it sleeps already.
-            ConfigError: another level, or an engine that cannot.
+            BackendError: the engine already sleeps.
+            ConfigError: a different level, or an engine that cannot sleep.
         """
         if self._shared:
             raise ConfigError(
-                "the weights of this engine are a trainer's too, who computes with them while the "
-                "engine sleeps: give back its cache alone (release_cache)"
+                "this engine shares its weights with a trainer, which uses them while the "
+                "engine sleeps: only free its cache (release_cache)"
             )
         self._rest(_Mode.ASLEEP, lambda: self._engine.sleep(level))
         self._empty = self._empty or level == 2
 
     def release_cache(self) -> None:
-        """Give back the memory of the cache; the weights stay where they are.
+        """Free the memory of the cache; the weights stay in place.
 
         Raises:
-            BackendError: it sleeps already.
-            ConfigError: an engine that cannot.
+            BackendError: the engine already sleeps.
+            ConfigError: an engine that cannot sleep.
         """
         self._rest(_Mode.WEIGHTS, lambda: _discard_cache(self._engine))
 
     def _rest(self, mode: _Mode, free: Callable[[], None]) -> None:
         if self._mode is not _Mode.AWAKE:
-            raise BackendError(f"the engine is {self._mode.value} already")
+            raise BackendError(f"the engine is already {self._mode.value}")
         if self._frees:
             if not self._enabled:
                 raise ConfigError("this engine cannot sleep: build it with enable_sleep_mode=True")
@@ -123,16 +123,16 @@ class SleepState:
         self._loop.closed = self.reason
 
     def wake(self, *, weights_only: bool = False) -> None:
-        """Wake up, all or in part.
+        """Wake up completely or in part.
 
         Args:
-            weights_only: make room for the weights and not yet for the cache.
+            weights_only: allocate memory for the weights but not yet for the cache.
 
         Raises:
-            BackendError: it is awake.
+            BackendError: the engine is awake.
         """
         if self._mode is _Mode.AWAKE or (weights_only and self._mode is _Mode.WEIGHTS):
-            raise BackendError(f"the engine is {self._mode.value} already")
+            raise BackendError(f"the engine is already {self._mode.value}")
         if self._frees:
             parts = ["weights"] if weights_only else ["weights", "kv_cache"]
             if self._mode is _Mode.WEIGHTS:
@@ -142,44 +142,44 @@ class SleepState:
         self._loop.closed = self.reason
 
     def wait(self, action: Callable[[], Any]) -> bool:
-        """Keep an action for when the engine can answer, in place of the one before.
+        """Store an action until the engine can answer; replaces the previous one.
 
         Args:
-            action: what samples or scores.
+            action: function that samples or scores.
 
         Returns:
-            Whether it waits; ``False`` where the engine can answer now.
+            Whether it waits; ``False`` if the engine can answer now.
         """
         self._waiting = None if self.reason is None else action
         return self._waiting is not None
 
     def take_waiting(self) -> Callable[[], Any] | None:
-        """What waited, once, when the engine can answer."""
+        """Remove and return the waiting action, if the engine can answer."""
         if self.reason is not None:
             return None
         action, self._waiting = self._waiting, None
         return action
 
     def filled(self) -> None:
-        """Say that full weights arrived."""
+        """Record that full weights arrived."""
         self._empty = False
         self._loop.closed = self.reason
 
 
 def _discard_cache(llm: Any) -> None:
-    """Unmap the cache of an engine that has nothing to do, and forget what was in it."""
+    """Unmap the cache of an idle engine and drop its content."""
     core = llm.llm_engine.engine_core.engine_core
-    llm.sleep(level=0)  # it admits nothing from here on
-    # Requests that are done leave the scheduler with the step after their last one.
+    llm.sleep(level=0)  # it admits no requests from here on
+    # Finished requests leave the scheduler one step after their last one.
     while core.scheduler.has_requests() or core.batch_queue:
         llm.llm_engine.step()
     llm.release_kv_cache_memory()
 
 
 def draw_privately(engine: Any) -> None:
-    """Give the sampler of an engine in this process a generator of its own.
+    """Give the sampler of an engine in this process its own generator.
 
-    Rows with a seed are sampled as before. Nothing is done where the engine's sampler is not in
+    Sampling of rows with a seed does not change. Does nothing if the engine's sampler is not in
     this process or does not run on the CPU.
 
     Args:
@@ -224,17 +224,17 @@ _ATTRIBUTE = "_torchrl_llm_engine"
 
 
 class LocalEngine:
-    """The one state of an engine of this process; get it by :meth:`of`.
+    """The shared state of an engine in this process; get it by :meth:`of`.
 
     Args:
         llm: a ``vllm.LLM``.
 
     Attributes:
-        loop: steps it for all callers.
-        sleep: whether it can answer.
-        version: number of its weights.
-        versions: the number behind each label of weights that the engine puts on tokens; empty as
-            long as no version was set.
+        loop: steps the engine for all callers.
+        sleep: sleep state; whether the engine can answer.
+        version: version of its weights.
+        versions: version of each weight label that the engine puts on tokens; empty until a version
+            is set.
     """
 
     def __init__(self, llm: Any) -> None:
@@ -256,7 +256,7 @@ class LocalEngine:
 
     @classmethod
     def of(cls, llm: Any) -> LocalEngine:
-        """That of an engine: two backends over it must not step it at once."""
+        """State of an engine, one per engine: two backends must not step it at once."""
         found = getattr(llm, _ATTRIBUTE, None)
         if found is None:
             found = cls(llm)
@@ -265,28 +265,28 @@ class LocalEngine:
 
     @property
     def status(self) -> EngineStatus:
-        """Share of the cache in use (where the scheduler is in this process), steps, and health."""
+        """Used share of the cache (if the scheduler is in this process), steps, and health."""
         core = getattr(self._engine.engine_core, "engine_core", None)
         manager = getattr(getattr(core, "scheduler", None), "kv_cache_manager", None)
         usage = None if manager is None else float(manager.usage)
         return EngineStatus(usage, self.loop.steps, self.loop.dead)
 
     def forget_cache(self) -> None:
-        """Drop every cached key and value; what runs recomputes its own.
+        """Drop all cached keys and values; running requests recompute theirs.
 
-        Otherwise running responses would hold on to blocks of the old weights' cache, which new
-        requests could then find. The caller is alone with the engine.
+        Otherwise running responses would keep blocks of the old weights' cache, which new requests
+        could then reuse. The caller has exclusive access to the engine.
         """
         self._engine.reset_prefix_cache(reset_running_requests=True)
 
     def weights_changed(self, version: int) -> None:
-        """Drop the cache and count a version; the caller is alone with the engine.
+        """Drop the cache and set the version; the caller has exclusive access to the engine.
 
         Args:
-            version: number of the weights that the engine has now.
+            version: version of the engine's current weights.
 
         Raises:
-            BackendError: it sleeps.
+            BackendError: the engine sleeps.
         """
         self.sleep.check_weights()
         self.forget_cache()
@@ -298,7 +298,7 @@ class LocalEngine:
 
 
 def _partial(engine: Any, name: str) -> Any:
-    """What a request has so far, as the output of an aborted one."""
+    """Tokens of a request so far, as the output of an aborted one."""
     from vllm.v1.engine import FinishReason as NativeReason
 
     processor = engine.output_processor

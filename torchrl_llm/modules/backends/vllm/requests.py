@@ -1,4 +1,4 @@
-"""Our sampling parameters as vLLM's, and vLLM's outputs as completions.
+"""Conversion of sampling parameters to vLLM's, and of vLLM's outputs to completions.
 
 Shape legend: ``R`` sampled tokens, ``T`` tokens of a prompt, ``V`` vocabulary.
 """
@@ -18,7 +18,7 @@ from torchrl_llm.data.scoring import Support
 from torchrl_llm.errors import BackendError, ConfigError, DataError
 from torchrl_llm.modules.backends.backend_port import Completion, SamplingParams
 
-# A mapping may stand for an object of vLLM's own, whose class is named, with these keys.
+# A mapping with these keys may replace an object of the named vLLM class.
 _OBJECTS = {
     "repetition_detection": (
         "RepetitionDetectionParams",
@@ -38,7 +38,7 @@ _NATIVE: dict[str, Any] = {
     "extra_args": dict,
 }
 NATIVE_ARGUMENTS = frozenset(_NATIVE)
-"""Names of ``vllm.SamplingParams`` that the vLLM backend takes besides the common ones."""
+"""Names of ``vllm.SamplingParams`` that the vLLM backend takes in addition to the common ones."""
 
 _COOLEST, _HOTTEST = 0.01, 2.0
 _REASONS = {
@@ -57,20 +57,20 @@ def sampling_arguments(
     seed: int | None,
     max_logprobs: int,
 ) -> dict[str, Any]:
-    """Arguments of ``vllm.SamplingParams`` for one response, every field that shapes it explicit.
+    """Arguments of ``vllm.SamplingParams`` for one response, with all fields explicit.
 
-    The ids that end a response are all given as stop ids: vLLM's own idea of the model's
-    end-of-sequence id, which it would take from generation config and tokenizer, is switched off.
+    All ids that end a response are passed as stop ids. This turns off vLLM's own end-of-sequence
+    id, which it would read from generation config and tokenizer.
 
     Args:
         params: how to sample.
-        eos_token_ids: of the backend.
-        max_tokens: most tokens that this response may have.
-        seed: of this response; ``None`` for the engine's generator.
-        max_logprobs: most log-probs a token that the engine gives.
+        eos_token_ids: end-of-sequence ids of the backend.
+        max_tokens: most tokens of this response.
+        seed: seed of this response; ``None`` for the engine's generator.
+        max_logprobs: most log-probs per token that the engine returns.
 
     Raises:
-        ConfigError: for what vLLM cannot do.
+        ConfigError: for settings that vLLM does not support.
 
     Example:
         >>> found = sampling_arguments(SamplingParams(max_new_tokens=9), eos_token_ids=(2,),
@@ -106,7 +106,7 @@ def sampling_arguments(
         "stop_token_ids": sorted({*ends, *params.stop_token_ids}),
         "stop": list(params.stop),
         "include_stop_str_in_output": True,
-        # Stop strings may be spelled with special tokens, as they may for every other backend.
+        # Stop strings may contain special tokens, as for every other backend.
         "skip_special_tokens": False,
         "spaces_between_special_tokens": False,
         "detokenize": bool(params.stop),
@@ -117,7 +117,7 @@ def sampling_arguments(
 
 
 def _check_native(native: Mapping[str, Any]) -> None:
-    """Refuse values of a wrong type: vLLM meets some of them in a step only, and dies of it.
+    """Reject values of a wrong type: with some of them, vLLM only fails in a step, and dies.
 
     Raises:
         ConfigError: for such a value.
@@ -125,7 +125,7 @@ def _check_native(native: Mapping[str, Any]) -> None:
     for name, value in native.items():
         convert(value, _NATIVE.get(name, Any), name)
     if any(map(math.isnan, (native.get("logit_bias") or {}).values())):
-        raise ConfigError(f"logit_bias must hold numbers, got {native['logit_bias']!r}")
+        raise ConfigError(f"logit_bias must contain numbers, got {native['logit_bias']!r}")
     for name, (kind, keys) in _OBJECTS.items():
         value = native.get(name)
         if value is None or type(value).__name__ == kind:
@@ -136,10 +136,10 @@ def _check_native(native: Mapping[str, Any]) -> None:
 
 
 def _num_log_probs(params: SamplingParams, limit: int) -> int:
-    """How many of the most probable ids to ask for: enough to see that all kept ones are there."""
+    """Number of most probable ids to request: enough to see that all kept ids are included."""
     if not params.keeps_ids:
         return 0
-    # Ids as probable as the last one that top-k keeps are kept too.
+    # Top-k also keeps ids with the same probability as its last one.
     return limit if params.top_k == 0 else min(2 * params.top_k + 8, limit)
 
 
@@ -147,8 +147,8 @@ def scoring_arguments(*, vocab_size: int | None = None) -> dict[str, Any]:
     """Arguments of ``vllm.SamplingParams`` that read the log-probs of a prompt.
 
     Args:
-        vocab_size: ask for this many at each token, the whole vocabulary; by default for those of
-            the tokens themselves.
+        vocab_size: size of the vocabulary, to request all log-probs at each token; by default only
+            the tokens' own.
     """
     return {
         "n": 1,
@@ -169,13 +169,13 @@ def completion_of(
 
     Args:
         output: vLLM's ``RequestOutput``.
-        params: as asked for.
-        versions: number of each label of weights that the engine knows; may be empty.
-        vocab_size: of the model.
+        params: as requested.
+        versions: version of each weight label of the engine; may be empty.
+        vocab_size: number of ids of the model.
 
     Raises:
-        BackendError: the engine says that the request failed, or its log-probs are not numbers.
-        DataError: there may be kept ids beyond those that the engine gives.
+        BackendError: the engine reports that the request failed, or its log-probs are not finite.
+        DataError: there may be kept ids beyond those that the engine returns.
     """
     [answer] = output.outputs
     reason = _REASONS.get(str(answer.finish_reason))
@@ -200,13 +200,13 @@ def completion_of(
 def _support(flat: Any, vocab_size: int) -> Support:
     ids, counts = [], []
     for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-        # The sampled id comes first, and again at its rank unless that is too low; once is enough.
+        # The sampled id comes first, and again at its rank if that is high enough; keep it once.
         given = dict(zip(flat.token_ids[start:end], flat.logprobs[start:end], strict=True))
         kept = [token_id for token_id, value in given.items() if value != -math.inf]
         if len(kept) == len(given) < vocab_size:
             raise DataError(
                 f"truncation may have kept more than the {len(kept)} ids whose log-probs the "
-                "engine gives for a token: sample with a smaller top_k, or build the engine with "
+                "engine returns per token: sample with a smaller top_k, or build the engine with "
                 "max_logprobs=-1"
             )
         ids.extend(kept)
@@ -227,7 +227,7 @@ def prompt_log_probs(output: Any) -> Tensor:
     """Log-probs of the tokens of a prompt, float32 ``[T]`` in nats, 0.0 at index 0.
 
     Args:
-        output: of a request with :func:`scoring_arguments`.
+        output: output of a request with :func:`scoring_arguments`.
     """
     flat = output.prompt_logprobs
     values = [flat.logprobs[at] for at in flat.start_indices[1:]]
@@ -238,13 +238,13 @@ def full_log_probs(output: Any, vocab_size: int) -> Tensor:
     """Log-probs of the whole vocabulary after each token of a prompt, float32 ``[T, V]`` in nats.
 
     Args:
-        output: of a request with :func:`scoring_arguments` and ``vocab_size``.
+        output: output of a request with :func:`scoring_arguments` and ``vocab_size``.
         vocab_size: ``V``.
     """
     rows = []
     for flat in (output.prompt_logprobs, output.outputs[0].logprobs):
         for start, end in zip(flat.start_indices, flat.end_indices, strict=True):
-            if end == start:  # nothing stands before the first token of a prompt
+            if end == start:  # the first token of a prompt has no prefix
                 continue
             row = torch.full((vocab_size,), -torch.inf)
             ids = torch.tensor(flat.token_ids[start:end])
