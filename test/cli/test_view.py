@@ -161,7 +161,7 @@ def test_an_evaluation_that_has_not_ended_or_is_long_says_so(view, tmp_path):
     assert "2 answers" in out
     assert err.splitlines() == [
         "sums has no figures: its evaluation has not ended.",
-        "2 of 4 answers are shown. --rows N chooses another number.",
+        "2 of 4 answers are shown. --rows N chooses a different number.",
     ]
     header, _ = unpacked((tmp_path / "e/view.html").read_text(encoding="utf-8"))
     assert header["title"].startswith("the package's model on sums (2 prompts)")
@@ -224,8 +224,8 @@ WRONG = {
     "nothing": "DataError: there is no folder nothing",
     "rum": "did you mean run?",
     "empty": "DataError: empty has no metrics.csv; it has note.txt",
-    "sweep": "sweep stands for 4 runs, name one of them: sweep/0, sweep/1, sweep/2 ...",
-    "run --steps 7:": "no rollouts are of such steps; run/rollouts has steps 1 to 2",
+    "sweep": "sweep contains 4 runs, name one of them: sweep/0, sweep/1, sweep/2 ...",
+    "run --steps 7:": "no rollouts have these steps; run/rollouts has steps 1 to 2",
     "run --steps x": "--steps takes A:B, as 40:60, :60, 40: or 40, got 'x'",
     "run --rows -1": "--rows must be at least 0, got -1",
     "run -o no/such.html": "the page no/such.html cannot be written: ",

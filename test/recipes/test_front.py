@@ -159,7 +159,7 @@ def test_a_run_whose_rewards_are_large_is_a_run(tmp_path):
 
     sums = [{"q": f"What is {n}+{n}?", "sum": str(2 * n)} for n in range(20, 60)]
     run = GRPO(data=sums, answer="sum", prompt="q", reward=large, folder=tmp_path, **SMALL)
-    run.train()  # "none of the 3 steps had a valid reward: the weights are as they were"
+    run.train()  # "none of the 3 steps had a valid reward: the weights have not changed"
     for row in rows(tmp_path)[1:]:
         assert abs(float(row["train/reward"])) <= 3.1e38
         assert 0 <= float(row["train/reward_std"]) <= 3.1e38

@@ -105,7 +105,7 @@ def test_a_file_of_ones_own_without_a_right_answer_is_told_once_with_two_answers
     told = told.partition(begin)[2]
     assert told.count("  query:    Who wrote Faust?") == 2
     assert told.count("  answer:   #### 1808") + told.count("  answer:   1808") == 2
-    assert "Look at the form that the reward wants" in told
+    assert "Look at the form that the reward expects" in told
 
 
 TOOL = """

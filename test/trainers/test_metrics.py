@@ -193,7 +193,7 @@ def test_a_logger_that_fails_three_times_in_a_row_is_dropped_and_that_is_said(tm
         table.write(step, {"train/reward": 0.5})
     assert down.asked[-1] == ("train/reward", 6)  # step 3 worked, so that counting began again
     first, dropped = warned
-    assert "the run goes on" in first
+    assert "the run continues" in first
     assert "the metrics of step 6 either" in dropped
     assert "3 times in a row: it is dropped" in dropped
     assert table.failures == {"Down": 5}
@@ -259,7 +259,7 @@ def test_a_disk_that_is_full_for_a_while_loses_no_row_and_is_told_twice(
                 with pytest.raises(OSError, match="No space left"):
                     table.save(tmp_path / "copy.csv")
     full, again = warned
-    assert "could not be written: [Errno 28] No space left on device; the run goes on" in full
+    assert "could not be written: [Errno 28] No space left on device; the run continues" in full
     assert "is written again" in again
     assert [row["train/reward"] for row in rows(table.path)] == [
         "0.25",

@@ -70,7 +70,7 @@ def test_with_more_ranks_all_go_on_from_the_same_place_and_the_new_ones_count_af
         assert tracker["known"] == {"a": (1, 2)}
         assert mine["parts"]["curriculum"]["solved"].tolist() == [True]
         assert retired == []
-        assert "is of 1 ranks, and 3 go on" in notice
+        assert "is of 1 ranks, and 3 resume" in notice
         assert "unequally" not in notice
 
 
@@ -107,7 +107,7 @@ def test_what_was_begun_cannot_be_handed_over():
             begun["parts"]["source"]["ledger"]["carried"] = 3
         if "repeats" in said:
             env_of(begun)["repeats_left"] = 2
-        with pytest.raises(CheckpointError, match=rf"rank 1 of 2 .*{said}.*go on with 2"):
+        with pytest.raises(CheckpointError, match=rf"rank 1 of 2 .*{said}.*resume with 2"):
             rank_state([state(0, 1), begun], [], state(0, 0), rank=0, world=1)
         assert rank_state([state(0, 1), begun], [], state(0, 0), rank=1, world=2)[0] is begun
 

@@ -56,8 +56,8 @@ def test_equal_rewards_are_told_once_and_again_only_after_a_signal():
 def test_the_notice_shows_two_answers_and_what_to_look_at():
     watch = RewardWatch(no_signal_steps=1)
     assert watch.see(step(0.0, 0.0, 0.0)).splitlines() == [
-        "no signal: in each of the last 1 steps all answers had the same reward (0), and from "
-        "comparing them nothing is learned. Two of the 3 answers of this step:",
+        "no signal: in each of the last 1 steps all answers had the same reward (0), and "
+        "comparing them teaches nothing. Two of the 3 answers of this step:",
         "  query:    0?",
         "  response: it is 0",
         "  answer:   0!",
@@ -67,8 +67,8 @@ def test_the_notice_shows_two_answers_and_what_to_look_at():
         "  response: it is 2",
         "  answer:   2!",
         "  reward:   0",
-        "Look at the form that the reward wants: a right answer in another form is worth nothing; "
-        "the model, which may be too small for the task: none of them is right.",
+        "Look at the form that the reward expects: a correct answer in a different form earns "
+        "nothing; the model, which may be too small for the task: none of them is right.",
     ]
 
 

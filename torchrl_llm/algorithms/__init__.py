@@ -1,7 +1,7 @@
-"""Algorithms: a loss and an advantage estimator under one name, and presets of those of papers.
+"""Algorithms: a loss and an advantage estimator under one name, and presets from papers.
 
 Any loss goes with any advantage estimator. A preset names a pair, with the defaults of its paper;
-with ``style="ludic"`` those of Ludic where they differ. In ``sota-implementations/grpo`` the same
+``style="ludic"`` uses those of Ludic if they differ. In ``sota-implementations/grpo`` the same
 pairs are configured as ``loss=... advantage=...``.
 """
 

@@ -1,4 +1,4 @@
-"""An algorithm: a loss and an advantage estimator, and what either of them reads."""
+"""An algorithm: a loss and an advantage estimator, and the transforms that they need."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class NoModel(TokenScorer):
     """Stands for the model of an algorithm until :meth:`Algorithm.bind` gives it one."""
 
     def token_scores(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refuse.
+        """Raise an error.
 
         Raises:
             ConfigError: always.
@@ -40,13 +40,14 @@ class Algorithm:
     :func:`~torchrl_llm.algorithms.make_grpo` is only a pair that a paper uses.
 
     Attributes:
-        name: what it is called.
+        name: its name.
         loss: the loss over the rows of the buffer.
-        credit: the advantage estimator; ``None`` where the loss needs none.
-        transforms: see the rows before it does, in this order: what changes the reward, values.
+        credit: the advantage estimator; ``None`` if the loss needs none.
+        transforms: see the rows before ``credit`` does, in this order: changes of the reward,
+            values.
         scorers: see the rows last, joined and filtered, in this order: log-probs that only the
             loss reads.
-        build: makes the algorithm of a model; where it was made without one.
+        build: makes the algorithm with a model, if it was made without one.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -69,16 +70,16 @@ class Algorithm:
     build: Callable[..., Algorithm] | None = field(default=None, repr=False, compare=False)
 
     def bind(self, actor: nn.Module | TokenScorer) -> Algorithm:
-        """The same algorithm with a model, where it was made without one.
+        """The same algorithm with a model, if it was made without one.
 
         Args:
             actor: the policy, or anything else that scores tokens.
 
         Returns:
-            This one with a loss of that model, and with transforms of it where the preset has some.
+            This one with a loss of that model, and with its transforms if the preset has any.
 
         Raises:
-            ConfigError: it has a model.
+            ConfigError: it already has a model.
         """
         if self.build is None:
             raise ConfigError(f"the algorithm {self.name!r} has a model already")
@@ -87,9 +88,9 @@ class Algorithm:
         return replace(self, loss=made.loss, transforms=transforms, build=None)
 
     def append_to(self, buffer: B) -> B:
-        """Append everything but the loss to a buffer, so that rows become rows to train on.
+        """Append everything but the loss to a buffer, which then has rows to train on.
 
-        What is appended last sees the rows first: ``transforms``, then ``credit``, then the turns
+        The last appended part sees the rows first: ``transforms``, then ``credit``, then the turns
         of a trajectory are joined into one row, then ``scorers``.
 
         Args:

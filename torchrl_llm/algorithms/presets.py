@@ -1,10 +1,10 @@
 """Table of the algorithms that papers use: each is a loss and an advantage estimator, by name.
 
-The table is ``presets.yaml``: what is not written in a record is a default of the two classes. Each
-record has a function ``make_*`` here, which says what the algorithm is; its signature, its checks
-and the list of its arguments in the docstring come from the record, and tests compare the pages of
-the docs and the files of ``sota-implementations/grpo/config`` with it. ``make_opd`` and
-``make_mopd`` have signatures of their own: they take teachers, which score the student's samples.
+The table is ``presets.yaml``: values that a record lacks are the defaults of the two classes. Each
+record has a function ``make_*`` here, whose docstring describes the algorithm; its signature, its
+checks and the list of its arguments in the docstring come from the record, and tests compare the
+pages of the docs and the files of ``sota-implementations/grpo/config`` with it. ``make_opd`` and
+``make_mopd`` have separate signatures: they take teachers, which score the student's samples.
 """
 
 from __future__ import annotations
@@ -48,20 +48,20 @@ class Preset:
 
     Attributes:
         name: the function is called ``make_<name>``.
-        paper: where it was published; empty for what has no paper.
+        paper: where it was published; empty without a paper.
         loss: name among the registered ``"losses"``, or ``"module:name"``.
-        advantage: name among the registered ``"advantages"``; ``None`` where none is needed.
+        advantage: name among the registered ``"advantages"``; ``None`` if none is needed.
         loss_arguments: arguments in which the paper differs from the loss's defaults.
         advantage_arguments: the same of the advantage estimator.
         ludic_loss: arguments of the loss with ``style="ludic"``, where Ludic's code differs.
         ludic_advantage: the same of the advantage estimator.
-        group_size: responses to a prompt, by default; ``None`` where there are no groups.
+        group_size: responses to a prompt, by default; ``None`` if there are no groups.
         grouped: arguments of the advantage estimator if the user makes groups nevertheless.
         arguments: names of the preset's own arguments, as the signature lists them: ``style``,
             ``group_size``, and those of the loss, the advantage estimator or ``transforms``.
-        fixed: arguments of the loss that are the algorithm itself, so that they cannot be given.
-        transforms: makes what sees the rows before advantages are written, of the actor and of
-            arguments of its own.
+        fixed: arguments of the loss that define the algorithm and cannot be given.
+        transforms: function that makes the transforms of rows before advantages are written, from
+            the actor and its own arguments.
         recipe: overrides of ``grpo-sync.py`` besides loss and advantage estimator, or the folder of
             ``sota-implementations`` that has the algorithm.
 
@@ -103,13 +103,14 @@ class Preset:
         return {**self.loss_arguments, **ludic[0]}, {**self.advantage_arguments, **ludic[1]}
 
     def build(self, actor: Actor | None = None, **given: Any) -> Algorithm:
-        """The algorithm; :meth:`maker` gives this the signature of the preset.
+        """Build the algorithm; :meth:`maker` gives this the signature of the preset.
 
         Args:
             actor: the policy, or anything else that scores tokens; ``None`` for one that
                 :meth:`Algorithm.bind` gives later.
-            **given: arguments of the preset and of its loss, which come before the preset's.
-                ``None`` is the style's where the styles differ in an argument of the preset.
+            **given: arguments of the preset and of its loss, which override those of the preset.
+                ``None`` is the value of the style if the styles differ in an argument of the
+                preset.
 
         Raises:
             ConfigError: an argument is impossible, missing, or fixed by the style.
@@ -179,7 +180,7 @@ class Preset:
 
     @cached_property
     def _targets(self) -> dict[str, Callable[..., Any]]:
-        """What takes arguments."""
+        """The callables that take arguments."""
         found = {"preset": _own_arguments, "transforms": self.transforms}
         found["advantage"] = self.advantage and find("advantages", self.advantage)
         found["loss"] = find("losses", self.loss)
@@ -194,7 +195,7 @@ class Preset:
         for part, target in self._targets.items():
             for name, p in constructor_arguments(target).items():
                 if found.get(name, "")[:1] == ("preset",):
-                    continue  # a group size, say, which the preset hands on itself
+                    continue  # e.g. a group size, which the preset passes itself
                 default, hint = written.get(part, {}).get(name, p.default), p.annotation
                 if name in self._of_style:
                     default, hint = None, hint | None
@@ -218,7 +219,7 @@ PRESETS = {name: Preset(name=name, **record) for name, record in yaml.load(_TABL
 
 
 def policy_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a loss: those given, and unless they say otherwise the assistant's tokens count.
+    """Arguments of a loss; unless they say otherwise, the assistant's tokens count.
 
     Args:
         settings: arguments of the loss.
@@ -227,7 +228,7 @@ def policy_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _argument_help(*targets: Callable[..., Any]) -> dict[str, str]:
-    """What the docstrings of functions, and of classes and their bases, say of each argument."""
+    """Descriptions of arguments from docstrings of functions, and of classes and their bases."""
     found: dict[str, str] = {}
     for layer in [layer for t in targets for layer in reversed(getattr(t, "__mro__", (t,)))]:
         text = inspect.cleandoc(layer.__doc__ or "")
@@ -241,17 +242,17 @@ def _own_arguments(actor: Actor, style: Style = "paper", group_size: int | None 
 
     Args:
         actor: the policy, or anything else that scores tokens; without one, ``algorithm.bind`` of
-            the algorithm that is returned gives it one.
-        style: ``"paper"``, or ``"ludic"`` for Ludic's code where that differs.
+            the returned algorithm sets it.
+        style: ``"paper"``, or ``"ludic"`` for Ludic's code if that differs.
         group_size: responses to a prompt.
     """
 
 
 def _overlong(actor: Actor, overlong: tuple[int, int] | None = None) -> tuple[Transform, ...]:
-    """What sees the rows of DAPO first.
+    """First transforms of the rows of DAPO.
 
     Args:
-        actor: not read.
+        actor: not used.
         overlong: ``(max_length, cache)`` of the soft punishment of long responses, see
             :class:`~torchrl_llm.envs.transforms.OverlongPenalty`; ``None`` for none.
     """
@@ -262,7 +263,7 @@ def _preset(
     described: Callable[[], None],
     transforms: Callable[..., tuple[Transform, ...]] | None = None,
 ) -> Callable[..., Algorithm]:
-    """The function of the preset whose name, title and text a function without a body has."""
+    """Make the function of a preset from a function with its name and text but no body."""
     preset = PRESETS[described.__name__.removeprefix("make_")]
     if transforms is not None:
         preset = PRESETS[preset.name] = replace(preset, transforms=transforms)
@@ -273,7 +274,7 @@ def _preset(
 def make_grpo() -> None:
     """GRPO: normalised in the group, a clipped ratio per token, a mean over each response.
 
-    The recipe's own default is the same with a mean over all tokens, as TorchRL has it.
+    The recipe's own default is the same with a mean over all tokens, as in TorchRL.
 
     The paper leaves open which standard deviation it divides by; ``"sample"`` is the default.
     Ludic: the population's plus 1e-8, which is fixed, and the sum over a response's tokens.
@@ -297,7 +298,7 @@ def make_dr_grpo() -> None:
     It divides by a constant (``constant_length``): no reward for length, no weight on questions
     that are nearly always solved or never.
 
-    The constant has to be given. Ludic leaves out the division by it, too, and refuses it.
+    The constant is required. Ludic also leaves out the division by the constant, and rejects it.
     """
 
 
@@ -305,7 +306,7 @@ def make_dr_grpo() -> None:
 def make_dapo() -> None:
     """DAPO: a wider upper bound, the mean over all tokens, dynamic sampling.
 
-    Further prompts take the place of groups without signal, and long responses are softly punished
+    Further prompts replace groups without a signal, and long responses are softly punished
     (``reward.overlong_cache=...``).
 
     Groups whose rewards are all equal are not written; a loop that has to fill its batch collects
@@ -329,8 +330,8 @@ def make_gmpo() -> None:
 
     Bounds are those of the log-ratio of a token.
 
-    Ludic: its deviation of the group. Its formula has no lower bound, whatever its setting says;
-    the loss here is the paper's in both styles.
+    Ludic: its deviation of the group. Its formula has no lower bound, regardless of its setting;
+    the loss here follows the paper in both styles.
     """
 
 
@@ -361,7 +362,7 @@ def make_reinforce() -> None:
     It needs no group.
 
     On rows of an older policy each token is weighted by its ratio. Ludic weights by the product of
-    a whole response's ratios, which long responses need a ``truncation`` for.
+    a whole response's ratios, so long responses need a ``truncation``.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -378,9 +379,9 @@ def make_reinforce() -> None:
 def make_reinforce_plus_plus() -> None:
     """REINFORCE++: returns normalised over the batch, and PPO's clip.
 
-    With ``advantage.baseline=group`` (here a ``group_size``) the group's mean is taken off first.
+    With ``advantage.baseline=group`` (here a ``group_size``) the group's mean is subtracted first.
 
-    The paper takes the divergence from a reference off the reward
+    The paper subtracts the divergence from a reference model from the reward
     (:class:`~torchrl_llm.envs.transforms.KLRewardTransform`), or in its variant with a baseline
     puts it into the loss: ``kl_to_ref_coeff=..., kl_estimator="k2"``.
     """
@@ -402,9 +403,9 @@ def make_ppo() -> None:
 
     Responses to a prompt are not compared.
 
-    Every sampled token is a step. Values are read off the rows before advantages are written; the
-    actor needs a :class:`~torchrl_llm.modules.ValueHead`. Ludic has no preset of it; the defaults
-    are picoRL's.
+    Every sampled token is a step. Values are computed for the rows before advantages are written;
+    the actor needs a :class:`~torchrl_llm.modules.ValueHead`. Ludic has no preset of it; the
+    defaults are picoRL's.
     """
 
 
@@ -414,10 +415,10 @@ def make_scalerl() -> None:
 
     Averaged within each prompt's responses and then over prompts, which needs ``group_id``.
 
-    Groups of equal rewards are not written. By default a weight is at most 4, among whose values of
-    this bound the paper's results hardly differ. The rest of the recipe is no matter of loss and
-    advantages: log-probs from float32 logits (always so here), a pipeline of samplers, and giving
-    up prompts that are nearly always solved.
+    Groups of equal rewards are not written. By default a weight is at most 4; the results of the
+    paper hardly differ between its values of this bound. The rest of the recipe does not concern
+    the loss and advantages: log-probs from float32 logits (always the case here), a pipeline of
+    samplers, and dropping prompts that are nearly always solved.
 
     Ludic: 1e-8 added to the deviation, weights between 0.8 and 1.28, averaged over each response,
     and no trajectory without advantage. (Ludic also leaves out advantages of at most 1e-4; here
@@ -454,11 +455,12 @@ def make_opd(
     coeff: float = 1.0,
     **settings: Unpack[PolicyLossSettings],
 ) -> Algorithm:
-    """On-policy distillation: the reverse divergence from a teacher where the student goes.
+    """On-policy distillation: the reverse divergence from a teacher on the student's samples.
 
     Thinking Machines, *On-Policy Distillation*, 2025. Rewards are not read. By default the
     advantage of a token is how much likelier the teacher finds it. Ludic's preset differentiates
-    that difference instead, whose expected gradient does not see the teacher; it is not offered.
+    that difference instead; its expected gradient does not depend on the teacher, so it is not
+    offered.
 
     Args:
         actor: the student.
@@ -492,8 +494,8 @@ def make_mopd(
 ) -> Algorithm:
     """On-policy distillation from several teachers: each row names its own under ``"domain"``.
 
-    As in MiMo-V2-Flash (arXiv:2601.02780) the reward may have a part besides the teachers: with
-    ``outcome_coeff`` the advantage in the group is added to the distillation's.
+    As in MiMo-V2-Flash (arXiv:2601.02780) the reward may contribute in addition to the teachers:
+    with ``outcome_coeff`` the advantage in the group is added to the distillation's.
 
     Args:
         actor: the student.
@@ -520,7 +522,8 @@ def make_mopd(
 def _distilled(
     name: str, actor: Actor, teachers: TokenScorer | Mapping[str, TokenScorer], **settings: Any
 ) -> Algorithm:
-    # The full vocabulary needs the teachers themselves, the others what they say of the rows.
+    # The full vocabulary needs the teachers themselves, other estimators only their log-probs of
+    # the rows.
     if settings["estimator"] == "full_vocabulary":
         return PRESETS[name].build(actor, teachers=teachers, **settings)
     scorers = (RetrieveTeacherLogProb(teachers, student=actor),)

@@ -1,9 +1,9 @@
 """Command line ``torchrl-llm``, also ``python -m torchrl_llm``: trains, evaluates, lists.
 
-A command is a file of this room. It has a line that says what it does (the first of its docstring)
-and ``main(arguments)``; it is imported when it is called, so that ``--help`` imports nothing.
+Each command is a module of this package. It has a summary (the first line of its docstring) and
+``main(arguments)``; it is imported when it is called, so that ``--help`` imports nothing.
 
-Next: ``torchrl_llm.recipes.launch`` begins a recipe's page.
+Next: ``torchrl_llm.recipes.launch`` starts a recipe's page.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status.
     """
-    # No builtin `list` here: it is a file of this room, and once imported its name.
+    # No builtin `list` here: after its import, the module `list` of this package has that name.
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     known = commands()
     if name in ("-h", "--help"):
@@ -52,13 +52,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("\n")
         status = _INTERRUPTED
-    except BrokenPipeError:  # whoever reads has read enough
+    except BrokenPipeError:  # the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 0
     return status or 0
 
 
 def commands() -> dict[str, str]:
-    """Each command, with the line that says what it does."""
+    """Each command with its summary."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
     return {file.stem: summary(file) for file in files}

@@ -1,8 +1,8 @@
-"""Options of a command, declared as a group of settings: a field is one, its sentence the help.
+"""Options of a command, declared as a group of settings: each field is an option with its help.
 
-The metadata of a field's type says how it is written: a :class:`Word` stands without dashes, a text
-is what the help calls the value, a tuple has all values that there are. A bool is a flag, a list an
-option that may be repeated.
+The metadata of a field's type determine its form: a :class:`Word` is written without dashes, a text
+is the name of the value in the help, a tuple has all possible values. A bool is a flag; a list is
+an option that may be repeated.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Word(NamedTuple):
     """An argument without dashes.
 
     Attributes:
-        shown: what the help calls it.
+        shown: its name in the help.
     """
 
     shown: str
@@ -41,7 +41,7 @@ def summary(file: Path) -> str:
 
 
 def listing(found: Mapping[str, str]) -> str:
-    """A line for each name, with what is said of it.
+    """A line for each name, with its description.
 
     Args:
         found: name to a line of text.
@@ -54,9 +54,9 @@ def make_parser(options: type[Group], name: str, **words: str) -> argparse.Argum
     """The parser of a command; ``options(**vars(parser.parse_args(...)))`` are its settings.
 
     Args:
-        options: what can be given; its docstring is the description.
+        options: class of the options; its docstring is the description.
         name: of the command.
-        **words: ``usage``, and what the sentences have in braces.
+        **words: ``usage``, and values for the braces in the help.
     """
     usage = words.pop("usage", None)
     about = inspect.getdoc(options).partition("\n\nAttributes:")[0].format(**words)
@@ -71,16 +71,16 @@ def make_parser(options: type[Group], name: str, **words: str) -> argparse.Argum
 
 
 def parse(options: type[T], name: str, arguments: Sequence[str], **words: str) -> T:
-    """What was given to a command.
+    """Parse the arguments of a command.
 
     Args:
-        options: as of :func:`make_parser`.
+        options: as for :func:`make_parser`.
         name: likewise.
         arguments: of the command line.
         **words: likewise.
 
     Raises:
-        SystemExit: they cannot be read, or ask for help.
+        SystemExit: the arguments are invalid, or request help.
     """
     return options(**vars(make_parser(options, name, **words).parse_args(arguments)))
 
@@ -92,7 +92,7 @@ def _flags(name: str, hint: Any) -> list[str]:
 
 
 def _how(entry: Any, hint: Any, text: str) -> dict[str, Any]:
-    """How ``argparse`` reads a field."""
+    """Arguments of ``argparse`` for a field."""
     marks = getattr(hint, "__metadata__", ())
     hint = get_args(hint)[0] if marks else hint
     if hint is bool:

@@ -22,7 +22,7 @@ _HELP = "/reset begins anew, /system TEXT does so with another system prompt, /q
 class Options(Group):
     """Talk to a model.
 
-    Where the input is no terminal, each of its lines is a turn, and only answers are printed. In
+    If the input is not a terminal, each of its lines is a turn, and only answers are printed. In
     the conversation: {signs} (as Ctrl-D and Ctrl-C do).
 
     Attributes:
@@ -95,7 +95,7 @@ def _conversation(given: Options) -> Any:
 
 
 def model_and_config(name: str | None) -> tuple[Any, dict[str, Any]]:
-    """Where a model is, and the configuration of the run that made it.
+    """Place of a model, and the configuration of the run that made it.
 
     Args:
         name: folder of a run, of a checkpoint or a model, or a hub name; ``None`` for the model
@@ -111,10 +111,10 @@ def model_and_config(name: str | None) -> tuple[Any, dict[str, Any]]:
 
 
 def load(name: Any) -> tuple[Any, Any]:
-    """A model on the device that there is, and its tokenizer.
+    """Load a model on the available device, and its tokenizer.
 
     Args:
-        name: as :func:`model_and_config` gives it.
+        name: as returned by :func:`model_and_config`.
     """
     from torchrl_llm import modules
     from torchrl_llm.recipes.builders import present_device, spare_threads
@@ -147,7 +147,7 @@ def _talk(conversation: Any, *, is_terminal: bool) -> int:
                     return _FAILED
                 continue
             _tell_calls(conversation.messages[before:-1])
-            # Half a surrogate pair, which models do write, is nothing that a stream takes.
+            # A model may write half a surrogate pair, which a stream does not accept.
             sys.stdout.write(printable(answer).encode(errors="replace").decode() + "\n")
             sys.stdout.flush()
             if conversation.was_cut:
@@ -170,7 +170,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 
 def _tell_calls(messages: Sequence[dict[str, Any]]) -> None:
-    """Say which tools were called, and what they answered."""
+    """Print the called tools and their answers."""
     for message in messages:
         for call in message.get("tool_calls") or ():
             function = call.get("function", call)
@@ -181,5 +181,5 @@ def _tell_calls(messages: Sequence[dict[str, Any]]) -> None:
 
 
 def _tell(text: str) -> None:
-    """Say something that is no answer."""
+    """Print a message that is not an answer."""
     sys.stderr.write(f"{printable(text)}\n")

@@ -1,4 +1,4 @@
-"""Looks at a configuration before a long run: ``torchrl-llm doctor grpo model.name=...``."""
+"""Checks a configuration before a long run: ``torchrl-llm doctor grpo model.name=...``."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _FAILED = 1
 
 
 class Options(Group):
-    """Look at a configuration before a long run: tokens, template, data, reward, memory, disk.
+    """Check a configuration before a long run: tokens, template, data, reward, memory, disk.
 
     Nothing is trained or written.
 
     Attributes:
         config: one of {recipes}, a YAML file, or the folder of a run.
         overrides: keys of the recipe.
-        recipe: of a file whose keys do not say it.
+        recipe: recipe of a file whose keys do not identify it.
         calibrate: find the largest train.micro_token_budget that fits, by training with it.
         sample: let the model answer some prompts, however large it is.
         json: print findings as JSON.
@@ -51,13 +51,13 @@ class Options(Group):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print what would fail, mislead or waste a run with this configuration.
+    """Print the problems of this configuration that would fail, mislead or waste a run.
 
     Args:
         arguments: a recipe or a YAML file, overrides of its keys, and options.
 
     Returns:
-        The exit status: 1 where something is an error.
+        The exit status: 1 if a finding is an error.
 
     Raises:
         SystemExit: no such recipe or file, or one that cannot be read; status 2.
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str]) -> int:
     closes = file is not None and not given.trust
     whose = importing_only(given.overrides, whose=str(file))
     with (
-        contextlib.redirect_stdout(sys.stderr),  # what code of the user's prints
+        contextlib.redirect_stdout(sys.stderr),  # output of the user's code
         whose if closes else contextlib.nullcontext(),
     ):
         try:

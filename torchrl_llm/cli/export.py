@@ -1,4 +1,4 @@
-"""Writes what was sampled as chats: ``torchrl-llm export RUN --min-reward 1 -o chats.jsonl``."""
+"""Writes sampled conversations: ``torchrl-llm export RUN --min-reward 1 -o chats.jsonl``."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 
 
 class Options(Group):
-    """Write conversations that were sampled as JSON lines.
+    """Write sampled conversations as JSON lines.
 
-    These are what torchrl-llm train sft data=FILE reads, and with --pairs what torchrl-llm train
-    dpo reads; those without a valid reward are left out.
+    torchrl-llm train sft data=FILE reads them, and with --pairs torchrl-llm train dpo does.
+    Conversations without a valid reward are left out.
 
     Attributes:
         source: folder of a run that kept rollouts (logging.rollouts=all), or of an evaluation; or
@@ -31,8 +31,8 @@ class Options(Group):
         best_of_group: most conversations of each prompt, those with the highest rewards; default:
             all.
         duplicates: keep conversations that are equal.
-        trust: import tools that the run's config.yaml names, where its rollouts do not describe
-            them (those of an earlier version).
+        trust: import tools that the run's config.yaml names, if its rollouts do not describe them
+            (those of an earlier version).
         cut: keep those with an answer that a length limit cut.
         pairs: write a better and a worse answer to each prompt instead: the best and the worst, or
             every two with different rewards.
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str]) -> int:
     wanted = ChatFilter(
         min_reward=given.min_reward,
         best_of_group=given.best_of_group,
-        duplicates=given.duplicates or given.pairs is not None,  # equal answers may have rivals
+        duplicates=given.duplicates or given.pairs is not None,  # pairs may share answers
         only_whole=not given.cut,
     )
     chats = wanted(_with_tools(read_chats(given.source), given.source, given.trust))

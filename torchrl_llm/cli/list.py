@@ -28,8 +28,8 @@ HOW = {
     "figures": "eval.figures=[NAME,...] of evaluate, or MODULE:FUNCTION of your own",
     RECIPES: "torchrl-llm train NAME",
 }
-"""Each kind, and how one of it is chosen."""
-# What a kind is called in the registry and in Python.
+"""Each kind, and how to choose an entry of it."""
+# Names of a kind in the registry and in Python.
 _ALSO = {"advantages": "estimators"}
 _REGISTERED = {new: old for old, new in _ALSO.items()}
 

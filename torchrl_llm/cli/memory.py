@@ -13,7 +13,7 @@ from torchrl_llm.cli._options import Word, make_parser
 from torchrl_llm.errors import ConfigError
 
 RECIPES = ("grpo", "grpo-async")
-"""Recipes whose memory can be counted; each is named as the file that composes its keys."""
+"""Recipes whose memory can be counted; each has the name of the file that composes its keys."""
 
 _PROMPT = 512
 
@@ -27,7 +27,7 @@ class Options(Group):
         words: {recipes} (default: grpo), and its keys as for torchrl-llm train.
         prompt_tokens: tokens of a prompt; default: env.max_prompt_length, or {tokens}.
         processes: processes that train together, with train.parallel=ddp or fsdp2; default:
-            WORLD_SIZE where torchrun sets it, or the GPUs of this machine.
+            WORLD_SIZE if torchrun sets it, or the GPUs of this machine.
     """
 
     words: Annotated[list[str], Word("RECIPE KEY=VALUE")] = several()

@@ -13,7 +13,7 @@ from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError
 
 _METRICS = ("train/reward", "eval/accuracy")
-# More curves than this are looked at in the picture.
+# More curves than this are only drawn in the picture.
 _MOST_DRAWN = 2
 
 

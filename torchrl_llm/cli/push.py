@@ -13,13 +13,13 @@ from torchrl_llm.cli._options import Word, parse
 class Options(Group):
     """Push model, tokenizer, adapter and a card to a repository of the hub, in one commit.
 
-    The token is that of `hf auth login`, or HF_TOKEN.
+    The token comes from `hf auth login` or HF_TOKEN.
 
     Attributes:
-        folder: of a run, of a checkpoint or of a model.
-        name: the repository; made if there is none.
-        public: a repository that is made is for everybody.
-        revision: a branch; made from main if there is none.
+        folder: folder of a run, of a checkpoint or of a model.
+        name: the repository; created if it does not exist.
+        public: make a new repository public.
+        revision: a branch; created from main if it does not exist.
     """
 
     folder: Annotated[str, Word("FOLDER")]

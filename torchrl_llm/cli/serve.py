@@ -13,7 +13,7 @@ from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.cli.chat import load, model_and_config
 from torchrl_llm.errors import ConfigError
 
-# Answers that are remembered, so that conversations which go on keep their sampled ids.
+# Number of stored answers, so that continued conversations keep their sampled ids.
 _REMEMBERED = 1000
 
 
@@ -25,12 +25,12 @@ class Options(Group):
     Attributes:
         model: folder of a run (its newest checkpoint), of a checkpoint or a model, or a hub name;
             default: the model that ships with the package.
-        host: address to listen on; by default this machine alone reaches it.
+        host: address to listen on; by default only this machine can reach it.
         port: port to listen on; 0 takes a free one.
-        key: API key that requests must bring; needed on a host that others reach.
-        name: what the model is called; default: its folder's name.
+        key: API key that requests must contain; needed on a host that others can reach.
+        name: name of the model; default: the name of its folder.
         temperature: of requests that set none.
-        max_tokens: tokens of an answer where a request sets none; default: the run's, or 256.
+        max_tokens: tokens of an answer if a request sets none; default: the run's, or 256.
         seed: of sampling.
     """
 
@@ -83,12 +83,12 @@ def _is_own(host: str) -> bool:
 
 
 def _session(given: Options) -> tuple[Any, Any]:
-    """What answers, and the one session of all requests."""
+    """The engine, and the single session of all requests."""
     from torchrl_llm.gateway import Formatters, GatewaySession, PolicyEngine
     from torchrl_llm.recipes.chat_settings import chat_settings, make_chat_policy
 
     name, config = model_and_config(given.model)
-    # What a request brings as tools is carried out by its client: those of the run are not needed.
+    # The client runs the tools of its requests, so the tools of the run are not needed.
     config = {key: config[key] for key in ("model", "inference_model") if key in config}
     settings = chat_settings(config)
     policy = make_chat_policy(

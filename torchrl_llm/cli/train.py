@@ -68,18 +68,18 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
 
     Args:
         path: below the folder of recipes.
-        command: what was typed to run it, for the line that says how to go on.
+        command: the typed command, for the message on how to resume.
         overrides: of its keys.
 
     Raises:
-        SystemExit: it ended early, or by an error.
+        SystemExit: it ended early or with an error.
     """
     page = launch.PAGES / path
     if not page.is_file():
         raise ConfigError(f"this installation has no recipe {path}: {launch.PAGES} lacks it")
     sys.argv = [command, *overrides]
     sys.path.insert(0, str(page.parent))
-    # As runpy does it, which would put the path of the page in the place of what was typed.
+    # Like runpy, which would replace the typed command by the path of the page.
     module, before = ModuleType("__main__"), sys.modules["__main__"]
     module.__file__, module.__spec__ = str(page), None
     sys.modules["__main__"] = module
@@ -90,5 +90,5 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
 
 
 def recipe_summaries() -> dict[str, str]:
-    """Each recipe, with the line that says what it does."""
+    """Each recipe with its summary."""
     return {name: summary(launch.PAGES / path) for name, path in RECIPES.items()}

@@ -36,7 +36,7 @@ class Options(Group):
         runs: folder of a run or of an evaluation; or two folders, to compare.
         output: the page; default: view.html in RUN, or here for two.
         steps: rollouts of these steps only, as 40:60 or 40; default: all.
-        rows: at most so many rollouts, of steps evenly over the run; or so many answers.
+        rows: maximum number of rollouts, of steps evenly over the run; or of answers.
         open: open the page in a browser.
     """
 
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str]) -> int:
 
     Raises:
         ConfigError: an impossible option, or a page that cannot be written.
-        DataError: no run is there, or what it wrote is damaged.
+        DataError: there is no run, or its files are damaged.
     """
     given = parse(Options, "view", arguments)
     wanted = _span(given.steps)
@@ -108,7 +108,7 @@ def _one_run(path: str) -> Any:
     runs, _ = find_runs([path])
     if len(runs) > 1:
         names = ", ".join(str(run.folder) for run in runs[:3])
-        raise ConfigError(f"{path} stands for {len(runs)} runs, name one of them: {names} ...")
+        raise ConfigError(f"{path} contains {len(runs)} runs, name one of them: {names} ...")
     return runs[0]
 
 
@@ -212,7 +212,7 @@ def _two_evaluations(paths: Sequence[Path], most: int) -> dict[str, Any]:
 def _left_out(rows: Sequence[Any], total: int) -> list[str]:
     if len(rows) == total:
         return []
-    return [f"{len(rows):,} of {total:,} answers are shown. --rows N chooses another number."]
+    return [f"{len(rows):,} of {total:,} answers are shown. --rows N chooses a different number."]
 
 
 def _span(text: str | None) -> tuple[float, float]:
@@ -225,7 +225,7 @@ def _span(text: str | None) -> tuple[float, float]:
 
 
 def _rollouts(run: Path, wanted: tuple[float, float], most: int) -> tuple[list[Any], list[str]]:
-    """Rows to show, and what to say of those that are not shown."""
+    """Rows to show, and a notice about the others."""
     from torchrl_llm.data.rollout_store import FOLDER, RolloutStore
 
     if not (run / FOLDER).is_dir():
@@ -235,7 +235,7 @@ def _rollouts(run: Path, wanted: tuple[float, float], most: int) -> tuple[list[A
     steps = [step for step in store.steps() if wanted[0] <= step <= wanted[1]]
     if not steps:
         known = f"{store.steps()[0]} to {store.steps()[-1]}"
-        raise DataError(f"no rollouts are of such steps; {run / FOLDER} has steps {known}")
+        raise DataError(f"no rollouts have these steps; {run / FOLDER} has steps {known}")
     count = max(1, min(len(steps), most * len(store.steps()) // len(store)))
     even = [steps[at * (len(steps) - 1) // max(1, count - 1)] for at in range(count)]
     rows = list(islice(store.iterate(even), most))
@@ -247,7 +247,7 @@ def _rollouts(run: Path, wanted: tuple[float, float], most: int) -> tuple[list[A
 
 
 def _tokenizer(run: Any, notices: list[str]) -> Any:
-    """That of the newest checkpoint, or of the model that the run began with."""
+    """Tokenizer of the newest checkpoint, or of the model that the run started with."""
     from torchrl_llm.modules import load_tokenizer
     from torchrl_llm.trainers.run_folder import model_folder
 

@@ -1,12 +1,12 @@
-"""Rows of one training step: collected, filtered, grouped, and every token accounted for.
+"""Rows of one training step: collected, filtered and grouped; every token is counted.
 
-:class:`BatchSource` stands between a collector and the loop. It marks responses that were cut,
+:class:`BatchSource` connects a collector to the training loop. It marks responses that were cut,
 writes the rows into the buffer (whose transforms group them and write advantages), collects further
-prompts where filtered groups left room, and closes the token ledger:
+prompts if filtered groups left room, and closes the token ledger:
 
 ``generated = trained + stale + filtered + truncated + invalid + surplus + lost``, where tokens that
-still wait in a queue (a group that has not filled) are carried into the next step's ``pending``. A
-ledger that does not close means that tokens vanished or were counted twice, and raises.
+still wait in a queue (an incomplete group) are carried into the next step's ``pending``. If tokens
+vanished or were counted twice, the ledger does not close and raises an error.
 """
 
 from __future__ import annotations
@@ -43,35 +43,39 @@ from torchrl_llm.trainers.ledger import TokenLedger
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
 _REWARD = ("next", "reward")
-# Batches worth of stale rows in one step, after which it is not bad luck.
+# Number of batches of stale rows in one step after which an error is raised.
 _MAX_STALE_BATCHES = 100
 
 
 class BatchSource(SavedState):
     """Fills a replay buffer with the rows of one step.
 
-    A step takes one batch of the collector. With a ``staleness`` rule, whose collectors run during
-    training, it takes as many as hold ``num_rows`` rows that are not dropped for their age. Rows
-    are judged when they come, and those that wait for their group again in every step.
+    A step takes one batch of the collector. With a ``staleness`` rule, collectors run during
+    training, and a step takes batches until it has ``num_rows`` rows that are not dropped for their
+    age. Rows are judged when they arrive; rows that wait for their group are judged again in every
+    step.
 
     Args:
-        collector: iterated for batches of finished trajectories; it goes on where it was left.
+        collector: iterated for batches of finished trajectories; iteration continues where it
+            stopped.
         buffer: emptied at each step; its transform ends with ``credit``.
-        credit: the buffer's credit assigner or selection, whose counts say what was filtered.
-        num_rows: trajectories that a step needs, a row each in the buffer's storage.
-        length: how long a row may be, and what becomes of a longer one; ``None`` for any length.
+        credit: the buffer's credit assigner or selection; its counts report what was filtered.
+        num_rows: trajectories that a step needs; each is one row of the buffer's storage.
+        length: maximum length of a row, and the treatment of longer rows; ``None`` for any length.
         truncated: responses cut by their length limit, or by ``length``: ``keep`` trains them,
-            ``mask`` keeps them in their group's baseline only, ``drop`` takes them out of that too.
-        max_resamples: batches that may be collected in addition while filtered groups leave the
-            buffer short of ``num_rows``; 0 for none.
-        staleness: how old the weights may be that sampled what is trained, and what becomes of
-            older rows; the age is that at the collector's ``policy_version``. ``None`` where all
-            rows are of the present weights.
-        lost: tokens that collectors sampled and lost since it was called last, for the ledger.
-        rows_per_trajectory: rows that a trajectory of several turns becomes at most, where its
-            history is rewritten between them; the storage has room for so many.
-        ranks: the processes that train together, each with a source of its own that fills its own
-            buffer; all have to fill at the same time.
+            ``mask`` keeps them in their group's baseline only, ``drop`` removes them from the
+            baseline, too.
+        max_resamples: most additional batches, collected while filtered groups leave fewer than
+            ``num_rows`` rows in the buffer; 0 for none.
+        staleness: largest age of the weights that sampled a row, and the treatment of older rows;
+            the age is counted from the collector's ``policy_version``. ``None`` if all rows come
+            from the present weights.
+        lost: function that returns the tokens that collectors sampled and lost since its last call,
+            for the ledger.
+        rows_per_trajectory: most rows of a trajectory of several turns whose history is rewritten
+            between them; the storage has room for this many.
+        ranks: the processes that train together, each with its own source and buffer; all have to
+            fill at the same time.
 
     Attributes:
         policy_age: ``train/policy_age_mean`` and ``train/policy_age_max`` of the last step, in
@@ -132,14 +136,14 @@ class BatchSource(SavedState):
         """Collect the rows of a step into the buffer.
 
         Returns:
-            Every row that was collected, also those that were filtered out, for metrics; in rank 0
-            those of all ranks. Of rows that are too long, the tokens that are not trained have the
-            mask reason ``OVERLONG``. Their rewards are those that the credit assigner saw, with
-            the penalties of the buffer's transforms.
+            All collected rows, including the filtered ones, for metrics; in rank 0 the rows of all
+            ranks. In rows that are too long, the tokens that are not trained have the mask reason
+            ``OVERLONG``. The rewards are those that the credit assigner saw, including the
+            penalties of the buffer's transforms.
 
         Raises:
-            OverlongError: a row is longer than it may be, and ``length`` makes that an error.
-            DataError: the token ledger does not close, or all rows are too old and stay so.
+            OverlongError: a row is too long, and ``length`` makes this an error.
+            DataError: the token ledger does not close, or all rows remain too old.
             ConfigError: the collector has no further batch.
         """
         self._buffer.empty()
@@ -175,7 +179,7 @@ class BatchSource(SavedState):
         self.overlong = self._ranks.sums(self.overlong)
         kept = self._account(collected, before, written)
         waiting = frozenset(map(trajectory_of, self._credit.held()))
-        # Rows of earlier steps whose group is full now, or was given up.
+        # Rows of earlier steps whose group is now full or was abandoned.
         decided = [row for row in carried if trajectory_of(row) not in waiting]
         self._outcomes = RowOutcomes(
             [*collected, *decided], [*judged, *decided], kept, waiting, len(decided)
@@ -183,7 +187,7 @@ class BatchSource(SavedState):
         return self._ranks.rows(lazy_rows(shown))
 
     def outcomes(self) -> RowOutcomes:
-        """What became of the rows of the last step; a run keeps it with them."""
+        """Outcomes of the rows of the last step; a run stores them with the rows."""
         return self._outcomes
 
     def _next(self) -> list[TensorDict]:
@@ -197,21 +201,22 @@ class BatchSource(SavedState):
         return rows
 
     def _fitted(self, rows: list[TensorDict]) -> FittedRows:
-        """The rows as they were collected, and as they fit into training."""
+        """The rows as collected, and the rows that fit into training."""
         if self._length is None:
             return FittedRows.of(rows)
         fitted = self._length.fit(rows)
         out = [row for row, gone in zip(fitted.kept, fitted.dropped, strict=True) if gone]
         dropped = sum(map(sampled_tokens, out))
         self._dropped["truncated"] += dropped
-        # What is cut off is nowhere from here on; what is dropped is counted with its group.
+        # Cut-off tokens are counted here, because they are gone afterwards; dropped rows are
+        # counted with their group.
         self.ledger.count(truncated=fitted.cut_tokens)
         self.overlong["train/overlong_rows"] += fitted.overlong
         self.overlong["train/tokens_overlong"] += fitted.cut_tokens + dropped
         return fitted
 
     def _judged(self, fitted: FittedRows) -> tuple[list[TensorDict], int]:
-        """Rows with what must not be trained marked, and how many last turns are too old."""
+        """Mark what must not be trained; returns the rows, and how many last turns are old."""
         if self._staleness is None and self._truncated == "keep":
             return fitted.kept, 0
         judged: list[TensorDict] = []
@@ -233,7 +238,7 @@ class BatchSource(SavedState):
         return judged, num_stale
 
     def _rewarded(self, rows: list[TensorDict]) -> list[TensorDict]:
-        """Rows with what the buffer's first transforms write: penalties are in their rewards."""
+        """Rows after the buffer's first transforms, so that rewards include penalties."""
         for transform in reversed(list(self._buffer.transform.transforms)):
             if not isinstance(transform, RowTransform):
                 break
@@ -244,19 +249,19 @@ class BatchSource(SavedState):
         return self._staleness.verdict(row, self._collector.policy_version) != "keep"
 
     def _aged(self, row: TensorDict) -> bool:
-        """Mark what is too old; whether the row was dropped by that."""
+        """Mark tokens that are too old; returns whether the row was dropped."""
         if self._staleness.mark(row, self._collector.policy_version) != "drop":
             return False
         self._dropped["stale"] += sampled_tokens(row)
         return True
 
     def _judge_waiting(self) -> None:
-        """Rows that came in earlier steps and wait for others have aged since."""
+        """Judge the waiting rows of earlier steps again, because they have aged."""
         if self._staleness is None:
             return
         for trajectory in self._credit.waiting():
             if trajectory.valid:
-                # Every row is to be marked, not only the first.
+                # A list, because every row has to be marked, not only the first.
                 aged = [self._aged(row) for row in trajectory.rows]
                 trajectory.valid = not any(aged)
         for row in self._credit.unfinished():
@@ -267,7 +272,7 @@ class BatchSource(SavedState):
     def _account(
         self, collected: list[TensorDict], before: dict[str, int], written: int
     ) -> list[TensorDict]:
-        """Close the ledger; the rows of the buffer."""
+        """Close the ledger; returns the rows of the buffer."""
         after = self._credit.get_stats()
         reasons: dict[int, int] = {}
         kept: list[TensorDict] = []
@@ -309,8 +314,8 @@ class BatchSource(SavedState):
             self._warned = True
             spent = {name: n for name, n in ledger.totals.items() if n}
             logger.warning(
-                f"no token of this step is trained, the weights stay as they are; tokens: {spent}. "
-                "Filters, bounds on returns and equal rewards leave nothing (said once)"
+                f"no token of this step is trained, the weights do not change; tokens: {spent}. "
+                "Filters, bounds on returns and equal rewards leave nothing (reported once)"
             )
         return kept
 
@@ -327,7 +332,7 @@ def _with_reward(row: TensorDict, rewarded: TensorDict) -> TensorDict:
 
 
 def mark_truncated(row: TensorDict, *, drop: bool) -> None:
-    """Take the sampled tokens of a response that was cut by its length limit out of the loss.
+    """Exclude the sampled tokens of a response that was cut by its length limit from the loss.
 
     Args:
         row: with a trace; its mask reasons are replaced, not changed.
@@ -343,7 +348,7 @@ def _was_cut(row: TensorDict) -> bool:
 
 
 def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
-    """Sampled tokens of rows by their mask reason.
+    """Count the sampled tokens of rows by mask reason.
 
     Args:
         rows: 1-d stack of rows with a trace.
@@ -358,13 +363,13 @@ def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
 
 
 def trained_rows(rows: LazyStackedTensorDict) -> LazyStackedTensorDict | None:
-    """The rows that have a token to train on; all others would only cost their forward.
+    """The rows that have a token to train on; all others would only cost a forward pass.
 
     Args:
         rows: 1-d stack of rows with a trace.
 
     Returns:
-        A stack of those rows, ``None`` without any.
+        A stack of those rows, ``None`` if there are none.
     """
     lengths = [ids.shape[0] for ids in read_rows(rows, ("trace", "source"))]
     source = torch.cat(read_rows(rows, ("trace", "source")))

@@ -1,10 +1,11 @@
-"""Checkpoints: complete or absent, openable by Hugging Face, and exact to resume from.
+"""Checkpoints: complete or absent, loadable by Hugging Face, and exact on resume.
 
 A checkpoint is a folder ``step_<N>`` that ``AutoModelForCausalLM.from_pretrained`` and
 ``AutoTokenizer.from_pretrained`` open, with a folder ``trainer_state`` in it: JSON and safetensors,
-of which reading runs no code, and the checksums of all. It is written under another name and
-renamed when it is whole, so a full disk or a killed process leaves the previous checkpoint as it
-was. This file knows folders and states; what belongs to a state is said by whoever passes it in.
+which run no code when they are read, and the checksums of all files. It is written under a
+temporary name and renamed when it is complete, so a full disk or a killed process leaves the
+previous checkpoint as it was. This module handles folders and states; the caller decides what
+belongs to a state.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _SPREAD = "spread"
 _OLD_STATE_FILE = "trainer_state.pt"
 _FORMAT = 1
 _CHUNK_BYTES = 1 << 24
-# A file of a rank's shards is in memory, twice, while it is written.
+# While it is written, a file of a rank's shards is in memory twice.
 _SPREAD_BYTES, _MOST_FILES = 1 << 26, 64
 
 
@@ -61,9 +62,9 @@ class CheckpointStore:
 
     Args:
         folder: where the checkpoints go; made when the first one is written.
-        keep_last: how many of the newest are kept; ``None`` keeps all.
+        keep_last: number of newest checkpoints to keep; ``None`` keeps all.
         ranks: the processes that save together.
-        spare: files without which a checkpoint is still whole; see :meth:`is_whole`.
+        spare: optional files: a checkpoint without them is still whole; see :meth:`is_whole`.
 
     Example:
         >>> import tempfile
@@ -95,9 +96,9 @@ class CheckpointStore:
         return checkpoint_path(self.folder, step)
 
     def sweep(self) -> None:
-        """Delete what a killed process has half written or half deleted.
+        """Delete incomplete checkpoints of a killed process.
 
-        Only for the one process that writes here.
+        Call this only in the process that writes here.
         """
         for replaced in self.folder.glob(".replaced_*"):
             final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
@@ -122,11 +123,11 @@ class CheckpointStore:
         Args:
             step: the training step that it follows.
             state: nested dicts of tensors, plain values and rows
-                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`; the same in all ranks, each
-                of which has its shards of tensors that are spread over them.
-            own: what is this rank's own.
-            write_model: writes model and tokenizer files into the folder that it is given, and may
-                return the CRC-32 of some of them by name; the others are read once for theirs.
+                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`; the same in all ranks,
+                except that each has its own shards of spread tensors.
+            own: state of this rank only.
+            write_model: writes model and tokenizer files into the given folder, and may return the
+                CRC-32 of some of them by name; the others are read once to compute it.
 
         Returns:
             The folder.
@@ -165,7 +166,8 @@ class CheckpointStore:
         manifest = {"format": _FORMAT, "ranks": self.ranks.world, "checksums": checksums}
         (partial / _STATE / _MANIFEST).write_text(json.dumps(manifest), encoding="utf-8")
         _flush(partial)
-        # A step that is saved twice (resumed, then stopped at once) replaces itself.
+        # A step that is saved twice (resumed, then stopped at once) replaces its earlier
+        # checkpoint.
         replaced = _set_aside(final, "replaced") if final.exists() else None
         os.replace(partial, final)
         _flush_one(self.folder)
@@ -176,7 +178,7 @@ class CheckpointStore:
             shutil.rmtree(_set_aside(self.path(old), "deleted"), ignore_errors=True)
 
     def _write_spread(self, partial: Path, state: PlainState) -> dict[str, int]:
-        """Write tensors that are spread over ranks, each rank its shards; CRC-32 of its files."""
+        """Write this rank's shards of spread tensors; returns the CRC-32 of its files."""
         if not state.spread:
             return {}
         sizes = {name: tensor.to_local().nbytes for name, tensor in state.spread.items()}
@@ -193,20 +195,20 @@ class CheckpointStore:
         return {f"{_STATE}/{_SPREAD}/{file.name}": _checksum(file) for file in own}
 
     def load(self, step: int | None = None, *, check: bool = True) -> dict[str, Any]:
-        """State of a checkpoint, after a look at the checksums of all its files.
+        """Load the state of a checkpoint, after a check of the checksums of all its files.
 
-        Reading it runs no code, whatever someone may have planted in it.
+        Loading runs no code, even from a malicious file.
 
         Args:
             step: the step; ``None`` for the newest.
-            check: look at the checksums.
+            check: verify the checksums.
 
         Returns:
-            The state, with what each rank had of its own as ``"ranks"``.
+            The state; the separate states of the ranks are under ``"ranks"``.
 
         Raises:
-            DamagedCheckpointError: a file is missing, cut short, or not what was written.
-            CheckpointError: there is no checkpoint, or it is of another version.
+            DamagedCheckpointError: a file is missing, truncated or changed.
+            CheckpointError: there is no checkpoint, or it is of a different version.
         """
         steps = self.steps()
         if not steps:
@@ -214,8 +216,8 @@ class CheckpointStore:
         path = self.path(steps[-1] if step is None else step)
         if (path / _OLD_STATE_FILE).is_file():
             raise CheckpointError(
-                f"{path} was written by an earlier version of torchrl_llm ({_OLD_STATE_FILE}): go "
-                f"on with that version, or begin another run from its model, model.name={path}"
+                f"{path} was written by an earlier version of torchrl_llm ({_OLD_STATE_FILE}): "
+                f"resume with that version, or start a new run from its model, model.name={path}"
             )
         try:
             num_ranks = _check_files(path, check, self.spare)
@@ -223,12 +225,12 @@ class CheckpointStore:
             return {**state, "ranks": [_read_state(path, f"rank_{n}") for n in range(num_ranks)]}
         except CheckpointError:
             raise
-        # A damaged file raises whatever its bytes happen to mean.
+        # A damaged file can raise any error.
         except Exception as error:
             raise DamagedCheckpointError(f"cannot read the checkpoint {path}: {error}") from error
 
     def is_whole(self, step: int, name: str) -> bool | None:
-        """Whether a file is what was written; ``None`` where an earlier version kept no checksum.
+        """Whether a file is unchanged; ``None`` if an earlier version stored no checksum.
 
         Args:
             step: of the checkpoint.
@@ -239,7 +241,7 @@ class CheckpointStore:
         return None if checksum is None else file.is_file() and _checksum(file) == checksum
 
     def read_spread(self, step: int, wanted: dict[str, Tensor]) -> None:
-        """Fill tensors that ranks had written together, whatever their number was.
+        """Fill tensors that any number of ranks has written together.
 
         All ranks have to call it.
 
@@ -264,18 +266,18 @@ class CheckpointStore:
     def load_newest_whole(
         self, look: Callable[[int, dict[str, Any]], None] = lambda step, state: None
     ) -> tuple[int, dict[str, Any], list[str]]:
-        """The newest checkpoint that is not damaged; damaged ones are renamed ``damaged_step_N``.
+        """Load the newest undamaged checkpoint; damaged ones are renamed ``damaged_step_N``.
 
-        Only for the one process that writes here.
+        Call this only in the process that writes here.
 
         Args:
-            look: raises a ``DamagedCheckpointError`` for a step's state that means nothing.
+            look: raises a ``DamagedCheckpointError`` if the state of a step is invalid.
 
         Returns:
             Its step, its state, and a line for each damaged one.
 
         Raises:
-            CheckpointError: there is none, or one is of another version.
+            CheckpointError: there is none, or one is of a different version.
         """
         damaged: list[str] = []
         for step in reversed(self.steps()):
@@ -289,7 +291,7 @@ class CheckpointStore:
                 damaged.append(f"{error}; it is now {aside}")
         raise CheckpointError(
             "; ".join([f"no whole checkpoint in {self.folder}", *damaged])
-            + "; the same command begins the run anew"
+            + "; the same command starts the run again"
         )
 
     def _failure(self, step: int, error: Exception) -> str:
@@ -316,29 +318,29 @@ def save_pretrained(
     max_shard_size: str | int = "5GB",
     is_main: bool = True,
 ) -> dict[str, int]:
-    """Write a Hugging Face model and its tokenizer, adapters merged.
+    """Write a Hugging Face model with merged adapters, and its tokenizer.
 
     A PEFT model is written as the plain model with its LoRA weights added, so that it opens without
-    PEFT and without the base model; the adapter alone goes to ``adapter/``. Where adapters give
-    tied weights different values, ``config.json`` says that they are tied no more. Of a quantized
-    model the folder holds the adapter alone, with the name of its base.
+    PEFT and without the base model; the adapter alone goes to ``adapter/``. If adapters give tied
+    weights different values, ``config.json`` marks them as untied. For a quantized model, the
+    folder holds only the adapter, with the name of its base model.
 
     Args:
         path: an existing folder.
-        model: a ``PreTrainedModel`` or a ``PeftModel`` over one; another module writes itself, by
-            its ``save_pretrained``.
+        model: a ``PreTrainedModel`` or a ``PeftModel`` over one; other modules are written by their
+            own ``save_pretrained``.
         tokenizer: its tokenizer.
-        max_shard_size: bytes of weights a file, as ``"5GB"``; more are written as shards with
-            ``model.safetensors.index.json``.
+        max_shard_size: most bytes of weights per file, such as ``"5GB"``; larger models are written
+            as shards with ``model.safetensors.index.json``.
         is_main: whether this process writes. A model that is spread over ranks is gathered tensor
-            by tensor, for which all of them call this, and one writes.
+            by tensor: all ranks have to call this function, and one writes.
 
     Returns:
         CRC-32 of each file of weights, by its name.
 
     Raises:
-        CheckpointError: an adapter that no weight can hold, such as a learned prompt; a quantized
-            model without adapter.
+        CheckpointError: an adapter that cannot be merged into weights, such as a learned prompt; or
+            a quantized model without an adapter.
     """
     checksums: dict[str, int] = {}
     base = model.get_base_model() if hasattr(model, "peft_config") else model
@@ -356,7 +358,7 @@ def save_pretrained(
                 max_shard_size=size_in_bytes(max_shard_size),
             )
         if base is not model:
-            every = model.named_parameters(remove_duplicate=False)  # PEFT asks for both of a tie
+            every = model.named_parameters(remove_duplicate=False)  # PEFT needs both tied names
             adapter = {n: whole(p) for n, p in every if p.requires_grad}
             if is_main:
                 folder = path / "adapter" if is_whole else path
@@ -370,7 +372,7 @@ def save_pretrained(
 
 
 def _untie(file: Path) -> None:
-    """Say in a configuration that the head has weights of its own, which an adapter gave it."""
+    """Mark in a configuration that an adapter gave the head separate weights."""
     config = json.loads(file.read_text())
     for part in (config, config.get("text_config")):
         if isinstance(part, dict):
@@ -397,7 +399,7 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
     """Set the random generators to an earlier :func:`rng_state`.
 
     Args:
-        state: what :func:`rng_state` returned; CUDA's part is used where the devices match.
+        state: what :func:`rng_state` returned; CUDA's part is used if the devices match.
     """
     import numpy
 
@@ -409,13 +411,13 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def lock_folder(folder: Path) -> IO[str]:
-    """Make this process the one that trains in a folder, until it ends or closes the file.
+    """Lock a folder for training by this process, until it ends or closes the file.
 
     Args:
         folder: made if missing.
 
     Raises:
-        CheckpointError: another process trains there, or nothing can be written there.
+        CheckpointError: another process trains there, or the folder is not writable.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -423,10 +425,10 @@ def lock_folder(folder: Path) -> IO[str]:
     except OSError as error:
         raise CheckpointError(
             f"{folder} cannot be the folder of a run: {error.strerror}; choose another "
-            "hydra.run.dir, or make it one that can be written"
+            "hydra.run.dir, or make it writable"
         ) from error
     try:
-        # A lock of the process: children do not inherit it, and the kernel lets go of it.
+        # A lock of the process: children do not inherit it, and the kernel releases it.
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
         file.seek(0)
@@ -443,7 +445,7 @@ def lock_folder(folder: Path) -> IO[str]:
 
 
 def _write_state(folder: Path, name: str, state: PlainState) -> dict[str, int]:
-    """Write a state; CRC-32 of each file, by its place in the checkpoint."""
+    """Write a state; returns the CRC-32 of each file by its path in the checkpoint."""
     text, tensors = f"{_STATE}/{name}.json", f"{_STATE}/{name}.safetensors"
     written = json.dumps(state.plain, separators=(",", ":")).encode()
     (folder / text).write_bytes(written)
@@ -454,7 +456,7 @@ def _write_state(folder: Path, name: str, state: PlainState) -> dict[str, int]:
 def _read_state(folder: Path, name: str) -> dict[str, Any]:
     plain = json.loads((folder / _STATE / f"{name}.json").read_bytes())
     with safe_open(folder / _STATE / f"{name}.safetensors", framework="pt") as file:
-        # Copied: what is mapped from a file must not change with it.
+        # Copied: a tensor that is mapped from a file must not change with the file.
         tensors = {name: file.get_tensor(name).clone() for name in file.keys()}
     state = state_from_plain(plain, tensors)
     if not isinstance(state, dict):
@@ -467,12 +469,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 
 def _check_files(folder: Path, checksums: bool, spare: Collection[str]) -> int:
-    """Look at what a checkpoint says of itself; the number of ranks that wrote it."""
+    """Check a checkpoint against its manifest; returns the number of ranks that wrote it."""
     manifest = _manifest(folder)
     if manifest["format"] != _FORMAT:
         raise CheckpointError(
             f"{folder} is of format {manifest['format']!r}, and this version of torchrl_llm reads "
-            f"{_FORMAT}; go on with the version that wrote it"
+            f"{_FORMAT}; resume with the version that wrote it"
         )
     for name, checksum in manifest["checksums"].items():
         place = PurePosixPath(name)

@@ -1,7 +1,7 @@
-"""Results of a step, read off its rows and told to the order in which prompts are drawn.
+"""Results of a step: read from its rows and passed to the order in which prompts are drawn.
 
-The orders are :mod:`torchrl_llm.data.row_order`; they may be in this process, or in the actor of a
-:class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer` that many collectors ask.
+The orders are in :mod:`torchrl_llm.data.row_order`. They run in this process, or in the actor of a
+:class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer` that many collectors share.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from torchrl_llm.objectives import CreditAssigner, SPOAdvantage
 from torchrl_llm.trainers.episode_metrics import Episodes
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 
-# What rewards of several turns may add up to beyond 0 and 1.
+# Tolerance by which the summed rewards of several turns may leave [0, 1].
 _ROUNDING = 1e-5
 
 
 class Curriculum:
-    """Part of a training loop that lets results decide what is drawn next.
+    """Part of a training loop: results decide which prompts are drawn next.
 
     Args:
-        primer: draws the rows in an order that follows results; ``None`` for a loop whose order
-            does not, in which nothing is recorded.
+        primer: draws the rows in an order that depends on results; ``None`` if the order does not
+            depend on them, and then nothing is recorded.
         credit: an :class:`~torchrl_llm.objectives.SPOAdvantage` gives its success rates to the
             order; others have none.
-        ranks: the processes that train together; the orders of all learn what rank 0 has seen.
+        ranks: the processes that train together; the orders of all ranks get the results of rank 0.
 
     Example:
         >>> Curriculum(None).see(None)
@@ -50,14 +50,14 @@ class Curriculum:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The results so far as a part of a run, to be restored before what draws rows."""
+        """The results so far as a part of a run; restored before the parts that draw rows."""
         return {} if self._primer is None else {"curriculum": self._primer.order}
 
     def see(self, rows: LazyStackedTensorDict | None) -> dict[str, float]:
         """Record the results of a step.
 
         Args:
-            rows: all that were collected for it, one per turn; those of all ranks in rank 0.
+            rows: all rows collected for the step, one per turn; in rank 0 the rows of all ranks.
 
         Returns:
             ``train/curriculum_...``, see :meth:`torchrl_llm.data.row_order.RowOrder.metrics`.
@@ -77,20 +77,20 @@ class Curriculum:
         return order.metrics()
 
     def ended(self) -> str | None:
-        """Why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
+        """Reason why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
         return None if self._primer is None else self._primer.order.ended()
 
 
 def successes(rows: LazyStackedTensorDict) -> dict[int, list[float]]:
-    """Success of each finished conversation, by the row of the data that it began with.
+    """Success of each finished conversation, by the data row that it started with.
 
     Args:
         rows: 1-d stack of rows with rewards, one per turn.
 
     Returns:
-        Index of the data's row to what its conversations came to: ``success`` of the last turn, 0
-        or 1, or the summed reward of the task where rows do not say it. Those without a valid
-        reward are left out.
+        Index of a data row to the results of its conversations: ``success`` of the last turn (0 or
+        1), or the summed reward of the task if rows have no ``success``. Conversations without a
+        valid reward are left out.
 
     Raises:
         DataError: rows without ``"row_id"``, or without ``success`` and with rewards outside

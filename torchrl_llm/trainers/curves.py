@@ -1,7 +1,7 @@
 """Curves of metrics: in a terminal, and as a picture.
 
-The one in the terminal is drawn with braille dots: forty lines against a compiled dependency whose
-interface changes between versions.
+The terminal curve is drawn with braille dots, which takes forty lines instead of a compiled
+dependency whose interface changes between versions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Series = tuple[Sequence[int], Sequence[float]]
 
 # Bits of a braille cell, two dots wide and four high, by column and row from the top.
 _DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
-# The least that an axis spans: in units of the metric, and of its largest absolute value.
+# Smallest span of an axis: in units of the metric, and of its largest absolute value.
 _LEAST_SPAN, _LEAST_SHARE = 1e-3, 0.01
 _LEARNING_RATE = re.compile(r"\s*(\w+/)?lr\b")
 
@@ -29,11 +29,11 @@ def axis_limits(name: str, values: Iterable[float]) -> tuple[float, float]:
     """Lower and upper end of the axis of a metric, so that rounding noise is drawn flat.
 
     The axis spans at least 0.001 and a hundredth of the largest absolute value. Learning rates
-    (``lr``) are small by nature and span at least the hundredth. An axis that is widened stays at
-    or above 0 if all values are.
+    (``lr``) are small by nature and span at least the hundredth. A widened axis stays at or above 0
+    if all values are.
 
     Args:
-        name: of the metric, or a text that begins with it.
+        name: name of the metric, or a text that starts with it.
         values: at least one; those that are not finite are left out.
 
     Example:
@@ -69,7 +69,7 @@ def terminal_curve(
         height: lines of the drawing area.
 
     Returns:
-        A text of ``height + 2`` lines; only the title where there are no values.
+        A text of ``height + 2`` lines; only the title if there are no values.
 
     Example:
         >>> values = [0.0, 0.25, 0.75, 1.0]
@@ -150,11 +150,11 @@ def save_curves(path: str | Path, series: Mapping[str, Series]) -> Path:
 
 
 class Curve(NamedTuple):
-    """A series, with how much the runs that it is the mean of differ.
+    """A series, or the mean of several runs with their spread.
 
     Attributes:
         steps: ascending.
-        values: one a step.
+        values: one per step.
         spread: half the height of a band around each value; empty for none.
     """
 
@@ -190,7 +190,7 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
             at = next(curve.steps[0] for curve in curves.values() if curve.steps)
             axes.update_datalim([(at, end) for end in limits])
         for label, curve in curves.items():
-            # A measure taken a few times is shown with its points, a dense one as a thin line.
+            # A series with few values is shown with its points, a dense one as a thin line.
             style = "o-" if len(curve.steps) <= 20 else "-"
             colour = colours(labels.index(label))
             (drawn[label],) = axes.plot(
@@ -213,7 +213,7 @@ def draw_panels(panels: Mapping[str, Mapping[str, Curve]]) -> Any:
 
 
 def _plain(text: str) -> str:
-    """A text as matplotlib writes it, no formula."""
+    """Escape a text so that matplotlib does not read it as a formula."""
     return printable(text).replace("$", r"\$")
 
 

@@ -21,24 +21,24 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import agent_of, task_pat
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.functional.advantages import are_equal
 
-# Answers to calls that no tool was asked for; their names are whatever a model wrote.
+# Kinds of answers to calls that reached no tool; the model may have written any name.
 _NOT_CARRIED_OUT = {"MalformedCall", "UnknownTool", "TooManyCalls", "CutResponse", "NotRun"}
 
 
 class Episodes:
-    """The rows of a step by episode: what every metric of episodes is taken over.
+    """The rows of a step by episode, the basis of all metrics of episodes.
 
     An episode is a trajectory of one agent with all its turns, as an advantage estimator sees it.
-    Its return is the sum of its turns' rewards, and it is valid where each of them has a valid one.
+    Its return is the sum of its turns' rewards, and it is valid if each turn has a valid reward.
 
     Args:
         rows: 1-d stack of ``B`` rows with rewards, one row per turn, of ``N`` episodes. Rows
             without ``traj_id`` are whole episodes, one after the other.
 
     Attributes:
-        rewards: float64 ``[B]``, NaN where they are not valid.
+        rewards: float64 ``[B]``, NaN if they are not valid.
         last: int64 ``[N]``, the last row of each episode.
-        returns: float64 ``[N]``, NaN where an episode is not valid.
+        returns: float64 ``[N]``, NaN if an episode is not valid.
         task_returns: float64 ``[N]``, the same without the penalty of a KL divergence.
 
     Example:
@@ -60,7 +60,7 @@ class Episodes:
             name = trajectory_of(row)
             names.append(ended if name is None else name)
             ended += done[at]
-            # Where its rows are out of order, the one that is done is the last.
+            # If the rows are out of order, the last one is the row that is done.
             if done[at] or not done[last.setdefault(names[-1], at)]:
                 last[names[-1]] = at
         places = {name: place for place, name in enumerate(last)}
@@ -76,28 +76,28 @@ class Episodes:
         self._magnitudes = self.sums(task.abs())
 
     def sums(self, values: Tensor) -> Tensor:
-        """Numbers of rows, float64 ``[B]``, added up over each episode: ``[N]``."""
+        """Sum numbers of rows, float64 ``[B]``, over each episode: ``[N]``."""
         return values.new_zeros(len(self.last)).index_add(0, self._places, values)
 
     def mean(self, values: Tensor) -> float:
-        """Mean over the valid episodes of numbers ``[N]``, of those that have one; NaN without any.
+        """Mean of numbers ``[N]`` over the valid episodes that have one; NaN if there are none.
 
         Args:
-            values: floats, NaN where an episode has none.
+            values: floats, NaN if an episode has none.
         """
         return values[self.returns.isfinite() & values.isfinite()].mean().item()
 
     def are_equal(self, places: Sequence[int] | None = None) -> bool:
-        """Whether the valid episodes, or these of them, all came to the same.
+        """Whether all valid episodes, or the given ones, have the same return.
 
-        Judged on the task's own reward, within what float32 resolves
+        Compares the task's own reward, within the precision of float32
         (:func:`~torchrl_llm.functional.are_equal`).
         """
         chosen = self.returns.isfinite().nonzero().flatten() if places is None else places
         return are_equal(self.task_returns[chosen], self._magnitudes[chosen])
 
     def zero_variance(self) -> float | None:
-        """The share of equal groups among those with two valid episodes; ``None`` without any."""
+        """Share of equal groups among those with two valid episodes; ``None`` if there are none."""
         groups = row_values(self._rows, "group_id", torch.sum, None)
         if groups is None:
             return None
@@ -111,24 +111,24 @@ class Episodes:
 
 
 def _totals(rows: LazyStackedTensorDict, path: tuple[str, ...], default: Any = ...) -> Any:
-    """Rewards added up over the tokens of each row."""
+    """Sum of the rewards over the tokens of each row."""
     values = row_values(rows, path, partial(torch.sum, dtype=torch.float64), default)
     return values if values is default else values.double()
 
 
 def episode_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
-    """What the episodes of a step were like.
+    """Metrics of the episodes of a step.
 
     Args:
         rows: 1-d stack of ``B`` rows, one row per turn, of whole episodes.
-        episodes: the same by episode.
+        episodes: the same rows by episode.
 
     Returns:
-        ``train/turns``, mean per episode. ``train/zero_variance``, where rows have a ``group_id``:
-        the share of groups whose returns are all equal, of those with two valid ones at least.
-        ``perf/reward_s``, seconds of rewards, added up over rows. Where there are tools,
-        ``train/tool_calls`` and ``train/tool_failures`` (calls answered by an error, those of the
-        model included); and for each tool that was called ``train/tool_calls_<name>``,
+        ``train/turns``, mean per episode. ``train/zero_variance``, if rows have a ``group_id``: the
+        share of groups whose returns are all equal, among groups with at least two valid returns.
+        ``perf/reward_s``, seconds of rewards, added up over rows. If there are tools,
+        ``train/tool_calls`` and ``train/tool_failures`` (calls answered by an error, including
+        errors of the model); and for each tool that was called ``train/tool_calls_<name>``,
         ``train/tool_failures_<name>`` and ``perf/tool_<name>_s``, seconds added up over calls.
     """
     metrics = {"train/turns": len(rows) / len(episodes.last)}
@@ -159,24 +159,24 @@ def _tools(calls: list[dict[str, Any]]) -> dict[str, float]:
 
 
 def rollout_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
-    """What the policy did in a step, from every row that was collected.
+    """Metrics of the policy in a step, from all collected rows.
 
     Args:
         rows: 1-d stack of rows with rewards, one row per turn.
 
     Returns:
         ``train/reward`` (mean return of the valid episodes as advantages see it, a KL penalty
-        included; NaN without any), ``train/reward_std`` and ``train/success`` (of the last turn,
-        where rows say it) over the same episodes, ``train/invalid`` and ``train/truncated``
-        (fractions of the rows), ``train/response_length`` (mean tokens); those of
-        :func:`episode_metrics`. For each component of the
-        reward, before its weight, ``train/reward_<name>`` over those of the same episodes in which
-        it is valid, and ``train/invalid_<name>``. ``train/reward_errors``: rows whose reward
-        raised, or was none; ``train/tool_errors``, where there are tools: rows with a call that a
-        tool itself failed at; ``train/env_errors``, where there are any: rows whose world or
-        program failed; ``train/out_of_context``, where episodes have several turns: the fraction of
-        them that ended because the conversation had filled the model's context; and
-        ``train/program_<name>``, the mean of a number that programs return by this name.
+        included; NaN without any), ``train/reward_std`` and ``train/success`` (of the last turn, if
+        rows have it) over the same episodes, ``train/invalid`` and ``train/truncated`` (fractions
+        of the rows), ``train/response_length`` (mean tokens); and the metrics of
+        :func:`episode_metrics`. For each component of the reward, before its weight,
+        ``train/reward_<name>`` over the same episodes, if it is valid there, and
+        ``train/invalid_<name>``. ``train/reward_errors``: rows whose reward raised an error or was
+        not valid; ``train/tool_errors``, if there are tools: rows with a call in which the tool
+        itself failed; ``train/env_errors``, if there are any: rows whose world or program failed;
+        ``train/out_of_context``, if episodes have several turns: the fraction of them that ended
+        because the conversation had filled the model's context; and ``train/program_<name>``, the
+        mean of a number that programs return by this name.
     """
     episodes = Episodes(rows)
     invalid = episodes.rewards.isnan()
@@ -210,7 +210,7 @@ def _program_metrics(rows: LazyStackedTensorDict) -> dict[str, float]:
 
 
 def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, int]:
-    """Rows by what failed in them."""
+    """Numbers of rows by kind of failure."""
     failed = [{f.source for f in failures_of(row)} for row in row_list(rows)]
     worlds = sum(not sources.isdisjoint((PROGRAM, WORLD)) for sources in failed)
     metrics = {"train/reward_errors": int(invalid.sum()) - worlds}
@@ -223,7 +223,7 @@ def _error_metrics(rows: LazyStackedTensorDict, invalid: Tensor) -> dict[str, in
 
 
 def _context_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
-    """How many episodes ended with the context, where they have several turns."""
+    """Fraction of episodes that ended with a full context, if they have several turns."""
     turns = row_values(rows, "turn", torch.any, None)
     reasons = row_values(rows, ("next", "truncation_reason"), torch.sum, None)
     if turns is None or reasons is None:
@@ -235,7 +235,7 @@ def _context_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[st
 
 
 def _component_metrics(rows: LazyStackedTensorDict, episodes: Episodes) -> dict[str, float]:
-    """Return and failures of each component of the reward, where it has some."""
+    """Return and failures of each component of the reward, if it has any."""
     node = rows[0].get(("next", "rewards"), None)
     metrics: dict[str, float] = {}
     for name in () if node is None else node.keys():

@@ -1,11 +1,11 @@
-"""A model that every rank runs at a pace of its own, though each has only a part of its weights.
+"""A sharded model that every rank runs at its own pace.
 
 FSDP2 gathers the weights of a layer when all ranks run it, equally often. In training they do
-(:mod:`torchrl_llm.trainers.optim`); but a rank samples until its own answers end, and scores the
-rows that it happens to have. So a model that samples or scores is a :class:`GatheredModel`: its
-weights are whole one layer at a time, while that layer runs. Ranks agree on which layer is gathered
-next by the lowest number that any of them asks for. A rank that asks for none takes part while it
-waits for the others in :class:`~torchrl_llm.trainers.Ranks`, until all wait.
+(:mod:`torchrl_llm.trainers.optim`). But a rank samples until its own answers end, and scores only
+its own rows. So a model that samples or scores is a :class:`GatheredModel`: its weights are whole
+one layer at a time, while that layer runs. The next layer to gather is the one with the lowest
+number that any rank requests. A rank that requests none takes part while it waits for the others in
+:class:`~torchrl_llm.trainers.Ranks`, until all wait.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from torchrl_llm.weights.weight_updater import WeightUpdater
 
 Gathers = Literal["layer", "model"]
 
-# What a rank asks for that wants no layer.
+# Request of a rank that needs no layer.
 _NOTHING = torch.iinfo(torch.int64).max
 _models: weakref.WeakKeyDictionary[nn.Module, GatheredModel] = weakref.WeakKeyDictionary()
 
 
 class GatheredModel:
-    """Makes the weights of a module whole while they are used, and lets go of them then.
+    """Makes the weights of a module whole while they are used, and releases them afterwards.
 
-    Outside of that, and outside of :meth:`whole`, its weights are NaN and take no memory. What is
-    in no layer (embeddings, head) stays from its first use to the next collective call of the
-    ranks. All ranks have to make one of the same module, in the same order.
+    Outside of that, and outside of :meth:`whole`, its weights are NaN and take no memory. Weights
+    outside the layers (embeddings, head) stay whole from their first use to the next collective
+    call of the ranks. All ranks have to make their gathered models of the same modules in the same
+    order.
 
     Args:
-        module: runs; it holds ``model``, and may hold a value head.
+        module: the module to run; it holds ``model``, and may hold a value head.
         model: a Hugging Face model, in PEFT or not.
-        sources: the parameters of ``module`` in their order, sharded: what trains them. Those of
-            ``module`` itself by default, which are frozen then.
-        gathers: ``"layer"``, or ``"model"`` to keep all that was used up to the next collective
-            call: nothing waits at each layer then.
+        sources: the sharded parameters that are trained, in the order of the parameters of
+            ``module``. By default shards of the parameters of ``module``, which are then frozen.
+        gathers: ``"layer"``, or ``"model"`` to keep all used weights until the next collective
+            call, so that ranks do not wait at each layer.
         timeout_s: most seconds that a rank waits for another.
     """
 
@@ -70,7 +71,7 @@ class GatheredModel:
             ]
         source_of = dict(zip(parameters, sources, strict=True))
         self._pace, self._keeps = _pace(timeout_s), gathers == "model"
-        # What is in no layer comes first: it is asked for before any layer.
+        # Weights outside the layers come first: they are requested before any layer.
         blocks = blocks_of(model)
         in_layers = {p for block in blocks for p in block.parameters()}
         rest = self._layer([p for p in parameters if p not in in_layers], source_of)
@@ -102,7 +103,7 @@ class GatheredModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """All weights at once, on this rank; others may do something else."""
+        """Make all weights whole on this rank; other ranks may do something else."""
         try:
             for number in self._numbers:
                 self._pace.bring(number)
@@ -116,10 +117,10 @@ class GatheredModel:
 
 @contextmanager
 def whole_weights(module: nn.Module) -> Iterator[None]:
-    """While weights are read otherwise than by running a module: they are whole, on this rank.
+    """Make weights whole on this rank while they are read without running the module.
 
     Args:
-        module: holds the model of a :class:`GatheredModel`, or is whole anyway.
+        module: holds the model of a :class:`GatheredModel`, or has whole weights anyway.
     """
     found = next((_models[part] for part in module.modules() if part in _models), None)
     if found is None:
@@ -130,35 +131,35 @@ def whole_weights(module: nn.Module) -> Iterator[None]:
 
 
 class GatheredWeights(WeightUpdater):
-    """Updater of an engine, whose source is whole while another updater reads it.
+    """Weight updater that makes its source whole while a different updater reads it.
 
     Args:
         source: a :class:`GatheredModel` in any wrapping.
-        then: pushes its weights.
+        then: the updater that pushes its weights.
     """
 
     def __init__(self, source: nn.Module, then: Any) -> None:
         self._source, self._then = source, then
 
     def register_collector(self, collector: Any) -> None:
-        """Bind to a collector, as what pushes the weights."""
+        """Bind this updater and the inner one to a collector."""
         super().register_collector(collector)
         self._then.register_collector(collector)
 
     @property
     def canary(self) -> Any:
-        """Of what pushes the weights; ``None`` without one."""
+        """Canary of the inner updater; ``None`` if it has none."""
         return getattr(self._then, "canary", None)
 
     def sleep(self) -> None:
-        """Have engines give their memory back until the next push, where they can."""
+        """Let engines release their memory until the next push, if they can."""
         self._then.sleep()
 
     def push_weights(self, policy_or_weights: Any = None) -> None:
-        """Push what has been trained.
+        """Push the trained weights.
 
         Args:
-            policy_or_weights: not looked at: the weights are those of the source.
+            policy_or_weights: not used: the weights come from the source.
         """
         with whole_weights(self._source):
             self._then.push_weights()
@@ -173,14 +174,14 @@ class _Layer:
 
     def __init__(self, sources: dict[nn.Parameter, Tensor]) -> None:
         self._sources = sources
-        # Of the parameter's shape and device, in the memory of one number.
+        # They have the parameter's shape and device, and take the memory of one number.
         self._away = {p: p.new_full((), torch.nan).expand(p.shape) for p in sources}
         self.is_whole, self.is_needed = True, False
         self.drop()
 
     @torch.no_grad()
     def gather(self, wanted: bool) -> None:
-        """Take part in gathering, and keep the weights if they are wanted here."""
+        """Take part in gathering, and keep the weights if they are needed here."""
         for parameter, source in self._sources.items():
             whole = whole_tensor(source.detach())
             if wanted:
@@ -188,7 +189,7 @@ class _Layer:
         self.is_whole = self.is_whole or wanted
 
     def drop(self) -> None:
-        """Let go of the whole weights, unless all of the model is needed."""
+        """Release the whole weights, unless the whole model is needed."""
         if self.is_whole and not self.is_needed:
             for parameter, away in self._away.items():
                 parameter.data = away
@@ -196,7 +197,7 @@ class _Layer:
 
 
 class _Pace:
-    """The layers of all models of this process, and the group in which ranks ask for them.
+    """The layers of all models of this process, and the group in which ranks request them.
 
     Args:
         timeout_s: most seconds that a rank waits for another.
@@ -208,7 +209,7 @@ class _Pace:
         self._lock = threading.RLock()
 
     def forget(self, numbers: Sequence[int]) -> None:
-        """Let go of the shards of a model that is gone; others keep their numbers."""
+        """Release the shards of a deleted model; other layers keep their numbers."""
         for number in numbers:
             self.layers[number] = _Layer({})
 
@@ -219,10 +220,10 @@ class _Pace:
                 self._gather_next(number)
 
     def meet(self, world: int) -> None:
-        """Take part in what others gather, until no rank asks for anything.
+        """Take part in gathering for other ranks, until no rank requests anything.
 
         Args:
-            world: how many ranks meet; one of several that talks to itself meets nobody.
+            world: number of ranks that meet; the method does nothing if it is not the whole group.
         """
         if world != dist.get_world_size():
             return
@@ -243,7 +244,7 @@ class _Pace:
 
 
 def _pace(timeout_s: float) -> _Pace:
-    """That of the present group of ranks."""
+    """The pace of the present group of ranks."""
     if not between_calls:
         between_calls.append(_Pace(timeout_s))
     pace: _Pace = between_calls[0]

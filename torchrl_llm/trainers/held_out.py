@@ -1,4 +1,4 @@
-"""Held-out conversations that training has changed: which are shown, and how."""
+"""Shows held-out conversations that training has changed."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torchrl_llm._run_log import printable
 from torchrl_llm.data.row_text import VERDICTS
 
 NUM_COMPARED = 128
-"""Held-out conversations of a run that are kept to be compared."""
+"""Number of held-out conversations that a run keeps for comparison."""
 
 _MOST_BETTER = 2
 
 
 def changed_conversations(before: Sequence[str], after: Sequence[str]) -> list[int]:
-    r"""Which conversations show best what training has changed.
+    r"""Choose the conversations that best show the effect of training.
 
     Args:
-        before: those of the untrained model, each with a line of ``VERDICTS`` at its end.
+        before: conversations of the untrained model, each with a line of ``VERDICTS`` at its end.
         after: the same prompts, answered by the trained model.
 
     Returns:
@@ -45,8 +45,8 @@ def compare_conversations(before: Sequence[str], after: Sequence[str]) -> str:
     r"""The conversations of :func:`changed_conversations`, before and after training, as text.
 
     Args:
-        before: as there.
-        after: as there.
+        before: as for :func:`changed_conversations`.
+        after: as for :func:`changed_conversations`.
 
     Example:
         >>> was, now = "user: 1+1\nassistant: 3\n-> wrong", "user: 1+1\nassistant: 2\n-> right"

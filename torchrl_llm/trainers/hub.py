@@ -1,6 +1,7 @@
-"""Push of a trained model to a hub: model, tokenizer, adapter and a card, and nothing else.
+"""Pushes a trained model to a hub: only model, tokenizer, adapter and a card.
 
-What a run needs to go on (``trainer_state`` with the optimizer, ``metrics.csv``) stays here.
+Files that a run needs to resume (``trainer_state`` with the optimizer, ``metrics.csv``) are not
+pushed.
 """
 
 from __future__ import annotations
@@ -22,20 +23,20 @@ from torchrl_llm.trainers.run_folder import model_folder, read_config, run_of
 _CARD = "README.md"
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 _BRANCH = re.compile(r"(?!.*(?:\.\.|\.lock$|//))\w[\w./-]*(?<![./])")
-# What a model, a tokenizer and an adapter consist of. It is a list of what goes and not of what
-# stays, so that whoever keeps notes or keys in such a folder does not publish them.
+# Files of a model, a tokenizer and an adapter. Only files in this list are pushed, so that notes or
+# keys in such a folder are not published.
 _FILES = ("*.safetensors", "*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 _FOLDERS = (".", "adapter")
 
 
 def check_repository(name: str) -> None:
-    """Refuse what is no name of a repository.
+    """Reject an invalid name of a repository.
 
     Args:
         name: as ``owner/name``.
 
     Raises:
-        ConfigError: it is not of that form.
+        ConfigError: the name does not have this form.
 
     Example:
         >>> check_repository("ann/adder")
@@ -56,24 +57,23 @@ def push_to_hub(
 ) -> str:
     """Push a model to a repository, in one commit.
 
-    The token is that of ``hf auth login``, or the environment variable ``HF_TOKEN``. Files that are
-    there already are replaced, others stay.
+    The token comes from ``hf auth login`` or the environment variable ``HF_TOKEN``. Files with the
+    same names are replaced; other files stay.
 
     Args:
-        folder: of a run (its newest checkpoint), of a checkpoint or of a model.
-        name: the repository, ``owner/name``; it is made where there is none.
-        private: whether a repository that is made is for its owner alone. One that exists keeps
-            what it is.
-        command: what began the run, for the card.
-        revision: a branch, such as ``step-100``, so that several checkpoints have a place; it is
-            made from ``main`` where there is none.
+        folder: folder of a run (its newest checkpoint), of a checkpoint or of a model.
+        name: the repository, ``owner/name``; it is created if it does not exist.
+        private: whether a new repository is private. An existing one does not change.
+        command: the command that started the run, for the card.
+        revision: a branch, such as ``step-100``, to store several checkpoints; it is created from
+            ``main`` if it does not exist.
 
     Returns:
         The address of the repository.
 
     Raises:
-        ConfigError: a name without owner, a folder without a model, or what is no name of a branch.
-        CheckpointError: the hub refused it, or could not be reached.
+        ConfigError: a name without owner, a folder without a model, or an invalid name of a branch.
+        CheckpointError: the hub rejected the push, or could not be reached.
     """
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -102,7 +102,7 @@ def push_to_hub(
 
 
 def pushed_files(model: Path) -> list[str]:
-    """Paths of the files that are pushed, besides the card.
+    """Paths of the files to push, without the card.
 
     Args:
         model: folder of the model.
@@ -121,10 +121,9 @@ def model_card(
     """Text of the repository's front page.
 
     Args:
-        config: nested configuration of the run; empty where it is not known. Passwords of addresses
-            are left out.
+        config: nested configuration of the run; empty if unknown. Passwords in URLs are left out.
         name: the repository.
-        command: what began the run.
+        command: the command that started the run.
         is_classifier: whether the model is a reward model.
 
     Example:
@@ -159,7 +158,7 @@ def model_card(
 
 
 def _failure(model: Path, name: str, error: BaseException, revision: str) -> str:
-    """What went wrong, what to do, and never the token."""
+    """Description of the failure, with advice and without the token."""
     from huggingface_hub import constants, get_token
     from huggingface_hub.errors import OfflineModeIsEnabled
 

@@ -1,8 +1,8 @@
-"""Rollouts that a run keeps: which rows of a step, what became of each, and into which file.
+"""Rollouts that a run keeps: chooses rows of a step, adds their outcomes, and writes the files.
 
-A row is kept as it was collected, with what training made of it: its fate, its advantage, what else
-the buffer's transforms wrote, and why each of its tokens is masked. Where a buffer joins the turns
-of a trajectory, a turn gets its part of the joined row.
+A row is stored as it was collected, with the results of training: its fate, its advantage, other
+keys that the buffer's transforms wrote, and the mask reason of each token. If a buffer joins the
+turns of a trajectory, each turn gets its part of the joined row.
 
 Next: :class:`torchrl_llm.data.rollout_store.RolloutStore` reads them.
 """
@@ -37,22 +37,22 @@ _REASON, _VALID = CHANGED
 _PARTS = ("prompt", "full")
 _FATES = {name: cell(name) for name in ("trained", "filtered", "invalid", "pending")}
 _FATES |= {name: cell(name) for name in ("stale", "truncated", "overlong")}
-# A prime, so that the groups that are kept move through all places of a batch.
+# A prime, so that the kept groups move through all positions of a batch.
 _STRIDE = 7919
 
 
 @dataclass(eq=False)
 class RowOutcomes:
-    """What became of the rows of a step.
+    """Outcomes of the rows of a step.
 
     Attributes:
-        rows: as they were collected, one a turn; then those of earlier steps that were decided in
-            this one, as they waited: cut and marked already.
-        judged: the same rows, cut to the length that is trained, with what must not be trained
-            marked; the same objects where nothing is.
+        rows: rows as collected, one per turn; then the rows of earlier steps that were decided in
+            this step, already cut and marked.
+        judged: the same rows, cut to the training length and marked where tokens must not be
+            trained; unchanged rows are the same objects.
         trained: rows of the buffer, joined or not.
         waiting: trajectories, see ``trajectory_of``, that still wait for their group.
-        num_carried: how many of the rows are of earlier steps.
+        num_carried: number of rows of earlier steps.
         is_known: whether there was a buffer at all.
         added: keys that :meth:`row` has taken from rows of the buffer.
     """
@@ -66,11 +66,11 @@ class RowOutcomes:
     added: set[tuple[str, ...]] = field(default_factory=set)
 
     def sample(self, step: int, number: int) -> list[int]:
-        """Some of the rows: whole groups as far as they fit, whole trajectories always.
+        """Choose some rows: whole groups if they fit, and always whole trajectories.
 
         Args:
-            step: the training step; each begins at another group.
-            number: of rows, or those of one trajectory if it has more.
+            step: the training step; each starts at a different group.
+            number: number of rows, or the rows of one trajectory if it has more.
 
         Returns:
             Their indices, ascending.
@@ -94,13 +94,13 @@ class RowOutcomes:
         return [list(members.values()) for members in found.values()]
 
     def row(self, index: int) -> TensorDict:
-        """A row with what became of it.
+        """A row with its outcome.
 
         Args:
-            index: its place in ``rows``.
+            index: its index in ``rows``.
         """
         collected, judged = self.rows[index], (self.judged or self.rows)[index]
-        # Of a row that was cut, what was cut off is kept too.
+        # If a row was cut, the cut-off part is kept, too.
         cut = judged is not collected and _length(judged) < _length(collected)
         row = new_node(dict((collected if cut else judged)._tensordict))
         if cut:
@@ -116,7 +116,7 @@ class RowOutcomes:
             for path in CHANGED:
                 before, after = leaf(collected, path), leaf(row, path)
                 if before is None and path == _VALID and after is not None:
-                    before = torch.ones_like(after)  # a reward is valid where nothing says that
+                    before = torch.ones_like(after)  # rewards without a flag are valid
                 if before is not None and before is not after and not torch.equal(before, after):
                     set_copied(row, ("collected", path[-1]), before)
         if index >= len(self.rows) - self.num_carried:
@@ -169,9 +169,9 @@ class RowOutcomes:
         return "invalid" if trajectory_of(collected) in self._invalid else "filtered"
 
     def _give(self, row: TensorDict, trained: TensorDict) -> None:
-        """What the buffer wrote, and the mask reasons, of a joined row the part that is the row's.
+        """Copy a turn's part of the buffer's keys and mask reasons from a joined row to its row.
 
-        A joined row ends with its last turn, and each turn is the beginning of the next.
+        A joined row ends with its last turn, and each turn is a prefix of the next.
         """
         spans: dict[int, slice] = {}
         missing = 0  # tokens that were cut off before it was trained
@@ -203,7 +203,7 @@ def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple
     for name, value in trained._tensordict.items():
         own = known.get(name)
         if own is value or (own is not None and isinstance(value, (Tensor, NonTensorData))):
-            continue  # rows of the buffer share what nobody has changed
+            continue  # rows of the buffer share unchanged values
         inner, here = plain_node(value), (*path, name)
         if type(inner) is TensorDict:
             yield from _added(inner, new_node({}) if own is None else plain_node(own), here)
@@ -212,7 +212,7 @@ def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _mask_end(row: TensorDict, judged: TensorDict) -> None:
-    """Mask reasons of a whole row: those of what was left of it, then what was cut off."""
+    """Write the mask reasons of a whole row: those of the kept part, then the cut-off part."""
     mask_trained(row, MaskReason.OVERLONG)
     left, own = leaf(judged, _REASON), leaf(row, _REASON)
     if left is not None and own is not None:
@@ -222,12 +222,12 @@ def _mask_end(row: TensorDict, judged: TensorDict) -> None:
 class KeptRollouts:
     """The rollouts of a run, written step by step.
 
-    Rows that cannot be written (a full disk, a value without a safe form) do not end the run: that
-    is said once, the next step tries again, and :attr:`failures` counts.
+    Rows that cannot be written (a full disk, a value without a safe form) do not end the run: a
+    warning appears once, the next step tries again, and :attr:`failures` counts the failures.
 
     Args:
         folder: of the run.
-        kept: which rows of a step.
+        kept: which rows of a step to keep.
         ranks: the processes that train together; rank 0 writes the rows of all.
         tools: schemas of the tools that prompts describe.
 
@@ -249,11 +249,11 @@ class KeptRollouts:
 
         Args:
             step: its number.
-            outcomes: its rows, in each rank those of its own.
+            outcomes: outcomes of its rows; each rank passes its own.
         """
         if self._kept == "none":
             return
-        sharing = sum(self._ranks.gather(bool(outcomes.rows)))  # where one rank collects for all, 1
+        sharing = sum(self._ranks.gather(bool(outcomes.rows)))  # 1 if one rank collects for all
         number = max(SAMPLE_ROWS // max(sharing, 1), 1)
         every = range(len(outcomes.rows))
         takes_all = self._kept == "all" or not outcomes.rows
@@ -278,12 +278,12 @@ class KeptRollouts:
             if self.failures == 1:
                 logger.warning(
                     f"the rollouts of step {step} could not be written to {self.folder} "
-                    f"({type(error).__name__}: {error}); the run goes on (said once). "
+                    f"({type(error).__name__}: {error}); the run continues (reported once). "
                     "logging.rollouts=none keeps none"
                 )
 
     def flush(self) -> None:
-        """Have them on the disk before a checkpoint says so."""
+        """Flush the rollouts to the disk before a checkpoint refers to them."""
         try:
             self._writer.flush()
         except OSError as error:
@@ -294,14 +294,14 @@ class KeptRollouts:
         return self._writer.sizes() if self._ranks.is_main else {}
 
     def resume(self, step: int, sizes: Mapping[str, int] | None = None) -> list[str]:
-        """Continue behind a step, whose later rows are dropped.
+        """Continue after a step; later rows are dropped.
 
         Args:
-            step: the last one that counts; 0 for a run that begins.
-            sizes: what :meth:`sizes` was behind that step.
+            step: the last step to keep; 0 for a new run.
+            sizes: result of :meth:`sizes` after that step.
 
         Returns:
-            What was wrong with the files, a line each.
+            Problems of the files, one line each.
         """
         if not self._ranks.is_main or not (sizes or self.folder.is_dir()):
             return []

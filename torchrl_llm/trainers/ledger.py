@@ -1,4 +1,4 @@
-"""Sampled tokens of a training step by what became of them, in columns that have to add up."""
+"""Sampled tokens of a training step by fate, in columns that have to add up."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ _FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lo
 
 @dataclass(kw_only=True)
 class TokenLedger(SavedState):
-    """Sampled tokens of one step by what became of them.
+    """Sampled tokens of one step by fate.
 
     Attributes:
         carried: tokens that were pending when the step began.
-        generated: tokens whose fate this step began to decide: of the rows that came, and those
-            that were lost.
+        generated: new tokens of this step: tokens of the rows that arrived, and lost tokens.
         trained: tokens that entered the loss, each counted once whatever the number of epochs.
         stale: sampled by weights that were too old.
         filtered: of groups whose rewards are all equal, or otherwise filtered.
-        truncated: of responses cut by a length limit, where those are masked or dropped; and what
-            is beyond the length that a row may have.
+        truncated: of responses cut by a length limit, if those are masked or dropped; and tokens
+            beyond the maximum length of a row.
         invalid: of rows without a valid reward, or of groups with fewer than two valid members.
         surplus: complete and valid, but more than the step needed.
-        lost: sampled by a worker that died, or in a delivery that did not arrive or was refused.
+        lost: sampled by a worker that died, or in a delivery that did not arrive or was rejected.
         pending: still waiting for their group at the end of the step.
 
     Example:

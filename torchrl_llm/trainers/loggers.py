@@ -1,7 +1,7 @@
 """Loggers of a run by name: TorchRL's, and those that other packages register.
 
-Every one gets its numbers from :class:`~torchrl_llm.trainers.MetricsTable`, which writes
-``metrics.csv`` whatever loggers there are.
+Each gets its numbers from :class:`~torchrl_llm.trainers.MetricsTable`, which always writes
+``metrics.csv``.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from torchrl_llm._run_log import display_path, say, terminal
 from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 _PROJECT = "torchrl_llm"
-# What MLflow does not take in a name.
+# Characters that MLflow does not accept in a name.
 _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
-# MLflow's own are seven attempts of two minutes: an hour for three steps of a server that is gone.
+# MLflow's defaults are seven attempts of two minutes: an hour for three steps if the server is
+# down.
 _MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # what it says goes where other libraries' words go
+_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # its output is treated like that of others
 
 
 @register("loggers", "csv")
@@ -49,14 +50,14 @@ def tensorboard_logger(*, run_dir: str, experiment_name: str) -> Logger:
 
 @register("loggers", "wandb")
 def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
-    """Weights & Biases, in the given project, that of ``WANDB_PROJECT``, or one of its own."""
+    """Weights & Biases, in the given project, that of ``WANDB_PROJECT``, or a default project."""
     require("wandb", extra="wandb", feature="logging.backend=[wandb]")
     from torchrl.record.loggers.wandb import WandbLogger
 
     known = os.environ.keys() & {"WANDB_API_KEY", "WANDB_MODE"}
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     if known or netrc.exists() or not (sys.stdin and sys.stdin.isatty()):
-        os.environ.setdefault("WANDB_SILENT", "true")  # else it asks who is there
+        os.environ.setdefault("WANDB_SILENT", "true")  # otherwise it asks for an account
     made = WandbLogger(exp_name=experiment_name, save_dir=run_dir, project=project)
     say(f"W&B has the numbers at {made.experiment.url or display_path(made.experiment.dir)}")
     return made
@@ -82,7 +83,7 @@ def mlflow_logger(*, run_dir: str, experiment_name: str, project: str | None = N
 
 
 class _MLflow(MLFlowLogger):
-    """TorchRL's, with a name for the run, names that MLflow takes, and an end."""
+    """TorchRL's logger, with a run name, valid metric names, and a ``shutdown``."""
 
     def __init__(self, exp_name: str, tracking_uri: str, *, run_name: str, **options: Any) -> None:
         import mlflow
@@ -110,7 +111,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @register("loggers", "trackio")
 def trackio_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
-    """Trackio, in the folder that its ``TRACKIO_DIR`` names; several runs may have one name."""
+    """Trackio, in the folder of its ``TRACKIO_DIR``; several runs may have the same name."""
     require("trackio", extra="trackio", feature="logging.backend=[trackio]")
     made = _Trackio(experiment_name, project or _PROJECT, resume="never")
     say(f"trackio show --project {shlex.quote(project or _PROJECT)} shows the numbers")
@@ -119,14 +120,14 @@ def trackio_logger(*, run_dir: str, experiment_name: str, project: str | None = 
 
 @contextmanager
 def _in_logs() -> Iterator[None]:
-    """What is printed meanwhile is in logs only."""
+    """Write printed output only to the logs."""
     with redirect_stdout(io.StringIO()) as said:
         yield
     terminal.log_only(said.getvalue().rstrip())
 
 
 class _Trackio(TrackioLogger):
-    """TorchRL's, with one row a step, and what it says apart from the results of the run."""
+    """TorchRL's logger, with one row per step and its output only in the logs."""
 
     def _create_experiment(self) -> Any:
         with _in_logs():
@@ -140,7 +141,7 @@ class _Trackio(TrackioLogger):
         import trackio
 
         with _in_logs():
-            trackio.finish()  # the run's own would be called again at exit
+            trackio.finish()  # the run's finish() would be called again at exit
 
 
 def make_loggers(
@@ -150,7 +151,7 @@ def make_loggers(
     experiment_name: str,
     project: str | None = None,
 ) -> list[Logger]:
-    """The loggers of these names, without one for ``csv``, which every run writes itself.
+    """Make the loggers of these names, except ``csv``, which every run writes itself.
 
     Args:
         backends: names of loggers, see ``python -m torchrl_llm list loggers``, or ``"module:name"``
@@ -158,11 +159,11 @@ def make_loggers(
             ``run_dir`` and ``experiment_name``, and ``project`` if it has one.
         run_dir: folder of the run.
         experiment_name: name of the run.
-        project: for loggers that know projects.
+        project: for loggers with projects.
 
     Raises:
-        ConfigError: an unknown name, a ``project`` that none of them takes, or a logger that cannot
-            be started (no account, a server that is not there).
+        ConfigError: an unknown name, a ``project`` that none of them uses, or a logger that cannot
+            be started (no account, no server).
         MissingExtraError: a logger's package is not installed.
 
     Example:
@@ -191,7 +192,7 @@ def make_loggers(
         except Exception as error:  # of another package, before anything has been trained
             raise ConfigError(
                 f"logging.backend: {name} cannot be started: {type(error).__name__}: {error}; "
-                "mend it, or take it out of logging.backend"
+                "fix this, or remove it from logging.backend"
             ) from error
     return [logger for logger in made if logger is not None]
 

@@ -1,4 +1,4 @@
-"""Metrics of a run: one wide ``metrics.csv``, passed on to further loggers.
+"""Metrics of a run: one wide ``metrics.csv``, also sent to other loggers.
 
 Names have a prefix: ``train/`` for a training step, ``eval/`` for held-out prompts, ``perf/`` for
 time and memory. The CSV is the record of the run: it is written row by row, survives a killed
@@ -32,18 +32,19 @@ _MOST_FAILURES = 3
 
 
 class MetricsTable:
-    """The rows of ``metrics.csv``, one a training step, passed on to TorchRL's loggers.
+    """The rows of ``metrics.csv``, one per training step, also sent to TorchRL's loggers.
 
     Args:
         path: the CSV file; its folder must exist.
-        loggers: TorchRL loggers that get every number too. One that raises is warned of once, and
-            asked again at the next step; at the third time in a row it is dropped, because a server
-            that is gone costs a time limit at each step. The run, and the other loggers, go on.
+        loggers: TorchRL loggers that get every number, too. If one raises an error, a warning
+            appears once, and it is tried again at the next step. After three failures in a row it
+            is dropped, because a server that is down costs a timeout at each step. The run and the
+            other loggers continue.
         columns: columns that the header holds from the start, so that a metric which appears
             later (an evaluation) does not force the file to be written again.
 
     Attributes:
-        failures: class name of a logger to how often it raised, once a step at most.
+        failures: class name of a logger to the number of its failures, at most one per step.
 
     Example:
         >>> import tempfile
@@ -63,21 +64,23 @@ class MetricsTable:
         self._in_a_row: dict[int, int] = {}
         self._columns = [STEP, *columns]
         self._last: int | None = None
-        # The other rows are in the file only: in memory a long run's would be tens of megabytes.
+        # The other rows are in the file only: those of a long run would take tens of megabytes of
+        # memory.
         self._waiting: list[dict[str, str]] = []
         self._in_file: list[str] = []
 
     def write(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Append the metrics of a step, with ``eval/step`` where there was an evaluation.
+        """Append the metrics of a step, with ``eval/step`` if there was an evaluation.
 
         Args:
-            step: the training step, 1 for the first; 0 is what was measured before training.
+            step: the training step, 1 for the first; 0 for measurements before training.
             metrics: prefixed name to number or one-element tensor.
 
         Raises:
-            ValueError: a name without one of the prefixes, or a step that does not go on.
-            OSError: the file cannot be begun. Once it is, a full disk is warned of, and the rows
-                wait for room.
+            ValueError: a name without one of the prefixes, or a step that is not after the last
+                one.
+            OSError: the file cannot be created. Later, a full disk causes a warning, and the rows
+                wait for space.
         """
         if self._last is not None and step <= self._last:
             raise ValueError(f"step {step} follows step {self._last} in {self.path}")
@@ -101,7 +104,7 @@ class MetricsTable:
                         logger.log_scalar(metric, value, step=step)
 
     def _keep(self) -> None:
-        """Write the last row; where the disk is full, with the next one for which there is room."""
+        """Write the last row; if the disk is full, write it later with the next row that fits."""
         waited = len(self._waiting) > 1
         try:
             if self._in_file == self._columns:
@@ -113,8 +116,8 @@ class MetricsTable:
                 raise
             if not waited:
                 log.warning(
-                    f"{self.path} could not be written: {error}; the run goes on, and its rows are "
-                    "written when there is room again"
+                    f"{self.path} could not be written: {error}; the run continues, and its rows "
+                    "are written when there is space again"
                 )
         else:
             if waited:
@@ -126,7 +129,7 @@ class MetricsTable:
             with self.path.open("a", newline="", encoding="utf-8") as file:
                 self._lines(file, self._waiting)
         except OSError:
-            os.truncate(self.path, size)  # half a line may stand there now
+            os.truncate(self.path, size)  # the file may end with half a line
             raise
         self._waiting.clear()
 
@@ -135,26 +138,25 @@ class MetricsTable:
         name = type(logger).__name__
         try:
             yield
-        except Exception as error:  # a server that is down, a full disk: not worth a run
+        except Exception as error:  # a server that is down or a full disk must not end a run
             self.failures[name] = self.failures.get(name, 0) + 1
             self._in_a_row[id(logger)] = self._in_a_row.get(id(logger), 0) + 1
             if self.failures[name] == 1:
                 log.warning(
-                    f"{name} did not take {what}: {type(error).__name__}: {error}; the run goes "
-                    f"on and {self.path} has all metrics (said once)"
+                    f"{name} did not take {what}: {type(error).__name__}: {error}; the run "
+                    f"continues and {self.path} has all metrics (reported once)"
                 )
             if self._in_a_row[id(logger)] == _MOST_FAILURES and logger in self.loggers:
                 self.loggers.remove(logger)
                 log.warning(
-                    f"{name} did not take {what} either ({type(error).__name__}: {error}), which "
-                    f"is {_MOST_FAILURES} times in a row: it is dropped, and gets nothing more of "
-                    "this run"
+                    f"{name} did not take {what} either ({type(error).__name__}: {error}), "
+                    f"{_MOST_FAILURES} times in a row: it is dropped for the rest of the run"
                 )
         else:
             self._in_a_row[id(logger)] = 0
 
     def close(self) -> None:
-        """End the loggers, so that another run of this process begins with its own."""
+        """Close the loggers, so that the next run of this process starts with new ones."""
         while self.loggers:
             logger = self.loggers.pop()
             if isinstance(logger, Logger):
@@ -162,11 +164,10 @@ class MetricsTable:
                     logger.close()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Tell the loggers the configuration of the run.
+        """Send the configuration of the run to the loggers.
 
         Args:
-            config: flat, dotted key to value. A list is given as its text, which every logger can
-                hold.
+            config: flat, dotted key to value. A list is sent as text, which every logger accepts.
         """
         plain = (str, bool, int, float, type(None))
         flat = {key: v if isinstance(v, plain) else str(v) for key, v in config.items()}
@@ -177,11 +178,11 @@ class MetricsTable:
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """Names of the metrics that were written so far."""
+        """Names of the metrics written so far."""
         return tuple(self._columns)
 
     def read(self, name: str) -> tuple[list[int], list[float]]:
-        """Steps and values of one metric, where it has a value.
+        """Steps at which a metric has a value, and the values.
 
         Args:
             name: the metric, as ``"train/reward"``.
@@ -212,20 +213,21 @@ class MetricsTable:
             return
         with self.path.open("rb") as file:
             os.fsync(file.fileno())
-        # Not read: its rows take nine times the file, and a process that trains keeps that memory.
+        # Not parsed: the rows take nine times the memory of the file, which a training process
+        # would keep.
         shutil.copyfile(self.path, path)
 
     def resume(self, step: int, copy: Path | None = None, *, is_checked: bool = True) -> str | None:
-        """Continue the file of an earlier run after ``step``, dropping the rows behind it.
+        """Continue the file of an earlier run after ``step``, and drop later rows.
 
         Args:
-            step: the last step that counts.
-            copy: what :meth:`save` wrote at that step; the file is mended from it.
-            is_checked: whether the copy is known to be whole; if not, a file that reaches as far
-                is believed.
+            step: the last step to keep.
+            copy: the copy that :meth:`save` wrote at that step; used to repair the file.
+            is_checked: whether the copy is known to be whole; if not, a file that reaches as far as
+                the copy is trusted.
 
         Returns:
-            What was wrong with the file, ``None`` if nothing was.
+            The problem of the file, ``None`` if there was none.
         """
         found = _if_sound(self._read_rows(self.path, step))
         saved = None if copy is None else _if_sound(self._read_rows(copy, step))
@@ -248,7 +250,7 @@ class MetricsTable:
 
     @staticmethod
     def _read_rows(path: Path, step: int) -> tuple[list[str], list[dict[str, str]]] | None:
-        """Columns and rows up to a step; ``None`` where the file is absent or no such table."""
+        """Columns and rows up to a step; ``None`` if the file is absent or not such a table."""
         try:
             columns, rows = read_rows(path)
         except (OSError, ValueError):
@@ -288,7 +290,7 @@ class LossMeter:
     """Loss outputs of one training step as metrics.
 
     Outputs of micro-batches add up to that of their batch, so they are summed, and the metrics are
-    those of the sum (an effective sample size is no sum); the batches of a step (mini-batches,
+    those of the sum (an effective sample size is not a sum); the batches of a step (mini-batches,
     epochs) are averaged.
 
     Example:
@@ -333,7 +335,7 @@ class LossMeter:
 
 
 def number(value: Any) -> float | int:
-    """A metric as a number of Python.
+    """A metric as a Python number.
 
     Args:
         value: a number or a tensor of one element.
@@ -346,8 +348,8 @@ def memory_metrics() -> dict[str, float]:
     """Memory of this process, in MiB (2**20 bytes).
 
     Returns:
-        ``perf/rss_mb``, what it holds now, and where it uses GPUs ``perf/gpu_mem_alloc_mb``, the
-        most that tensors on all of them have taken so far.
+        ``perf/rss_mb``, its present memory, and, if it uses GPUs, ``perf/gpu_mem_alloc_mb``, the
+        peak memory of tensors on all of them so far.
     """
     metrics = {"perf/rss_mb": _resident_bytes() / 2**20}
     if torch.cuda.is_initialized():
@@ -359,6 +361,6 @@ def memory_metrics() -> dict[str, float]:
 def _resident_bytes() -> int:
     try:
         pages = Path("/proc/self/statm").read_text().split()[1]
-    except OSError:  # no Linux: the most it has held, in bytes
+    except OSError:  # not Linux: the peak, in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return int(pages) * resource.getpagesize()

@@ -1,21 +1,21 @@
 """One update: micro-batches under a token budget, counts over ranks, optimizer, schedule, a step.
 
 A batch of rows is cut into pieces that fit into memory; each piece is one forward and backward.
-Where a piece is padded, rows of like length go together, so that little of it is padding, and the
-padding counts. Where it is not (:mod:`torchrl_llm.modules.backends.layouts`), only tokens count,
-and the rows of a group go together, because a scorer runs their prompt once. The loss of every
-piece is normalised by the whole batch (``loss.normalizer``), so the gradients of the pieces add up
-to the gradient of the batch, whatever the cut.
+In padded pieces, rows of similar length go together to reduce padding, and padding counts towards
+the budget. In other layouts (:mod:`torchrl_llm.modules.backends.layouts`), only tokens count, and
+the rows of a group go together, because a scorer runs their prompt once. The loss of every piece is
+normalised by the whole batch (``loss.normalizer``), so the gradients of the pieces add up to the
+gradient of the batch for any cut.
 
 A batch may also be spread over ranks (:mod:`torchrl_llm.trainers.ranks`). Each rank computes its
-rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); the
-ranks' losses then add up to that of the batch, as those of micro-batches do, and so do gradients.
-Where weights are whole, they are added up once, after the last micro-batch. FSDP2 averages those of
-shards in each backward, so the loss is multiplied by the number of ranks there; and because each
-forward is a collective call, a rank with fewer micro-batches than another, or without any row, goes
-on with rows whose loss is multiplied by 0.
+rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); the losses
+and gradients of the ranks then add up to those of the batch, like those of micro-batches. With
+whole weights, gradients are summed once, after the last micro-batch. FSDP2 averages the gradients
+of shards in each backward, so the loss is multiplied by the number of ranks. Each forward is then a
+collective call: a rank with fewer micro-batches than another, or without rows, continues with rows
+whose loss is multiplied by 0.
 
-Next: :mod:`torchrl_llm.trainers.optimizers` makes the optimizer that has a name.
+Next: :mod:`torchrl_llm.trainers.optimizers` makes optimizers by name.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ def schedule_factor(step: int, *, name: str, warmup_steps: int, total_steps: int
 
 
 def check_schedule(name: str) -> None:
-    """Refuse the name of a schedule that there is not.
+    """Reject an unknown name of a schedule.
 
     Args:
         name: one of :data:`SCHEDULES`.
 
     Raises:
-        ConfigError: another name.
+        ConfigError: the name is unknown.
     """
     if name not in SCHEDULES:
         *most, last = SCHEDULES
@@ -118,7 +118,7 @@ def clipped_step(
         max_norm: bound on the norm of all gradients together; ``None`` only measures it.
 
     Returns:
-        Norm of the gradients before clipping, a scalar. Where it is not finite no parameter is
+        Norm of the gradients before clipping, a scalar. If it is not finite, no parameter is
         changed: one broken batch does not end a long run, and the norm in the metrics shows it.
     """
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -140,8 +140,8 @@ def plan_micro_batches(lengths: Sequence[int], budget: Annotated[int, Ge(1)]) ->
 
     Args:
         lengths: tokens in each row.
-        budget: padded tokens a piece may hold. A single row that is longer goes alone, for a row
-            cannot be cut.
+        budget: padded tokens a piece may hold. A longer row goes alone, because a row cannot be
+            cut.
 
     Returns:
         Row indices of each piece, the piece with the longest rows first, so that a batch that does
@@ -171,13 +171,13 @@ def plan_packed_batches(
 
     Args:
         lengths: tokens in each row.
-        budget: tokens a piece may hold. A single row that is longer goes alone.
-        groups: what each row belongs to; by default each row is a group of its own. A group is cut
-            only where it meets the budget.
+        budget: tokens a piece may hold. A longer row goes alone.
+        groups: group of each row; by default each row is its own group. A group is only cut where a
+            piece reaches the budget.
 
     Returns:
-        Row indices of each piece, the group with the longest row first, and its rows from the
-        longest on; each row appears exactly once.
+        Row indices of each piece, the group with the longest row first, and its rows by length, the
+        longest first; each row appears exactly once.
 
     Raises:
         ConfigError: the budget is not positive.
@@ -214,11 +214,11 @@ def micro_batches(
     Args:
         rows: 1-d lazy stack of rows.
         budget: tokens a micro-batch may hold; ``None`` for no cut.
-        layout: that of the scorer (``policy.layout``). ``"padded"``, or ``None`` for a scorer that
-            has no choice: padding counts too.
-        key: where a row's token ids are.
-        group_key: what its group is, where the rows have it; read for the other layouts.
-        pair_key: rows that have the same are never parted, where the rows have it.
+        layout: layout of the scorer (``policy.layout``). With ``"padded"``, or ``None`` for a
+            scorer without a choice, padding counts, too.
+        key: key of a row's token ids.
+        group_key: key of its group, if the rows have it; read for the other layouts.
+        pair_key: key of its pair, if the rows have it; rows of a pair are never separated.
 
     Returns:
         The pieces, each a lazy stack over the same rows (nothing is copied).
@@ -264,26 +264,26 @@ def optimize(
     """One update per batch: forward and backward of its micro-batches, then a clipped step.
 
     The loss of each micro-batch is divided by the counts of its whole batch, so gradients and
-    metrics add up to those of the batch, whatever the cut.
+    metrics add up to those of the batch for any cut.
 
     Args:
         loss: a loss over rows of tokens.
-        batches: the rows of an update at a time: the mini-batches of all epochs.
+        batches: the rows of each update: the mini-batches of all epochs.
         optimizer: holds the parameters that are trained; its gradients are cleared at each step.
         scheduler: stepped after the optimizer.
         max_norm: bound on the norm of all gradients together; ``None`` only measures it.
         budget: tokens that a micro-batch may hold, see :func:`micro_batches`.
         layout: how the scorer lays rows out, see :func:`micro_batches`.
         context: makes the context of each forward, such as an autocast.
-        ranks: the processes that make each update together, each with batches of its own; all have
-            to call this, and one with fewer batches than another takes part without rows.
+        ranks: the processes that make each update together, each with its own batches; all have to
+            call this function, and one with fewer batches than another takes part without rows.
 
     Returns:
         Means over the updates, named ``train/<name>``: the loss's metrics, ``train/grad_norm``
-        and, with a scheduler, ``train/lr``; empty without a batch. They are those of all ranks.
+        and, with a scheduler, ``train/lr``; empty without a batch. They cover all ranks.
 
     Raises:
-        DataError: rows that the loss refuses, or a loss that is NaN or infinite.
+        DataError: the loss rejects the rows, or is NaN or infinite.
 
     Example:
         >>> from tensordict import TensorDict
@@ -340,7 +340,7 @@ def optimize(
 
 
 def _bucketed(rows: LazyStackedTensorDict, budget: int | None) -> list[LazyStackedTensorDict]:
-    """Micro-batches of rows of like length: those longer than half of the longest go together."""
+    """Micro-batches of rows of similar length: rows over half of the longest go together."""
     pieces: list[list[TensorDict]] = []
     for piece in micro_batches(rows, budget=budget, layout="bucketed"):
         members, longest, first = piece.unbind(0), 0, len(pieces)
@@ -360,9 +360,9 @@ def _in_step(
     cut: Callable[[LazyStackedTensorDict], list[LazyStackedTensorDict]],
     ranks: Ranks,
 ) -> Iterator[tuple[list[LazyStackedTensorDict], Counts | None, int]]:
-    """Micro-batches of each batch, the counts of all ranks' rows, and the most that a rank has.
+    """Yield each batch's micro-batches, the counts of all ranks, and the most pieces of a rank.
 
-    A rank that has no further batch gets none for one until no rank has any.
+    A rank without further batches yields no micro-batches until all ranks are done.
     """
     if ranks.world == 1:
         for batch in batches:
@@ -385,10 +385,10 @@ def _in_step(
 def _fillers(
     pieces: list[LazyStackedTensorDict], number: int, ranks: Ranks
 ) -> list[LazyStackedTensorDict]:
-    """What a rank runs while another has further micro-batches: a short row, so many times.
+    """Fillers for a rank while other ranks have more micro-batches: a short row, repeated.
 
-    It goes the way of every row, so that the same weights are asked for. A rank without rows gets
-    that of another. A row of a pair brings the other.
+    It takes the same path as every row, so that the same weights are requested. A rank without rows
+    gets the row of a different rank. A row of a pair comes with its partner.
     """
     rows = None
     if pieces:

@@ -1,7 +1,7 @@
-"""State of an optimizer by the names of its parameters, not by their places.
+"""State of an optimizer by the names of its parameters, not by their positions.
 
-A run that goes on with other parameter groups, or over another number of ranks, finds each state
-again by its name, and says which ones it does not have.
+A run that resumes with different parameter groups, or a different number of ranks, finds each state
+by its name, and reports missing names.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torchrl_llm.trainers.ranks import sharded_like
 
 
 def named_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """What ``optimizer.state_dict()`` holds, by the names of the parameters.
+    """The content of ``optimizer.state_dict()``, by the names of the parameters.
 
     Args:
         optimizer: any of torch's.
-        names: name of each parameter, by its ``id``; one that is not there is called by its place.
+        names: name of each parameter, by its ``id``; a parameter without a name is named by its
+            position.
 
     Example:
         >>> layer = nn.Linear(1, 1, bias=False)
@@ -49,17 +50,17 @@ def load_named_state(
     *,
     read: Callable[[dict[str, Tensor]], None],
 ) -> None:
-    """Continue after :func:`named_state`.
+    """Load a state of :func:`named_state`.
 
     Args:
-        optimizer: over parameters of the same names.
-        state: what was saved.
-        names: as there.
+        optimizer: has parameters of the same names.
+        state: the saved state.
+        names: as for :func:`named_state`.
         read: fills tensors of a state that was :class:`~torchrl_llm.data.safe_state.Spread`, each
             by its name.
 
     Raises:
-        CheckpointError: the saved optimizer trained other parameters.
+        CheckpointError: the saved optimizer trained different parameters.
     """
     parameters = dict(_parameters(optimizer, names))
     places = {name: place for place, name in enumerate(parameters)}
@@ -92,12 +93,12 @@ def _parameters(
 def load_module(
     module: nn.Module, state: Mapping[str, Any], *, read: Callable[[dict[str, Tensor]], None]
 ) -> None:
-    """Continue after the ``state_dict()`` of a module, spread over ranks as it is now.
+    """Load the ``state_dict()`` of a module, which may now be spread differently over ranks.
 
     Args:
         module: sharded or not.
-        state: what was saved.
-        read: as of :func:`load_named_state`.
+        state: the saved state.
+        read: as for :func:`load_named_state`.
     """
     wanted: dict[str, Tensor] = {}
     like = module.state_dict()
@@ -107,7 +108,7 @@ def load_module(
 
 
 def _placed(value: Any, like: Tensor, wanted: dict[str, Tensor]) -> Any:
-    """A saved value, over the ranks as another tensor is; what is to be read yet is wanted."""
+    """A saved value, sharded like a tensor; values to read later are added to ``wanted``."""
     same_shape = isinstance(value, (Tensor, Spread)) and tuple(value.shape) == tuple(like.shape)
     if isinstance(value, Spread):
         dtype, name = value.dtype, value.name

@@ -24,19 +24,19 @@ _UNUSABLE = {
     "LBFGS": "it calls the loss several times a step",
     "SparseAdam": "gradients are not sparse",
 }
-# Of Muon's two halves; other arguments are of the matrices.
+# Arguments of Muon's AdamW half; other arguments belong to the matrices.
 _ADAMW_ONLY = ("betas", "eps")
 
 
 def check_optimizer(name: str, arguments: Iterable[str] = ()) -> type[torch.optim.Optimizer]:
-    """The class of an optimizer; refuse what cannot be used, and what it does not take.
+    """Class of an optimizer; rejects unusable classes and unknown arguments.
 
     Args:
         name: class name in ``torch.optim``, or ``"module:Class"`` of another package or your own.
-        arguments: names of what it is to take besides parameters and learning rate.
+        arguments: names of its arguments besides parameters and learning rate.
 
     Raises:
-        ConfigError: names the nearest one, or why it cannot be used.
+        ConfigError: with the nearest name, or the reason why the class cannot be used.
     """
     if ":" in name:
         kind = import_named(name)
@@ -77,23 +77,23 @@ def make_optimizer(
     on_cpu: bool = False,
     **arguments: Any,
 ) -> torch.optim.Optimizer:
-    """The optimizer with that name, over the parameters that train.
+    """Make the optimizer with this name for the trained parameters.
 
     ``"Muon"`` is one optimizer of two groups: ``torch.optim.Muon`` has the matrices of the layers,
     ``AdamW`` all other parameters (embeddings, head, norms, a value head). One learning rate serves
     both, by ``adjust_lr_fn="match_rms_adamw"`` (arXiv:2502.16982).
 
     Args:
-        parameters: a module, or parameters; those without ``requires_grad`` are left out. Of
-            parameters without their module Muon takes all matrices.
+        parameters: a module, or parameters; those without ``requires_grad`` are left out. Without
+            their module, Muon takes all matrices.
         name: class name in ``torch.optim``, as ``"AdamW"``, or ``"module:Class"``.
         lr: learning rate.
         on_cpu: keep the states on the CPU and step there, see ``OptimizerOnCpu``.
-        **arguments: further arguments of that class; ``None`` means its own default. One that the
-            class does not take is refused.
+        **arguments: further arguments of that class; ``None`` means the default of the class. An
+            unknown argument is rejected.
 
     Raises:
-        ConfigError: no such optimizer, an argument that it does not take, or nothing to train.
+        ConfigError: no such optimizer, an unknown argument, or nothing to train.
 
     Example:
         >>> make_optimizer(nn.Linear(2, 2).parameters(), name="SGD", lr=0.1, momentum=0.9).defaults[
@@ -108,10 +108,11 @@ def make_optimizer(
     if not trained:
         raise ConfigError("no parameter requires a gradient: there is nothing to optimize")
     fits = (p.is_floating_point() and p.numel() and not p.is_meta for p in trained)
-    # Of the fused kernels only Adam's know shards.
+    # Among the fused kernels, only Adam's support shards.
     knows_shards = name in ("Adam", "AdamW") or not any(isinstance(p, DTensor) for p in trained)
     if "fused" in inspect.signature(kind).parameters and knows_shards and all(fits):
-        # One kernel for all parameters: on small models a plain loop outweighs the backward.
+        # One kernel for all parameters: on small models a plain loop takes longer than the
+        # backward.
         given.setdefault("fused", True)
     hidden = _matrices(parameters, trained) if kind is torch.optim.Muon else set()
 
@@ -137,14 +138,14 @@ def make_optimizer(
 def _unknown_states(
     make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
 ) -> str | None:
-    """The kind of an optimizer's states, where they are no plain tensors."""
+    """The kind of an optimizer's states, if they are not plain tensors."""
     weight = nn.Parameter(torch.zeros(64, 64))  # smaller ones are kept in full
     weight.grad = torch.zeros_like(weight)
     try:
         optimizer = make([weight])
         with in_training(optimizer):
             optimizer.step()
-    except Exception:  # one that runs on a GPU alone, or needs a closure: its first step will say
+    except Exception:  # needs a GPU or a closure: its first step raises the error
         return None
     states = (value for state in optimizer.state.values() for value in state.values())
     kinds = (type(value) for value in states if isinstance(value, Tensor))
@@ -152,7 +153,7 @@ def _unknown_states(
 
 
 def _matrices(parameters: Any, trained: Sequence[nn.Parameter]) -> set[int]:
-    """The ``id`` of each matrix in a layer; of all matrices where no layers are known."""
+    """The ``id`` of each matrix in a layer; of all matrices if no layers are known."""
     parts = parameters.modules() if isinstance(parameters, nn.Module) else ()
     layers = [
         layer for part in parts if isinstance(part, PreTrainedModel) for layer in blocks_of(part)
@@ -163,10 +164,10 @@ def _matrices(parameters: Any, trained: Sequence[nn.Parameter]) -> set[int]:
 
 @contextmanager
 def in_training(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a schedule-free optimizer (arXiv:2405.15682) train, and leave its average as the weights.
+    """Let a schedule-free optimizer (arXiv:2405.15682) train; then its average is the weights.
 
     Such an optimizer has ``train`` and ``eval``. Outside of this context the weights are the
-    average: what samples, evaluates or is saved is that. Others are left alone.
+    average, which is sampled from, evaluated and saved. Other optimizers are not changed.
 
     Args:
         optimizer: any.
@@ -190,7 +191,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         matrices: of Muon; may be empty.
         others: of AdamW; may be empty.
         lr: of both.
-        weight_decay: of both; by default that of each.
+        weight_decay: of both; by default the default of each.
         **arguments: ``betas`` and ``eps`` of AdamW, all others of Muon.
 
     Example:
@@ -220,26 +221,26 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([group for part in self._parts for group in part.param_groups], {})
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
-        """Both steps.
+        """Step both optimizers.
 
         Args:
-            closure: refused.
+            closure: not supported.
         """
         assert closure is None
         for part, group in zip(self._parts, self.param_groups, strict=True):
-            # Loading a state replaces both; a schedule has written into the groups.
+            # Loading a state replaces groups and state; a schedule writes into the groups.
             part.param_groups, part.state = [group], self.state
             part.step()
 
 
 class OptimizerOnCpu(torch.optim.Optimizer):
-    """An optimizer whose states are on the CPU, where it steps too.
+    """An optimizer whose states and steps are on the CPU.
 
     At each step parameters and gradients are copied to the CPU, and parameters back.
 
     Args:
         parameters: of any device.
-        make: makes the optimizer over their copies.
+        make: makes the optimizer for their copies.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
@@ -275,7 +276,7 @@ class OptimizerOnCpu(torch.optim.Optimizer):
         """Copy, step on the CPU, copy back.
 
         Args:
-            closure: refused.
+            closure: not supported.
         """
         assert closure is None
         for own, copy in self._pairs:
@@ -288,22 +289,22 @@ class OptimizerOnCpu(torch.optim.Optimizer):
             copy.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """That of the optimizer on the CPU."""
+        """State of the optimizer on the CPU."""
         _copy_settings(self.param_groups, self._inner.param_groups)
         return self._inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue after :meth:`state_dict`, of an optimizer on the CPU or not.
+        """Load a state of an optimizer, on the CPU or not.
 
         Args:
-            state_dict: what it was.
+            state_dict: the saved state.
         """
         self._inner.load_state_dict(state_dict)
         _copy_settings(self._inner.param_groups, self.param_groups)
 
 
 def _copy_settings(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    """A schedule writes learning rates into the groups that it was given."""
+    """Copy the settings of groups, because a schedule writes learning rates into them."""
     for given, group in zip(source, target, strict=True):
         settings: Mapping[str, Any] = {key: v for key, v in given.items() if key != "params"}
         group.update(settings)

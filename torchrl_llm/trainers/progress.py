@@ -11,20 +11,20 @@ from typing import Any, Self
 
 
 class Cut(BaseException):
-    """Ends what may be left out when a run is to stop; see :meth:`StopRequest.at_once`."""
+    """Ends optional work when a run has to stop; see :meth:`StopRequest.at_once`."""
 
 
 class _Held:
-    """Whether the main thread is in a body that a :class:`Cut` waits for, and whether one does."""
+    """Whether the main thread is in a body that delays a :class:`Cut`, and whether one waits."""
 
     depth, waiting = 0, False
 
 
 @contextlib.contextmanager
 def uncut() -> Iterator[None]:
-    """Do the body to its end: a ``Cut`` that comes meanwhile ends what follows it.
+    """Run the body to its end: a ``Cut`` that arrives meanwhile is raised after it.
 
-    It is for steps that several processes take together.
+    Used for steps that several processes take together.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -40,7 +40,7 @@ def uncut() -> Iterator[None]:
 
 
 class StopRequest:
-    """Turns Ctrl-C, SIGTERM and SIGHUP into a wish that the loop grants at the end of its step.
+    """Turns Ctrl-C, SIGTERM and SIGHUP into a request that the loop serves at the end of its step.
 
     A context manager. The first signal sets :attr:`requested`; a second Ctrl-C interrupts at once.
     A signal that the process ignores (SIGHUP under ``nohup``) stays ignored. Outside the main
@@ -48,7 +48,7 @@ class StopRequest:
 
     Args:
         notice: called once, when the first signal arrives (:meth:`TrainingRun.say` with a text).
-        presses: how many signals have to arrive before a Ctrl-C, the last of them, interrupts.
+        presses: number of signals after which a Ctrl-C, the last of them, interrupts.
 
     Attributes:
         signal: the first one that arrived, ``None`` before.
@@ -91,16 +91,16 @@ class StopRequest:
 
     @contextlib.contextmanager
     def released(self) -> Iterator[None]:
-        """Give the signals back while the body runs; it may not come back here at all."""
+        """Restore the previous signal handlers while the body runs; the body may never return."""
         self.__exit__(None, None, None)
         yield
         self.__enter__()
 
     @contextlib.contextmanager
     def at_once(self) -> Iterator[None]:
-        """Let a signal end the body by ``Cut``, also one that arrived before.
+        """Let a signal end the body with a ``Cut``, including a signal that arrived before.
 
-        It is for what can take longer than a scheduler waits, and changes nothing: evaluations.
+        Used for work that changes nothing and can take longer than a scheduler waits: evaluations.
         """
         self._cuts, _Held.waiting = True, False
         try:

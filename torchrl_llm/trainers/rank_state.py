@@ -1,10 +1,10 @@
-"""State of one rank out of a checkpoint, also where another number of ranks goes on.
+"""State of one rank from a checkpoint, also for a different number of ranks.
 
-What is a rank's own are its collector, buffer, counters and random generators. With as many ranks
-as before each takes up its own. With another number all that was begun must be done, as it is
-between two steps that train whole groups. Then each begins afresh, at the place in the data that
-all have reached together, with what its estimator knows and with its own counters; those of ranks
-that are no more are kept, so that one that comes again later gives out no id twice.
+Each rank has its own collector, buffer, counters and random generators. With the same number of
+ranks, each restores its own state. With a different number, no work may be unfinished, which holds
+between two steps that train whole groups. Then each rank starts fresh, at the data position that
+all have reached together, with the knowledge of its estimator and its own counters. The counters of
+removed ranks are kept, so that a rank that returns later does not assign an id twice.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ def rank_state(
     world: int,
     is_shared: bool = True,
 ) -> tuple[State, list[State], str | None]:
-    """What a rank continues after.
+    """State from which a rank continues.
 
     Args:
         saved: states of the ranks that wrote the checkpoint, in their order.
-        retired: states of ranks that were fewer afterwards, in their order.
-        fresh: state of this rank as it is now, at its beginning.
+        retired: states of ranks that were removed later, in their order.
+        fresh: present state of this rank, at its start.
         rank: number of this rank.
-        world: how many there are now.
-        is_shared: whether other ranks than the first collect rows as well.
+        world: present number of ranks.
+        is_shared: whether ranks other than the first also collect rows.
 
     Returns:
-        The state; those that are retired from now on; and what is to be told, if anything.
+        The state; the states that are retired from now on; and a message, if any.
 
     Raises:
-        CheckpointError: there are more or fewer, and one had begun what is not done.
+        CheckpointError: the number of ranks differs, and one has unfinished work.
     """
     known = [*saved, *retired]
     if world == len(saved):
         return saved[rank], list(retired), None
-    notice = f"the checkpoint is of {len(saved)} ranks, and {world} go on"
+    notice = f"the checkpoint is of {len(saved)} ranks, and {world} resume"
     if not is_shared and not any(state["parts"] for state in saved[1:]):
         mine = known[rank] if rank < len(known) else fresh
         return {**mine, "parts": mine["parts"] if rank == 0 else {}}, known[world:], notice
     for number, state in enumerate(saved):
         if begun := next(_begun(state), None):
             raise CheckpointError(
-                f"rank {number} of {len(saved)} had begun what is not trained yet ({begun}), and "
-                f"now there are {world} ranks: go on with {len(saved)}"
+                f"rank {number} of {len(saved)} has unfinished work ({begun}), and now "
+                f"there are {world} ranks: resume with {len(saved)}"
             )
     nearest = saved[rank % len(saved)]
     places = [_nodes(state, _is_place) for state in saved]
@@ -71,7 +71,7 @@ def rank_state(
 
 
 def _begun(state: State) -> Iterator[str]:
-    """What a rank has begun and not done."""
+    """The unfinished work of a rank."""
     for path, value in _walk(state["parts"]):
         name = path[-1]
         waits = isinstance(value, PackedRows) and value.num_rows and "tracker" not in path
@@ -97,7 +97,7 @@ def _nodes(state: State, wanted: Callable[[tuple[str, ...], Any], bool]) -> dict
 
 
 def _replaced(value: Any, by: Mapping[tuple[str, ...], Any], path: tuple[str, ...] = ()) -> Any:
-    """A state with other values at some of its places."""
+    """A state with some values replaced."""
     value = by.get(path, value)
     if isinstance(value, Mapping):
         return {name: _replaced(inner, by, (*path, str(name))) for name, inner in value.items()}
@@ -116,7 +116,7 @@ def _is_place(path: tuple[str, ...], value: Any) -> bool:
 
 
 def _is_of_run(path: tuple[str, ...], value: Any) -> bool:
-    """What is the same in all ranks, or does not depend on their number."""
+    """Whether a value is the same in all ranks, or does not depend on their number."""
     in_collector = path[:2] == ("parts", "collector") and len(path) == 3 and path[2] != "rollout"
     is_version = isinstance(value, Mapping) and value.keys() == {"version"}
     is_part = path in (("parts", "buffer", "transforms"), ("parts", "curriculum"))
@@ -124,7 +124,7 @@ def _is_of_run(path: tuple[str, ...], value: Any) -> bool:
 
 
 def _trackers(saved: Sequence[State]) -> dict[tuple[str, ...], Any]:
-    """What the ranks know of prompts, together."""
+    """The merged knowledge of the ranks about prompts."""
     found: dict[tuple[str, ...], Any] = {}
     for state in saved:
         for path, value in _nodes(state, lambda path, _: path[-2:] == ("tracker", "known")).items():
@@ -133,7 +133,7 @@ def _trackers(saved: Sequence[State]) -> dict[tuple[str, ...], Any]:
 
 
 def _drawn(place: State) -> tuple[int, int]:
-    """How far a loader has come: the same number for all ranks that have drawn equally many."""
+    """Position of a loader: the same for all ranks that have drawn equally many prompts."""
     loader = place.get("loader", place)
     known = isinstance(loader, Mapping) and {"epoch", "index"} <= loader.keys()
     return (loader["epoch"], loader["index"]) if known else (place["element"], place["offset"])

@@ -1,12 +1,12 @@
-"""Processes that train one model together: who they are, what they tell each other, how they end.
+"""Processes that train one model together: their start, communication and end.
 
 ``torchrun`` starts a script as several processes, the ranks; :func:`begin_ranks` makes a group of
-them, by gloo on CPUs and by NCCL on GPUs. A rank has rows of its own, and weights that are whole
-(``ddp``) or a part of the model's (``fsdp2``, :func:`shard`). What a rank computes is a sum over
-its rows divided by counts of the rows of all ranks (:func:`sum_counts`), so that results of ranks
-add up as those of micro-batches do; gradients are added, never averaged.
+them, by gloo on CPUs and by NCCL on GPUs. A rank has its own rows, and either whole weights
+(``ddp``) or a part of them (``fsdp2``, :func:`shard`). A rank computes a sum over its rows divided
+by counts of the rows of all ranks (:func:`sum_counts`), so that results of ranks add up like those
+of micro-batches; gradients are added, never averaged.
 
-:data:`ALONE` stands for a process without others, and does nothing.
+:data:`ALONE` is a process without others; its methods do not communicate.
 
 Next: :func:`torchrl_llm.trainers.optimize` steps all ranks together.
 """
@@ -49,16 +49,16 @@ Counts = TypeVar("Counts", Normalizer, CompositeNormalizer)
 # Bytes of gradients that are added up at a time.
 _BUCKET_BYTES = 64 << 20
 _NO_MORE = "no more batches"
-# Of the group that was begun.
+# Store of the process group.
 _stores: list[dist.Store] = []
 # Groups that were left, kept to the end of the process.
 _ended: list[dist.ProcessGroup] = []
-# For a store that there may not be any more.
+# For a store that may no longer exist.
 _SHORT_WAIT_S = 10.0
-# What ranks do for each other until all of them come to a collective call: before it they call
-# ``meet(world)``, with the number of ranks that are in it.
+# Objects that ranks use to work for each other until all of them reach a collective call: before it
+# they call ``meet(world)`` with the number of ranks in the call.
 between_calls: list[Any] = []
-# How torch says that another process is gone, or does not answer.
+# Messages of torch for another process that is gone or does not answer.
 _GONE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
     re.IGNORECASE,
@@ -73,7 +73,7 @@ class Ranks:
 
     Attributes:
         rank: number of this process, from 0.
-        world: how many there are.
+        world: number of processes.
 
     Example:
         >>> alone = Ranks()
@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is rank 0, which writes and speaks for all."""
+        """Whether this is rank 0, which writes files and messages for all."""
         return self.rank == 0
 
     def barrier(self) -> None:
@@ -97,7 +97,7 @@ class Ranks:
         """The values of all ranks, in their order, on every rank.
 
         Args:
-            value: any object that can be pickled, a small one; tensors are to be on the CPU.
+            value: any object that can be pickled, a small one; tensors must be on the CPU.
         """
         _meet(self.world)
         if self.world == 1:
@@ -110,7 +110,7 @@ class Ranks:
         """The value of rank 0, on every rank.
 
         Args:
-            value: any object that can be pickled; that of other ranks is not looked at.
+            value: any object that can be pickled; the values of other ranks are ignored.
         """
         _meet(self.world)
         if self.world == 1:
@@ -131,7 +131,7 @@ class Ranks:
         """Numbers of all ranks, added up name by name.
 
         Args:
-            numbers: of this rank; another may have other names.
+            numbers: of this rank; other ranks may have different names.
         """
         return _merged(self.gather(dict(numbers)), sum)
 
@@ -139,15 +139,15 @@ class Ranks:
         """The largest number of any rank, name by name.
 
         Args:
-            numbers: of this rank; another may have other names.
+            numbers: of this rank; other ranks may have different names.
         """
         return _merged(self.gather(dict(numbers)), max)
 
     def to_main(self, value: T) -> list[T] | None:
-        """The values of all ranks, in their order, on rank 0; ``None`` on another.
+        """The values of all ranks, in their order, on rank 0; ``None`` on the others.
 
         Args:
-            value: any object that can be pickled; that of rank 0 stays as it is.
+            value: any object that can be pickled; the value of rank 0 is not pickled.
         """
         _meet(self.world)
         if self.world == 1:
@@ -157,7 +157,7 @@ class Ranks:
         return None if values is None else [value, *values[1:]]
 
     def rows(self, rows: LazyStackedTensorDict) -> LazyStackedTensorDict:
-        """The rows of all ranks, on rank 0; those of its own on another.
+        """The rows of all ranks on rank 0; on other ranks, their own rows.
 
         Args:
             rows: 1-d stack of this rank's rows.
@@ -171,40 +171,40 @@ class Ranks:
         return lazy_rows([*row_list(rows), *others])
 
     def share(self, total: int, key: str, *, what: str) -> int:
-        """What this rank has of a number that counts all ranks.
+        """This rank's share of a number that counts all ranks.
 
         Args:
             total: the number.
-            key: dotted key of the setting that says it.
-            what: is counted, in the plural.
+            key: dotted key of its setting.
+            what: name of the counted things, in the plural.
 
         Raises:
-            ConfigError: the ranks cannot have equally many.
+            ConfigError: the ranks cannot have equal shares.
         """
         self.share_at_least_one(total, key, what=what)
         if total % self.world:
             raise ConfigError(
                 f"{key}={total} counts the {what} of all {self.world} ranks together, and is not a "
                 f"multiple of them: choose {-(-total // self.world) * self.world}, or start "
-                "another number of processes"
+                "a different number of processes"
             )
         return total // self.world
 
     def share_at_least_one(self, total: int, key: str, *, what: str) -> None:
-        """Refuse a number that does not reach for every rank.
+        """Reject a number that is smaller than the number of ranks.
 
         Args:
             total: as for :meth:`share`.
-            key: as there.
-            what: as there.
+            key: as for :meth:`share`.
+            what: as for :meth:`share`.
 
         Raises:
-            ConfigError: there are more ranks.
+            ConfigError: the number of ranks is larger.
         """
         if total < self.world:
             raise ConfigError(
-                f"{key}={total} counts the {what} of all {self.world} ranks together, and is fewer "
-                f"than them: choose {self.world} or more, or start fewer processes"
+                f"{key}={total} counts the {what} of all {self.world} ranks together, and is less "
+                f"than their number: choose {self.world} or more, or start fewer processes"
             )
 
 
@@ -225,14 +225,14 @@ def _merged(parts: Sequence[dict[str, float]], merge: Any) -> dict[str, float]:
 def scattered(
     batches: Iterable[LazyStackedTensorDict], ranks: Ranks
 ) -> Iterator[LazyStackedTensorDict | None]:
-    """Batches that only rank 0 has, spread over the ranks: whole groups, about as many tokens each.
+    """Spread the batches of rank 0 over the ranks: whole groups, similar numbers of tokens.
 
     Args:
-        batches: of rank 0; those of other ranks are not looked at.
+        batches: of rank 0; the batches of other ranks are ignored.
         ranks: the processes, which all have to iterate.
 
     Yields:
-        This rank's rows of a batch, ``None`` where it gets none.
+        This rank's rows of a batch, ``None`` if it gets none.
 
     Example:
         >>> list(scattered(["whole batches"], ALONE))
@@ -286,7 +286,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
         timeout_s: most seconds that a rank waits for another.
 
     Raises:
-        ConfigError: ``parallel`` says something else than how the process was started.
+        ConfigError: ``parallel`` does not match the way in which the process was started.
         ResourceError: there are fewer GPUs than processes.
     """
     world = int(os.environ.get("WORLD_SIZE", "1"))
@@ -307,7 +307,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
     if device.type == "cuda" and device.index is not None and world > 1:
         raise ConfigError(
             f"train.device={device} would be the GPU of all {world} processes: choose "
-            "train.device=cuda, which is another GPU in each"
+            "train.device=cuda, which is a different GPU in each"
         )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -317,8 +317,8 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
             place, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
             if place >= found:
                 raise ResourceError(
-                    f"process {place} of this machine needs a GPU of its own, and {found} are "
-                    "here: start fewer by --nproc-per-node, or choose train.device=cpu"
+                    f"process {place} of this machine needs its own GPU, and there are only "
+                    f"{found}: start fewer with --nproc-per-node, or choose train.device=cpu"
                 )
             torch.cuda.set_device(place)
             backend = "cpu:gloo,cuda:nccl"
@@ -331,7 +331,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
             world_size=world,
             timeout=timedelta(seconds=timeout_s),
         )
-        # Engines and workers that are started from here would look for torchrun's store.
+        # Engines and workers started from here would look for torchrun's store.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     return Ranks(rank=dist.get_rank(), world=dist.get_world_size())
 
@@ -341,7 +341,7 @@ def _open_store(timeout_s: float) -> tuple[dist.Store, int, int]:
 
 
 def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
-    """Refuse ranks that were told different things.
+    """Reject ranks with different configurations.
 
     Args:
         config: flat, dotted key to value.
@@ -359,7 +359,7 @@ def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
         ]
         if changed:
             raise ConfigError(
-                "all ranks must be told the same, but these keys differ: " + "; ".join(changed)
+                "all ranks need equal configurations, but these keys differ: " + "; ".join(changed)
             )
 
 
@@ -369,12 +369,12 @@ def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
 def shard(scorer: nn.Module, model: nn.Module, *, device: torch.device) -> None:
     """Spread a model over the ranks by FSDP2: each block by itself, the rest with the scorer.
 
-    Weights that are tied stay so, and so does which of them train.
+    Tied weights stay tied, and the choice of trained weights does not change.
 
     Args:
         scorer: the root whose ``forward`` computes log-probs, over the model and its value head.
         model: the Hugging Face model, in PEFT or not.
-        device: where it is.
+        device: device of the model.
     """
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     for block in blocks_of(model):
@@ -383,7 +383,7 @@ def shard(scorer: nn.Module, model: nn.Module, *, device: torch.device) -> None:
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that :func:`shard` spreads each by itself: its layers.
+    """The parts of a model that :func:`shard` spreads separately: its layers.
 
     Args:
         model: a Hugging Face model, in PEFT or not.
@@ -394,7 +394,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's shard of a whole tensor, where another one is sharded.
+    """This rank's shard of a whole tensor, sharded like another one.
 
     Args:
         tensor: the same on all ranks.
@@ -411,8 +411,8 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
 def add_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     """Replace the gradients of whole weights by their sums over all ranks.
 
-    One reduction after all micro-batches: what a rank's rows are, how often it called backward, and
-    whether it had any rows at all, makes no difference. Gradients of shards were added already.
+    One reduction after all micro-batches: it works for any rows, any number of backward calls, and
+    ranks without rows. Gradients of shards have already been added.
 
     Args:
         parameters: the same on all ranks.
@@ -422,7 +422,7 @@ def add_gradients(parameters: Iterable[nn.Parameter], ranks: Ranks) -> None:
     used = map(any, zip(*ranks.gather([p.grad is not None for p in trained]), strict=True))
     bucket: list[Tensor] = []
     size = 0
-    # What no rank has a gradient of stays without one: an optimizer leaves it alone.
+    # A parameter without a gradient on any rank stays without one: an optimizer skips it.
     for parameter in (p for p, has_gradient in zip(trained, used, strict=True) if has_gradient):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
@@ -447,7 +447,7 @@ def _add(tensors: Sequence[Tensor]) -> None:
 
 
 def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
-    """Counts of several sets of rows together; ``None`` where there are none.
+    """Sum the counts of several sets of rows; ``None`` if there are none.
 
     Args:
         counts: of each set, ``None`` for an empty one.
@@ -463,9 +463,9 @@ def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
 
 
 def end_ranks() -> None:
-    """Leave the group that was begun, when all have come to their end.
+    """Leave the process group when all ranks have ended.
 
-    A group of others in this process, as an engine of vLLM has one, stays.
+    A different group in this process, such as that of a vLLM engine, stays.
     """
     if _stores and dist.is_initialized():
         leave_group()
@@ -473,17 +473,18 @@ def end_ranks() -> None:
 
 
 def leave_group() -> None:
-    """Leave the default group together with all who are in it; it stays in memory.
+    """Leave the default group together with all its members; it stays in memory.
 
-    A model of DDP that were the last to hold it would wait for the group's threads without letting
-    Python run, which they may be waiting for.
+    If a DDP model held the last reference to it, freeing the model would wait for the group's
+    threads without releasing the GIL, which those threads may need.
     """
     _meet(dist.get_world_size())
     between_calls.clear()
     _ended.append(dist.group.WORLD)
     dist.barrier()
     if (engine := sys.modules.get("vllm.distributed.parallel_state")) is not None:
-        # Groups of an engine among the ranks are in this one; at its end it would look for them.
+        # Groups of an engine among the ranks are part of this group; the engine would look for them
+        # at its end.
         engine.destroy_model_parallel()
         engine.destroy_distributed_environment()
     if dist.is_initialized():
@@ -491,19 +492,19 @@ def leave_group() -> None:
 
 
 def last_words(error: Exception) -> str | None:
-    """What a rank says when it ends by an error: each error is said once, by the rank that has it.
+    """Final message of a rank that ends with an error; each error is reported once, by its rank.
 
-    A rank that ends takes the others with it: their next collective call fails. They say nothing
-    of that, but the first rank repeats in its log what the other has said.
+    If a rank ends, the next collective calls of the others fail. They do not report this, but the
+    first rank repeats the message in its log.
 
     Args:
-        error: that ends this rank.
+        error: the error that ends this rank.
 
     Returns:
-        The text; ``None`` where another rank says it.
+        The text; ``None`` if another rank reports it.
     """
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all: let this be said first
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends all; print this first
     rank = int(os.environ.get("RANK", "0"))
     text = f"rank {rank}: {type(error).__name__}: {error}"
     with suppress(dist.DistError, RuntimeError, ValueError):
@@ -524,7 +525,7 @@ def last_words(error: Exception) -> str | None:
 
 
 def speaks_of_others(error: BaseException | None) -> bool:
-    """Whether an error says that another rank is gone, or does not answer.
+    """Whether an error means that another rank is gone or does not answer.
 
     Args:
         error: of a collective call, or of anything else.

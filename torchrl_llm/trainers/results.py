@@ -15,15 +15,15 @@ from torchrl_llm.functional import wilson_interval
 def text_table(
     rows: Iterable[Sequence[str]], *, header: Sequence[str] = (), num_names: int = 1
 ) -> str:
-    """A table without lines at its sides, which no width of a window can break.
+    """A table without vertical borders, so that no window width can break it.
 
     Args:
-        rows: the texts of each row. The first of a row names it.
+        rows: the texts of each row. The first text is the name of the row.
         header: titles of the columns, whose values are then numbers; none for names with values.
-        num_names: columns at the left whose values are none.
+        num_names: columns at the left that hold names, not values.
 
     Returns:
-        Text of several lines, in colours where standard output is a terminal.
+        Text of several lines, in colours if standard output is a terminal.
 
     Example:
         >>> print(text_table([["steps", "100 in 0:14"], ["curve", "outputs/reward.png"]]))
@@ -46,7 +46,7 @@ def text_table(
     for name, *values in rows:
         table.add_row(Text(printable(name), "bold"), *(Text(printable(v)) for v in values))
     terminal = sys.stdout is not None and sys.stdout.isatty()
-    # As wide as it likes: a path that is folded cannot be copied.
+    # Without a limit of the width: a wrapped path cannot be copied.
     console = Console(file=io.StringIO(), width=10_000, force_terminal=terminal)
     with console.capture() as drawn:
         console.print(table)
@@ -58,7 +58,7 @@ def share_text(share: float, count: float) -> str:
 
     Args:
         share: of independent trials.
-        count: how many trials.
+        count: number of trials.
 
     Example:
         >>> share_text(0.9, 10)

@@ -1,7 +1,7 @@
-"""Watch over the rewards of a run: steps without any, steps without a signal, what failed most.
+"""Watches the rewards of a run: steps without rewards, steps without a signal, frequent failures.
 
-:class:`~torchrl_llm.trainers.run.TrainingRun` shows it the rows of each step, and says what it
-finds.
+:class:`~torchrl_llm.trainers.run.TrainingRun` passes the rows of each step to it, and reports its
+findings.
 
 Next: :mod:`torchrl_llm.data.failures` shows the first failure of each kind when it happens.
 """
@@ -28,7 +28,7 @@ _MOST_SORTS = 1000
 
 
 class FailureTally(SavedState):
-    """How often each sort of failure happened, and what the first of each said.
+    """Counts of each kind of failure, with the message of the first one.
 
     Example:
         >>> tally = FailureTally()
@@ -57,7 +57,7 @@ class FailureTally(SavedState):
                 self._messages.setdefault(failure.sort, failure.message)
 
     def most_frequent(self) -> str:
-        """What failed most often, and how often; empty where nothing did."""
+        """The most frequent failure and its count; empty if nothing failed."""
         if not self._counts:
             return ""
         (sort, count), *_ = self._counts.most_common(1)
@@ -71,13 +71,13 @@ class FailureTally(SavedState):
 
 
 class RewardWatch(SavedState):
-    """Looks at the rewards of each step.
+    """Checks the rewards of each step.
 
     Args:
-        on_all_invalid: what a step means in which no trajectory has a valid reward: ``error`` ends
-            the run, ``continue`` goes on.
-        no_signal_steps: steps in a row in which all rewards are equal, after which that is said,
-            once until they differ again; ``None`` for never.
+        on_all_invalid: effect of a step without any valid reward: ``error`` ends the run,
+            ``continue`` does not.
+        no_signal_steps: number of consecutive steps with equal rewards after which a warning
+            appears, once until they differ again; ``None`` for never.
 
     Attributes:
         failures: of all steps.
@@ -111,13 +111,13 @@ class RewardWatch(SavedState):
         self._equal: list[float] = []  # the reward of each of the last steps, all equal in each
 
     def see(self, rows: LazyStackedTensorDict) -> str | None:
-        """Look at the rows of a step.
+        """Check the rows of a step.
 
         Args:
-            rows: 1-d stack of all rows that were collected for it.
+            rows: 1-d stack of all rows collected for it.
 
         Returns:
-            What is to be said, if anything is.
+            A warning, if there is one.
         """
         self._num_rows, self._of_step = len(rows), FailureTally()
         for row in row_list(rows):
@@ -133,12 +133,12 @@ class RewardWatch(SavedState):
             self._equal.clear()
             return None
         self._equal.append(returns[0].item())
-        del self._equal[: -self.no_signal_steps - 1]  # one more than that, and it has been said
+        del self._equal[: -self.no_signal_steps - 1]  # one more: the warning has already appeared
         return self._notice(rows) if len(self._equal) == self.no_signal_steps else None
 
     @property
     def ends_run(self) -> bool:
-        """Whether the last step is one that ends the run."""
+        """Whether the last step ends the run."""
         return self.is_all_invalid and self.on_all_invalid == "error"
 
     def explain(self) -> str:
@@ -156,17 +156,19 @@ class RewardWatch(SavedState):
         )
         return (
             f"no signal: in each of the last {len(self._equal)} steps all answers had the same "
-            f"reward ({last}), and from comparing them nothing is learned. Two of the {len(ends)} "
+            f"reward ({last}), and comparing them teaches nothing. Two of the {len(ends)} "
             f"answers of this step:\n{answers}\n{_advice(rows, ends)}"
         )
 
 
 def _advice(rows: LazyStackedTensorDict, ends: Sequence[TensorDict]) -> str:
-    """What to look at."""
+    """Advice on what to check."""
     success = [bool(row.get(("next", "success"), torch.zeros(1)).any()) for row in ends]
     if all(success):
         return "All of them are right: the prompts are too easy for this model."
-    advice = ["the form that the reward wants: a right answer in another form is worth nothing"]
+    advice = [
+        "the form that the reward expects: a correct answer in a different form earns nothing"
+    ]
     finish = read_rows(rows, ("tokens", "finish_reason"), None)
     cut = [FinishReason(int(reason)).cut for reason in finish or ()]
     if any(cut):

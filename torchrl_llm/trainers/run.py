@@ -1,8 +1,8 @@
-"""Frame of a training loop: which step it is, what is recorded, when to save, how to go on.
+"""Frame of a training loop: counts steps, records metrics, saves and resumes.
 
-The loop itself stays in the recipe; :class:`TrainingRun` hands it the steps and looks after
-everything that is the same for every algorithm. It knows no loss and no environment: whatever has
-``state_dict`` and ``load_state_dict`` can be a part of the run.
+The loop itself stays in the recipe; :class:`TrainingRun` yields its steps and handles everything
+that is the same for every algorithm. It does not depend on a loss or an environment: any object
+with ``state_dict`` and ``load_state_dict`` can be a part of the run.
 """
 
 from __future__ import annotations
@@ -55,43 +55,43 @@ class TrainingRun:
     """Steps, records, evaluates, saves and resumes.
 
     Args:
-        folder: of the run: ``run.log`` with all that was said, ``config.yaml``, ``metrics.csv``,
+        folder: folder of the run: ``run.log`` with all messages, ``config.yaml``, ``metrics.csv``,
             ``reward.png`` (see ``shown``), ``checkpoints/``, ``rollouts/``.
         max_steps: training steps of the whole run.
-        model: it is part of every checkpoint, in its Hugging Face form.
+        model: it is part of every checkpoint, in the format of Hugging Face.
         tokenizer: saved with the model.
-        models: in their place several by name, each with its tokenizer: each is a folder of that
-            name in the checkpoint.
-        parts: name to whatever else the next step depends on, in the order in which it is restored.
+        models: instead of ``model`` and ``tokenizer``, several models by name, each with its
+            tokenizer; each is a folder of that name in the checkpoint.
+        parts: name to other objects that the next step depends on, in the order of restoring.
         evaluate: runs an evaluation; ``None`` for none.
         config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, but for where it ends and what it writes. It is saved with every checkpoint, and
-            nested in ``config.yaml``; passwords in URLs as ``***``.
+            same, except for keys of its end and its output. It is saved with every checkpoint, and
+            in nested form in ``config.yaml``; passwords in URLs become ``***``.
         logging: where numbers go.
         checkpoint: when to save.
         evaluation: when to evaluate.
-        watch: looks at the rows that :meth:`record` is given.
-        shown: which metrics are shown; the reward of those who learn from one by default.
-        ranks: the processes that train together: rank 0 writes and speaks for all, and all stop,
-            and save, after the same step.
-        ended: says why the run is over before ``max_steps``; ``None`` while it is not; rank 0 is
-            asked.
-        tools: schemas of the tools that prompts describe; they are kept with the rollouts.
-        num_rows: how many rows are trained on and held out, to be shown; ``None`` if not known.
+        watch: checks the rows that :meth:`record` gets.
+        shown: metrics to show; by default those of a run that learns from rewards.
+        ranks: the processes that train together: rank 0 writes files and messages for all; all stop
+            and save after the same step.
+        ended: returns why the run is over before ``max_steps``, or ``None`` while it is not; only
+            called on rank 0.
+        tools: schemas of the tools that prompts describe; they are stored with the rollouts.
+        num_rows: numbers of training and held-out rows, for display; ``None`` if unknown.
 
     Attributes:
-        step: the last step that was begun.
-        model: as given; ``None`` where there are several.
+        step: the last started step.
+        model: as given; ``None`` if there are several.
         tokenizer: as given.
-        metrics: of the last step that was completed.
-        stop: what Ctrl-C and the other signals ask for.
-        how_to_resume: what goes on with a run that was stopped; ``None`` for the command that began
-            it, with where it is.
+        metrics: of the last completed step.
+        stop: stop request of Ctrl-C and the other signals.
+        how_to_resume: command that resumes a stopped run; ``None`` for the command that started it,
+            with its folder.
 
     Raises:
         CheckpointError: the folder holds checkpoints and ``checkpoint.resume`` is ``never``,
-            another process trains in it, or the newest checkpoint is of other models.
-        ConfigError: no model, or one besides ``models``; or what is to be pushed is several.
+            another process trains in it, or the newest checkpoint is of different models.
+        ConfigError: no model, or ``model`` together with ``models``; or several models to push.
 
     Iterate over :meth:`steps`, call :meth:`record` once in each, then :meth:`finish`.
     """
@@ -158,7 +158,7 @@ class TrainingRun:
             lambda: self.say(
                 f"stopping after step {self.step}, then saving; press Ctrl-C again to stop at once"
             ),
-            # The terminal and torchrun both tell a rank of the first Ctrl-C.
+            # The terminal and torchrun both send the first Ctrl-C to a rank.
             presses=2 if ranks.world == 1 else 3,
         )
         moved: list[str] = []
@@ -230,9 +230,9 @@ class TrainingRun:
         self._bar = ProgressBar("step", max_steps, done=self.step)
 
     def say(self, text: str) -> None:
-        """Tell the person something: on standard error, above the bar, and in ``run.log``.
+        """Write a message to standard error, above the progress bar, and to ``run.log``.
 
-        Of several ranks only the first speaks.
+        Only rank 0 writes it.
         """
         if self.ranks.is_main:
             with self._log:
@@ -246,11 +246,11 @@ class TrainingRun:
         """Measure a part of a step: ``with run.timed("sample"):`` gives ``perf/sample_s``.
 
         Args:
-            name: of the part, which the bar shows where steps are long; several parts of one name
-                are added up.
+            name: name of the part, which the progress bar shows if steps are long; parts with the
+                same name are added up.
 
         Raises:
-            ResourceError: the device ran out of memory; says which keys to lower.
+            ResourceError: the device ran out of memory; the message names the keys to lower.
         """
         self._bar.phase(name)
         begun = time.perf_counter()
@@ -262,10 +262,10 @@ class TrainingRun:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def steps(self) -> Iterator[int]:
-        """The steps that are left, from 1; ends early, and saved, at Ctrl-C, SIGTERM or SIGHUP.
+        """Yield the remaining steps, from 1; at Ctrl-C, SIGTERM or SIGHUP, save and end early.
 
         Yields:
-            The number of the step that the loop's body is to make.
+            The number of the step that the loop's body has to run.
 
         Raises:
             RewardError: see :meth:`record`.
@@ -309,14 +309,14 @@ class TrainingRun:
         return self.step >= self.max_steps or self._reason is not None
 
     def _command(self, longer: Sequence[str] = ()) -> str:
-        """What it takes to go on, with overrides that take the place of what was typed."""
+        """The command that resumes the run, with overrides that replace the typed ones."""
         if self.how_to_resume:
             return " with ".join([self.how_to_resume, *longer])
         where = f"hydra.run.dir={shlex.quote(display_path(self.folder))}"
         return " ".join([_typed(longer), where, "checkpoint.resume=auto", *longer])
 
     def _next_commands(self) -> Iterator[tuple[str, str]]:
-        """What can be done with the run, a name and a command each."""
+        """Next commands for the run, each with a name."""
         folder = shlex.quote(display_path(self.folder))
         yield "look at it", f"torchrl-llm view {folder} --open"
         if self.model is not None and self._shown.opens == Shown().opens:
@@ -327,7 +327,7 @@ class TrainingRun:
             yield "train longer", self._command(longer)
 
     def _longer(self) -> list[str]:
-        """Overrides for twice as many steps, or passes where these are limited."""
+        """Overrides for twice as many steps, or passes if these are limited."""
         keys = ("train.max_steps", "train.max_epochs")
         found = [f"{key}={2 * self._config[key]}" for key in keys if self._config.get(key)]
         return found or [f"{keys[0]}={2 * self.max_steps}"] * (keys[0] in self._config)
@@ -338,22 +338,23 @@ class TrainingRun:
         rows: LazyStackedTensorDict | None = None,
         outcomes: RowOutcomes | None = None,
     ) -> None:
-        """Complete the step: write its metrics, evaluate and save where that is due.
+        """Complete the step: write its metrics, and evaluate and save if due.
 
         Call it once, at the end of the loop's body.
 
         Args:
             metrics: ``train/`` and ``perf/`` names to numbers; some are :class:`Shown`.
-            rows: all rows that were collected for the step: ``logging.samples`` shows two of them,
-                and the run's :class:`~torchrl_llm.trainers.RewardWatch` looks at all.
-            outcomes: what became of the rows, kept with those that ``logging.rollouts`` keeps; see
-                :meth:`~torchrl_llm.trainers.BatchSource.outcomes`.
+            rows: all rows collected for the step: ``logging.samples`` shows two of them, and the
+                run's :class:`~torchrl_llm.trainers.RewardWatch` checks all.
+            outcomes: outcomes of the rows, stored with the rows that ``logging.rollouts`` keeps;
+                see :meth:`~torchrl_llm.trainers.BatchSource.outcomes`.
 
         Raises:
-            RewardError: the watch ends the run, because no row has a valid reward; it is saved.
+            RewardError: the watch ends the run, because no row has a valid reward; the run is
+                saved.
         """
         if self._started is None:
-            raise RuntimeError("TrainingRun.record belongs once into each of TrainingRun.steps")
+            raise RuntimeError("call TrainingRun.record exactly once in each of TrainingRun.steps")
         seconds, self._started = time.perf_counter() - self._started, None
         parts = {f"perf/{name}_s": value for name, value in self._seconds.items()}
         self._seconds.clear()
@@ -374,40 +375,40 @@ class TrainingRun:
     def _end_without_rewards(self) -> None:
         self._save_unless_saved()
         raise RewardError(
-            f"step {self.step}: {self._watch.explain()}. Mend the reward, and go on from "
+            f"step {self.step}: {self._watch.explain()}. Fix the reward, and resume from "
             f"{self._store.path(self.step)}:\n  {self._command()}\n"
-            "reward.on_all_invalid=continue goes on whatever the rewards are"
+            "reward.on_all_invalid=continue continues with any rewards"
         )
 
     def evaluate(self) -> EvalResult:
-        """Evaluate the model as it is now; nothing is recorded.
+        """Evaluate the present model; nothing is recorded.
 
         Raises:
             ConfigError: the run has no evaluation.
         """
         if self._evaluate is None:
-            raise ConfigError("this run holds no prompts out: eval.num_prompts is 0")
+            raise ConfigError("this run has no held-out prompts: eval.num_prompts is 0")
         return self._evaluate()
 
     def curves(self) -> dict[str, Series]:
-        """What is shown of the steps and evaluations so far, each as steps and values."""
+        """The shown metrics of the steps and evaluations so far, each as steps and values."""
         return self._results.curves()
 
     def finish(self) -> None:
-        """Draw the curve and show what became of the held-out conversations.
+        """Draw the curve and show how the held-out conversations have changed.
 
         Raises:
             RewardError: no step of the run had a valid reward, so that nothing was learned.
-            SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C),
-                so that whoever started the run does not take it for a finished one.
+            SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C), so
+                that the caller does not consider the run finished.
         """
         if self.ranks.is_main:
             self._results.show(self._before, self._after, self._next_commands())
         values = self.ranks.from_main(self._table.read(self._shown.metric)[1])
         if values and all(map(math.isnan, values)):
             raise RewardError(
-                f"none of the {len(values)} steps had a valid {self._shown.name}: the weights are "
-                "as they were"
+                f"none of the {len(values)} steps had a valid {self._shown.name}: the weights have "
+                "not changed"
             )
         pushes = self.ranks.is_main and self._checkpoint.push_to_hub is not None
         if pushes and self.is_over:
@@ -418,7 +419,7 @@ class TrainingRun:
     def _push(self, name: str) -> None:
         try:
             url = push_to_hub(self._store.path(self.step), name, command=_typed())
-        except TorchRLLLMError as error:  # the run is done and saved, whatever the hub says
+        except TorchRLLLMError as error:  # the run is done and saved, even if the push fails
             self.say(str(error))
         else:
             self.say(f"pushed to {url}")
@@ -440,7 +441,7 @@ class TrainingRun:
             self.save()
 
     def _write_measured(self, metrics: dict[str, Any], numbers: Mapping[str, float]) -> None:
-        """Write the row of the step, or owe it to the run that goes on and evaluates first."""
+        """Write the row of the step, or leave it to the resumed run, which evaluates first."""
         self.metrics = {**metrics, **numbers}
         self._owed = metrics if self._cut else None
         if not self._cut:
@@ -457,7 +458,7 @@ class TrainingRun:
         return ", ".join([f"{self._shown.name} {value:.3f}", speed, *known])
 
     def _measured(self) -> tuple[dict[str, float], list[str]]:
-        """Numbers and conversations of an evaluation, none of one that a stop request has cut."""
+        """Numbers and conversations of an evaluation; empty if a stop request has cut it."""
         numbers, conversations, self._cut = {}, [], True
         if self.ranks.is_main:  # the same prompts in the same batches as in one process
             with suppress(Cut), self.stop.at_once(), naming_keys("evaluate", self._config):
@@ -486,20 +487,20 @@ def _rows_told(num_rows: tuple[int | None, int | None]) -> Iterator[str]:
 
 @contextmanager
 def _objects_at_rest() -> Iterator[None]:
-    """Half a million objects of the imports need not be searched for garbage at every step."""
+    """Exclude half a million objects of the imports from the garbage collection of each step."""
     gc.freeze()
     try:
         yield
     finally:
-        gc.unfreeze()  # a program that goes on gets back the memory of a run that is over
+        gc.unfreeze()  # a program that continues can free the memory of the run
 
 
 def _typed(changed: Sequence[str] = ()) -> str:
-    """What was typed to begin, without what says where and how to go on, and what is changed."""
+    """The typed command, without the keys for the folder and resuming, and without changed keys."""
     begun, *arguments = map(masked, sys.argv)
     dropped = {"checkpoint.resume", "hydra.run.dir", *(a.partition("=")[0] for a in changed)}
     kept = [a for a in arguments if a.partition("=")[0] not in dropped]
-    # A console command is called by its name, and a page by Python.
+    # A console command runs by its name, and a page with Python.
     if "TORCHELASTIC_RUN_ID" in os.environ:
         many = f"torchrun --nproc-per-node {os.environ['LOCAL_WORLD_SIZE']}"
         begun = f"{many} {shlex.quote(begun) if begun.endswith('.py') else '-m torchrl_llm'}"

@@ -1,4 +1,4 @@
-"""Runs next to each other: what tells them apart, groups of them, curves and a table.
+"""Comparison of runs: different keys, groups, curves and a table.
 
 :mod:`torchrl_llm.trainers.run_folder` reads a run, :mod:`torchrl_llm.trainers.curves` draws.
 """
@@ -21,22 +21,22 @@ from torchrl_llm.trainers.curves import Curve
 from torchrl_llm.trainers.results import text_table
 from torchrl_llm.trainers.run_folder import CHECKPOINTS, METRICS_FILE, read_config, read_metrics
 
-# Where a run writes, and how often, does not make it another run.
+# Keys for the place and frequency of output do not make a run different.
 _INCIDENTAL = ("logging.", "checkpoint.")
 # A label with more keys than this is longer than the name of its folder.
 _MOST_KEYS = 4
-# Folders between the folder that is named and those of its runs: of recipes, dates, times and, of
+# Levels of folders between a given folder and its runs: recipes, dates, times and, in
 # language-space training, "runs" and the name.
 _DEPTH = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """What a run has written.
+    """The written configuration and metrics of a run.
 
     Attributes:
         folder: of the run.
-        config: dotted key to value; empty where the run noted none.
+        config: dotted key to value; empty if the run wrote none.
         metrics: name to steps and values.
     """
 
@@ -46,17 +46,17 @@ class RunRecord:
 
 
 def find_runs(paths: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
-    """The runs that paths stand for.
+    """Find the runs in paths.
 
     Args:
-        paths: folders of runs, of sweeps (whose folders ``0``, ``1``, ... are runs), or of both
-            somewhere below; patterns as of a shell.
+        paths: folders of runs, of sweeps (whose folders ``0``, ``1``, ... are runs), or folders
+            that contain them at some level; also shell patterns.
 
     Returns:
         Each run once, in the order of the paths, and a line for each folder that was left out.
 
     Raises:
-        DataError: a path that stands for no run with at least one step.
+        DataError: a path has no run with at least one step.
     """
     folders: dict[Path, Path] = {}
     left_out: list[str] = []
@@ -65,7 +65,7 @@ def find_runs(paths: Sequence[str]) -> tuple[list[RunRecord], list[str]]:
         for entry in found:
             below = _runs_below(entry)
             if not below and len(found) == 1:
-                read_metrics(_folder(entry))  # says what is there instead
+                read_metrics(_folder(entry))  # its error lists the content
             if not below:
                 left_out.append(f"{entry} has no {METRICS_FILE}")
             folders |= {each.resolve(): each for each in below}
@@ -112,10 +112,10 @@ def _natural(path: Path) -> tuple[int, str]:
 
 
 def varying_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Keys whose values tell the runs apart, in the order of their configurations.
+    """Keys whose values differ between the runs, in the order of their configurations.
 
-    Where the type of a group differs (``loss.type``), keys that follow from it are left out; so is
-    what only says where and how often a run writes.
+    If the type of a group differs (``loss.type``), keys that follow from it are left out, and so
+    are keys for the place and frequency of output.
 
     Args:
         runs: the runs.
@@ -149,7 +149,7 @@ def config_differences(runs: Sequence[RunRecord]) -> list[list[str]]:
 
 
 def run_labels(runs: Sequence[RunRecord]) -> list[str]:
-    """What each run is called: what differs in its configuration, or the name of its folder.
+    """Label of each run: the differences of its configuration, or the name of its folder.
 
     Args:
         runs: the runs.
@@ -176,7 +176,7 @@ def _shown(value: Any) -> str:
 def group_runs(
     runs: Sequence[RunRecord], keys: Sequence[str]
 ) -> dict[tuple[str, ...], list[RunRecord]]:
-    """Runs by the values of some keys, in the order of the values.
+    """Group runs by the values of some keys, in the order of the values.
 
     Args:
         runs: the runs.
@@ -209,14 +209,14 @@ def group_runs(
 
 
 def check_metrics(runs: Sequence[RunRecord], names: Sequence[str]) -> None:
-    """Refuse metrics that none of the runs has.
+    """Reject metrics that none of the runs has.
 
     Args:
         runs: the runs.
         names: of metrics.
 
     Raises:
-        ConfigError: for such a name, with those that there are.
+        ConfigError: a name is unknown; the message lists the known ones.
     """
     known = sorted({name for run in runs for name in run.metrics})
     for name in names:
@@ -232,8 +232,8 @@ def mean_curve(curves: Sequence[Curve]) -> Curve:
         curves: the curves.
 
     Returns:
-        The means, with standard deviations as ``spread`` where there is more than one curve (0
-        where a single one has a value).
+        The means, with standard deviations as ``spread`` where there is more than one curve (0 if
+        only one has a value).
 
     Example:
         >>> mean_curve([Curve([1, 2], [0.0, 1.0]), Curve([1], [2.0])])
@@ -254,14 +254,14 @@ def comparison_table(
     heads: Sequence[str],
     metrics: Sequence[str],
 ) -> str:
-    """Last and best values of metrics, a line a group.
+    """Last and best values of metrics, one line per group.
 
-    The best is the highest, and of what is called a loss the lowest. Of several runs it is the mean
-    and the standard deviation.
+    The best value is the highest, or the lowest for a metric with "loss" in its name. For several
+    runs, the table has the mean and the standard deviation.
 
     Args:
-        groups: what identifies a group, to its runs.
-        heads: over what identifies it.
+        groups: identifying values of a group to its runs.
+        heads: titles of the identifying values.
         metrics: names.
 
     Example:

@@ -1,4 +1,4 @@
-"""Settings of a run that are the same for every algorithm: which may change, which cost memory."""
+"""Settings of a run for every algorithm: which may change on resume, which determine memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torchrl_llm.modules.weight_files import size_in_bytes
 from torchrl_llm.trainers.hub import check_repository
 from torchrl_llm.trainers.kept_rollouts import Kept
 
-# What may differ between a run and its continuation: none of it changes what was computed so far.
+# Keys that may differ between a run and its continuation: none of them changes past results.
 _FREE_ON_RESUME = ("checkpoint.", "logging.", "eval.", "redis.", "ray.")
 _FREE_ON_RESUME += ("train.max_steps", "train.max_epochs")
 _FREE_ON_RESUME += ("train.micro_token_budget", "train.packing", "train.no_signal_steps")
@@ -24,7 +24,7 @@ _FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was 
 _FREE_ON_RESUME += ("env.on_overlong", "train.gathers")
 
 
-# What the memory of each part of a step grows with, the key that costs least to lower first.
+# Keys with which the memory of each part of a step grows; the first one costs least to lower.
 _LOWERED = {
     "train": ("train.micro_token_budget",),
     "sample": (
@@ -43,12 +43,12 @@ class LoggingConfig(Group, key="logging"):
     Attributes:
         backend: any of ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
         experiment_name: name of the run for those.
-        project: W&B's or Trackio's project, MLflow's experiment; ``None`` for what the environment
-            says (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``), else one of their own.
+        project: W&B's or Trackio's project, MLflow's experiment; ``None`` for the one in the
+            environment (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``), or else a default.
         progress: show a progress bar.
-        samples: steps between two answers of the batch that are shown, the best and the worst to
-            one prompt, and those of the first step; ``None`` for none. A run of 100 steps shows
-            its start, its middle and its end.
+        samples: steps between two shown answers of the batch, the best and the worst to one prompt;
+            the first step also shows them; ``None`` for none. A run of 100 steps shows its start,
+            its middle and its end.
         rollouts: rows that are kept in ``<run folder>/rollouts``, for
             :class:`~torchrl_llm.data.rollout_store.RolloutStore`: 16 of each step, all, or none.
     """
@@ -66,13 +66,15 @@ class CheckpointConfig(Group, key="checkpoint"):
 
     Attributes:
         interval: steps between checkpoints; ``None`` for the last step only.
-        keep_last: how many are kept.
-        resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or begins
-            where there is none; ``never`` begins, and refuses a folder that holds checkpoints.
-        push_to_hub: repository, ``owner/name``, that the model is pushed to at the end of the run;
-            it is made private where there is none. A push that fails is told, and changes nothing.
-        max_shard_size: weights that a file of the model may hold, as ``"5GB"`` or ``"500MB"``; a
-            larger model is written as shards with an index, which ``from_pretrained`` opens.
+        keep_last: number of checkpoints to keep.
+        resume: ``auto`` continues from the newest whole checkpoint of the run's folder, or starts a
+            new run if there is none; ``never`` starts a new run, and rejects a folder with
+            checkpoints.
+        push_to_hub: repository, ``owner/name``, for a push of the model at the end of the run; it
+            is created as private if it does not exist. A failed push is reported and changes
+            nothing.
+        max_shard_size: maximum size of a file of weights, such as ``"5GB"`` or ``"500MB"``; a
+            larger model is written as shards with an index, which ``from_pretrained`` loads.
     """
 
     interval: Count | None = 100
@@ -96,9 +98,9 @@ class EvalConfig(Group, key="eval"):
     Attributes:
         interval: steps between evaluations; ``None`` for the last step only.
         num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say;
-            ``None``: all that the task or a file holds out, or where the end of the rows is held
-            out a tenth of them, at most 128.
-        before_train: evaluate the model as it is first.
+            ``None``: all that the task or a file holds out; if the end of the rows is held out, a
+            tenth of them, at most 128.
+        before_train: also evaluate the model before training.
         batch_size: prompts that are answered together.
     """
 
@@ -107,15 +109,15 @@ class EvalConfig(Group, key="eval"):
     before_train: bool = True
     batch_size: Count = 128
 
-    repeats = 1  # without a type: no key where nothing is sampled
+    repeats = 1  # without a type: no key if nothing is sampled
 
 
 class SampledEvalConfig(EvalConfig):
     """Accuracy on held-out prompts, greedy or of several samples.
 
     Attributes:
-        repeats: samples a prompt; above 1 the prompts are answered by sampling, as the run does,
-            for ``eval/pass@k`` and ``eval/majority@k`` at k = 2, 4, ... and all of them.
+        repeats: samples per prompt; with more than 1, answers are sampled as in the run, for
+            ``eval/pass@k`` and ``eval/majority@k`` at k = 2, 4, ... and all of them.
         temperature: of these samples; ``None`` for ``inference_model.temperature``.
     """
 
@@ -128,11 +130,11 @@ class SampledEvalConfig(EvalConfig):
 
 
 def check_resumed(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to go on with a run under a configuration that would have made it another.
+    """Refuse to resume a run with a configuration that would have made a different run.
 
     Args:
         earlier: dotted key to value, of the run.
-        present: of what is to go on with it.
+        present: the same for the resumed run.
 
     Raises:
         ConfigError: keys that differ, with both values.
@@ -154,8 +156,9 @@ def naming_keys(part: str, config: Mapping[str, Any]) -> Iterator[None]:
     """Turn torch's out-of-memory error into one that names the keys to lower.
 
     Args:
-        part: of a step: ``train``, ``sample`` or ``evaluate``; in others the error stays as it is.
-        config: flat, dotted key to value; keys that are not there are not named.
+        part: of a step: ``train``, ``sample`` or ``evaluate``; in other parts the error does not
+            change.
+        config: flat, dotted key to value; missing keys are not named.
 
     Raises:
         ResourceError: the device ran out of memory; torch's error is its cause.

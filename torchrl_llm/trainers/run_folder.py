@@ -1,7 +1,7 @@
-"""Folder of a run as others read it: its configuration, its metrics, its newest checkpoint.
+"""Reads the folder of a run: its configuration, its metrics, its newest checkpoint.
 
-Nothing heavy is imported here, so that commands which only read answer at once. What is written
-there, and when, is said by :mod:`torchrl_llm.trainers.run`.
+This module has no heavy imports, so that commands which only read start at once.
+:mod:`torchrl_llm.trainers.run` writes the files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ CHECKPOINTS = "checkpoints"
 STEP = "train/step"
 
 _CHECKPOINT = re.compile(r"step_(\d+)")
-# The one in C is ten times as fast; not every build of PyYAML has it.
+# The loader in C is ten times as fast; not every build of PyYAML has it.
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MOST_VALUES, _MOST_LEVELS, _MOST_DIGITS = 100_000, 32, 16
 
@@ -34,7 +34,7 @@ def checkpoint_steps(folder: Path) -> list[int]:
     """Steps of the complete checkpoints in a folder, ascending.
 
     Args:
-        folder: what the checkpoints lie in.
+        folder: the folder of the checkpoints.
     """
     if not folder.is_dir():
         return []
@@ -46,21 +46,21 @@ def checkpoint_path(folder: Path, step: int) -> Path:
     """Folder of the checkpoint of a step.
 
     Args:
-        folder: what the checkpoints lie in.
+        folder: the folder of the checkpoints.
         step: the step.
     """
     return folder / f"step_{step:06d}"
 
 
 def model_folder(path: Path) -> Path:
-    """Where the model is that a folder stands for.
+    """Folder of the model of a run, a checkpoint or a model.
 
     Args:
-        path: of a model, an adapter or a checkpoint, or of a run: that is its newest checkpoint,
+        path: folder of a model, an adapter or a checkpoint; or of a run, for its newest checkpoint
             or its finished model.
 
     Raises:
-        ConfigError: it holds neither, or is no folder.
+        ConfigError: it holds no model, or is not a folder.
 
     Example:
         >>> from torchrl_llm.assets import embedded_model_path
@@ -92,15 +92,15 @@ def model_folder(path: Path) -> Path:
 
 
 def _holds_model(folder: Path) -> bool:
-    """Whether it is one of a model, or of an adapter that names its model."""
+    """Whether it is the folder of a model, or of an adapter that names its model."""
     return any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))
 
 
 def run_of(model: Path) -> Path | None:
-    """Folder of the run that a model comes from; ``None`` where it comes from none.
+    """Folder of the run that a model comes from; ``None`` if there is none.
 
     Args:
-        model: what :func:`model_folder` returned.
+        model: result of :func:`model_folder`.
     """
     for folder in (model, *model.resolve().parents[:3]):
         if (folder / METRICS_FILE).is_file() and not _CHECKPOINT.fullmatch(folder.name):
@@ -109,13 +109,13 @@ def run_of(model: Path) -> Path | None:
 
 
 def read_config(run: Path) -> dict[str, Any]:
-    """Nested configuration of a run; empty where it was not written.
+    """Nested configuration of a run; empty if it was not written.
 
     Args:
-        run: its folder. Of a run that Hydra started and that wrote none, what Hydra noted is taken.
+        run: its folder. If a run of Hydra wrote none, the record of Hydra is used.
 
     Raises:
-        DataError: the file is no YAML mapping.
+        DataError: the file is not a YAML mapping.
     """
     for file in (run / CONFIG_FILE, run / ".hydra" / CONFIG_FILE):
         if file.is_file():
@@ -130,8 +130,8 @@ def read_mapping(file: Path) -> dict[str, Any]:
         file: the file.
 
     Raises:
-        DataError: it is no YAML mapping.
-        OSError: it is not there.
+        DataError: it is not a YAML mapping.
+        OSError: it does not exist.
     """
     found = read_yaml(file)
     if not isinstance(found, dict):
@@ -140,19 +140,19 @@ def read_mapping(file: Path) -> dict[str, Any]:
 
 
 def read_yaml(file: Path) -> Any:
-    """Value of a YAML file, of bounded size: a few aliases may stand for any number of values.
+    """Value of a YAML file, of bounded size: a few aliases may produce any number of values.
 
     Args:
         file: the file.
 
     Raises:
-        DataError: it is no YAML, or holds too many values, or too many within each other.
-        OSError: it is not there.
+        DataError: it is not YAML, or has too many values or too many nested levels.
+        OSError: it does not exist.
     """
     try:
         found = yaml.load(plain_file(file).read_text(encoding="utf-8"), _LOADER)
         number = _num_values(found, {})
-    # ValueError: no UTF-8, or a number or date that there is not.
+    # ValueError: not UTF-8, or an impossible number or date.
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise DataError(f"{file} cannot be read: {error}") from error
     if number > _MOST_VALUES:
@@ -161,11 +161,11 @@ def read_yaml(file: Path) -> Any:
 
 
 def _num_values(value: Any, known: dict[int, int], depth: int = 0) -> int:
-    """Values in lists and mappings within each other, each counted wherever an alias puts it."""
+    """Number of values in nested lists and mappings; an aliased value counts at each place."""
     if not isinstance(value, (dict, list)):
         return 1
     if depth > _MOST_LEVELS:
-        raise ValueError(f"more than {_MOST_LEVELS} groups or lists are within each other")
+        raise ValueError(f"more than {_MOST_LEVELS} groups or lists are nested")
     if id(value) not in known:
         inner = value.values() if isinstance(value, dict) else value
         known[id(value)] = 1 + sum(_num_values(each, known, depth + 1) for each in inner)
@@ -173,10 +173,10 @@ def _num_values(value: Any, known: dict[int, int], depth: int = 0) -> int:
 
 
 def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
-    """A flat configuration by groups, in plain values, as ``config.yaml`` holds it.
+    """A flat configuration as nested groups of plain values, as in ``config.yaml``.
 
     Args:
-        flat: dotted key to value. Values that YAML has no word for become their ``str``.
+        flat: dotted key to value. Values without a YAML type become their ``str``.
 
     Example:
         >>> nested({"seed": 0, "optimizer.lr": 0.1, "optimizer.betas": (0.9, 0.95)})
@@ -201,13 +201,13 @@ def _plain(value: Any) -> Any:
 
 
 def set_folders_aside(run: Path) -> list[str]:
-    """Rename folders in the places of a run's files, which could not be written.
+    """Rename folders that have the names of a run's files, which could not be written otherwise.
 
     Args:
         run: its folder.
 
     Returns:
-        A line for each.
+        One line per folder.
     """
     told = []
     for name in (CONFIG_FILE, METRICS_FILE):
@@ -220,16 +220,16 @@ def set_folders_aside(run: Path) -> list[str]:
 
 
 def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
-    """Columns and rows of a ``metrics.csv``, as texts, without what is empty.
+    """Columns and rows of a ``metrics.csv``, as texts, without empty cells.
 
-    Half a line at the end, of a run that is writing or was killed, is left out.
+    An incomplete last line, of a running or killed run, is left out.
 
     Args:
         file: the file.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is no such table.
+        ValueError: it is not such a table.
     """
     text = plain_file(file).read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -255,7 +255,7 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
         run: its folder.
 
     Raises:
-        DataError: there is no ``metrics.csv``, it is no such table, or holds no step.
+        DataError: there is no ``metrics.csv``, it is not such a table, or has no step.
     """
     file = run / METRICS_FILE
     if not file.is_file():

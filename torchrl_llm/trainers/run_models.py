@@ -1,8 +1,8 @@
-"""Models and parts of a run in its checkpoints: what is saved of each, and read again.
+"""Models and parts of a run in its checkpoints: saving and loading.
 
-The weights of a model are in a checkpoint once, in its Hugging Face folder, where that holds them
-as they are; trained parameters that it does not (adapters, which it has merged or in a type of
-their own; those of a model that is not one of Hugging Face) are in the state.
+A checkpoint holds the weights of a model once, in its Hugging Face folder, if that holds them
+unchanged. Other trained parameters are in the state: adapters, which the folder has merged or in a
+different type, and parameters of models that are not from Hugging Face.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class RunModels:
     """The models of a run, by name, each with its tokenizer.
 
     Args:
-        models: name to model and tokenizer; a name is that of the folder in a checkpoint, and the
-            one model without a name, ``""``, is in the checkpoint's own.
+        models: name to model and tokenizer; a name is the name of the folder in a checkpoint. A
+            single model without a name, ``""``, is in the checkpoint's own folder.
 
     Raises:
-        ConfigError: no model, or a name that no folder can have.
+        ConfigError: no model, or an invalid name of a folder.
     """
 
     def __init__(self, models: Mapping[str, tuple[nn.Module, Any]]) -> None:
@@ -69,7 +69,7 @@ class RunModels:
                 yield f"{first.device}, {str(first.dtype).removeprefix('torch.')}"
 
     def state(self) -> dict[str, Any]:
-        """Of each model the names of what is trained, and what its folder does not hold, whole.
+        """For each model, the trained names, and the whole parameters that its folder lacks.
 
         Every rank has to call it.
         """
@@ -90,11 +90,11 @@ class RunModels:
 
         Args:
             path: of the checkpoint.
-            max_shard_size: as of :func:`~torchrl_llm.trainers.save_pretrained`.
-            is_main: as there.
+            max_shard_size: as for :func:`~torchrl_llm.trainers.save_pretrained`.
+            is_main: as for :func:`~torchrl_llm.trainers.save_pretrained`.
 
         Returns:
-            CRC-32 of each file of weights, by its place in the checkpoint.
+            CRC-32 of each file of weights, by its path in the checkpoint.
         """
         checksums = {}
         for name, (model, tokenizer) in self._models.items():
@@ -108,14 +108,14 @@ class RunModels:
         return checksums
 
     def load(self, path: Path, state: Mapping[str, Any]) -> None:
-        """Give the models the weights of a checkpoint.
+        """Load the weights of a checkpoint into the models.
 
         Args:
             path: of the checkpoint.
-            state: what :meth:`state` was.
+            state: result of :meth:`state` when the checkpoint was written.
 
         Raises:
-            CheckpointError: it is of other models.
+            CheckpointError: the checkpoint is of different models.
         """
         if state.keys() != self._models.keys():
             raise CheckpointError(
@@ -143,7 +143,7 @@ def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     Args:
         parts: by name.
     """
-    # A transform is a module, and of the rank whose rows it has seen.
+    # A transform is a module, but belongs to the rank whose rows it has seen.
     shared = {
         name: part
         for name, part in parts.items()
@@ -153,11 +153,11 @@ def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def part_states(parts: Mapping[str, Any], names: Mapping[int, str]) -> dict[str, Any]:
-    """State of each part of a run, that of an optimizer by the names of its parameters.
+    """State of each part of a run; the state of an optimizer is by the names of its parameters.
 
     Args:
         parts: with ``state_dict``, by name.
-        names: of :func:`names_of_parameters`.
+        names: result of :func:`names_of_parameters`.
     """
     return {
         name: named_state(part, names) if _is_optimizer(part) else part.state_dict()
@@ -172,16 +172,16 @@ def load_part_states(
     *,
     read: Callable[[dict[str, Tensor]], None],
 ) -> None:
-    """Continue after :func:`part_states`.
+    """Load the result of :func:`part_states`.
 
     Args:
-        parts: as there.
-        states: what it returned.
-        names: as there.
-        read: as of :func:`~torchrl_llm.trainers.optimizer_state.load_named_state`.
+        parts: as for :func:`part_states`.
+        states: result of :func:`part_states`.
+        names: as for :func:`part_states`.
+        read: as for :func:`~torchrl_llm.trainers.optimizer_state.load_named_state`.
 
     Raises:
-        CheckpointError: the checkpoint is of other parts.
+        CheckpointError: the checkpoint has different parts.
     """
     if parts.keys() != states.keys():
         raise CheckpointError(
@@ -203,7 +203,7 @@ def names_of_parameters(
     """Name of each parameter of the models and parts of a run, by its ``id``.
 
     Args:
-        models: as of :class:`RunModels`; parameters of the one without a name have no prefix.
+        models: as for :class:`RunModels`; parameters of a model without a name have no prefix.
         parts: of the run; those that are modules have parameters.
     """
     modules = [(name, part) for name, part in parts.items() if isinstance(part, nn.Module)]

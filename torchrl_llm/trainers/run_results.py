@@ -1,4 +1,4 @@
-"""Results of a run: what is shown of its metrics, as curves and as a table."""
+"""Results of a run: the shown metrics, as curves and as a table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrl_llm.trainers.reward_watch import RewardWatch
 
 
 class EvalResult(Protocol):
-    """What an evaluation returns to the run."""
+    """Result of an evaluation for the run."""
 
     conversations: Sequence[str]
 
@@ -29,14 +29,14 @@ class EvalResult(Protocol):
 
 
 class Shown(NamedTuple):
-    """What a run shows of its metrics: at each step, as a curve, and at its end.
+    """Metrics that a run shows: at each step, as a curve, and at its end.
 
     Attributes:
-        metric: of each step.
-        name: what it is called; the curve is ``<name>.png``.
-        tokens: of each step, for the tokens a second.
-        held_out: metrics of an evaluation, and what they are called.
-        opens: what a checkpoint is opened with.
+        metric: metric of each step.
+        name: its display name; the curve is ``<name>.png``.
+        tokens: metric of the tokens of each step, for the tokens per second.
+        held_out: metrics of an evaluation to their display names.
+        opens: name of the class that loads a checkpoint.
     """
 
     metric: str = "train/reward"
@@ -55,7 +55,7 @@ def _first_and_last(values: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunResults:
-    """What a run has to show.
+    """Shows the results of a run.
 
     Attributes:
         folder: of the run.
@@ -64,7 +64,7 @@ class RunResults:
         table: its metrics.
         store: its checkpoints.
         rollouts: its kept rows.
-        watch: what has looked at its rows.
+        watch: the watch of its rewards.
     """
 
     folder: Path
@@ -76,7 +76,7 @@ class RunResults:
     watch: RewardWatch
 
     def curves(self) -> dict[str, Series]:
-        """What is shown of the steps and evaluations so far, each as steps and values."""
+        """The shown metrics of the steps and evaluations so far, each as steps and values."""
         names = (self.shown.metric, *self.shown.held_out)
         named = {name: self.table.read(name) for name in names}
         return {name: series for name, series in named.items() if series[0]}
@@ -87,12 +87,12 @@ class RunResults:
         after: Sequence[str],
         more: Sequence[tuple[str, str]] = (),
     ) -> None:
-        """Draw the curve, and show what became of the held-out conversations.
+        """Draw the curve, and show how the held-out conversations have changed.
 
         Args:
             before: conversations of the first evaluation.
             after: of the last.
-            more: what can be done next, a name and a command each.
+            more: next commands, each with a name.
         """
         metric, name, *_ = self.shown
         with self.log:
@@ -101,7 +101,7 @@ class RunResults:
             picture = self.folder / f"{name}.png"
             try:
                 save_curves(picture, self.curves())
-            except OSError as error:  # a full disk; the numbers are more than their picture
+            except OSError as error:  # a full disk; the numbers matter more than the picture
                 say(f"{picture} could not be drawn: {error}")
             if before and after:
                 show(compare_conversations(before, after))
@@ -123,15 +123,15 @@ class RunResults:
             show(text_table([*self._rows(picture), *more]))
 
     def _rows_at_k(self) -> Iterator[list[str]]:
-        """Figures of the first and the last evaluation with several samples a prompt, by ``k``."""
+        """Figures of the first and the last evaluation if there are several samples, by ``k``."""
         sizes = sorted(int(n.removeprefix(_PASS)) for n in self.table.columns if _PASS in n)
         for k in [1, *sizes] if sizes else []:
-            own = "eval/accuracy" if k == 1 else None  # which all three are of one sample
+            own = "eval/accuracy" if k == 1 else None  # equal for all three with one sample
             names = ("eval/accuracy", own or f"{_PASS}{k}", own or f"eval/majority@{k}")
             yield [str(k), *(_first_and_last(self.table.read(name)[1]) for name in names)]
 
     def _rows(self, picture: Path) -> Iterator[tuple[str, str]]:
-        """What came of the run, a name and a text each."""
+        """Results of the run, each with a name and a text."""
         metric, called, counted, held_out, opens = self.shown
         sampled = any(_PASS in column for column in self.table.columns)
         for name, label in (*held_out.items(), (metric, called)):

@@ -1,4 +1,4 @@
-"""Saving of a run and going on with it: what a checkpoint holds, and who gets which part of it."""
+"""Saving and resuming of a run: the content of a checkpoint, and who gets which part of it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ class Stateful(Protocol):
         """Everything that the next step depends on."""
 
     def load_state_dict(self, state: dict[str, Any]) -> Any:
-        """Continue after :meth:`state_dict`."""
+        """Load a result of :meth:`state_dict`."""
 
 
 class RunPosition(NamedTuple):
-    """Where a run is.
+    """Position of a run.
 
     Attributes:
-        step: the last step that was begun.
+        step: the last started step.
         before: conversations of the first evaluation.
         after: of the last.
-        owed: metrics of the step, whose row is written when its evaluation was made.
+        owed: metrics of a step whose row is written after its evaluation.
     """
 
     step: int
@@ -56,15 +56,15 @@ class RunSaving:
     Attributes:
         store: their folder.
         models: of the run.
-        parts: whatever else the next step depends on, by name, in the order of restoring.
+        parts: other objects that the next step depends on, by name, in the order of restoring.
         names: of the models' parameters, see :func:`names_of_parameters`.
         rollouts: kept rows.
-        watch: what looks at rows.
+        watch: watch of the rewards.
         table: of the metrics.
         ranks: the processes that train together.
         config: dotted key to value.
         max_shard_size: of a file of weights.
-        retired: what ranks that are gone have left.
+        retired: states of removed ranks.
     """
 
     store: CheckpointStore
@@ -115,18 +115,18 @@ class RunSaving:
         """Continue from the newest whole checkpoint.
 
         Returns:
-            Where the run is, and what had to be mended, a line each.
+            The position of the run, and one line per repair.
 
         Raises:
-            ConfigError: the configuration is that of another run.
-            CheckpointError: the newest checkpoint is of other models, or none is whole.
+            ConfigError: the configuration is that of a different run.
+            CheckpointError: the newest checkpoint is of different models, or none is whole.
         """
         step, state, repairs = 0, {}, []
         if self.ranks.is_main:
             step, state, repairs = self.store.load_newest_whole(self._look_at)
         step = self.ranks.from_main(step)
         if not self.ranks.is_main:
-            state = self.store.load(step, check=False)  # rank 0 has looked at it
+            state = self.store.load(step, check=False)  # rank 0 has checked it
         path = self.store.path(step)
         with _naming_state(path):
             check_resumed(masked(state["config"]), self.config)
@@ -169,7 +169,7 @@ class RunSaving:
     def _load_parts(
         self, path: Path, step: int, state: Mapping[str, Any]
     ) -> tuple[Mapping[str, Any], str | None]:
-        """Give models and parts their states; that of this rank, and what is to be told."""
+        """Load the states of models and parts; returns the state of this rank and a notice."""
         self.models.load(path, state["models"])
         shared, own = split_parts(self.parts)
 
@@ -193,14 +193,14 @@ class RunSaving:
 
 @contextmanager
 def _naming_state(path: Path) -> Iterator[None]:
-    """A state with the right checksum may still be of something else."""
+    """A state with the correct checksum may still belong to something else."""
     try:
         yield
     except (TorchRLLLMError, torch.OutOfMemoryError):
         raise
-    except Exception as error:  # whatever foreign values mean to the parts that get them
+    except Exception as error:  # wrong values can raise any error
         raise DamagedCheckpointError(
-            f"a part of this run cannot take its state in {path} ({type(error).__name__}: {error}):"
-            " it is damaged, or of something else. Rename that folder, and the same command goes on"
-            " from the checkpoint before it, or begins"
+            f"a part of this run cannot load its state from {path} ({type(error).__name__}:"
+            f" {error}): it is damaged, or of something else. Rename that folder, and the same"
+            " command resumes from the checkpoint before it, or starts a new run"
         ) from error

@@ -1,4 +1,4 @@
-"""Two answers of a batch as text, the best and the worst to one prompt, with what came of them."""
+"""Two answers of a batch as text, the best and the worst to one prompt, with their results."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ _CUT = {FinishReason.LENGTH: "cut by its length limit", FinishReason.ABORT: "abo
 def sample_text(rows: LazyStackedTensorDict) -> str:
     """The best and the worst answer to the prompt whose rewards differ most.
 
-    These two are what an advantage compares. Where no rewards differ, they are two answers that
-    were worth the same; where none is valid, one and why.
+    An advantage compares these two. If no rewards differ, they are two answers with the same
+    reward; if none is valid, one answer and the reason.
 
     Args:
         rows: 1-d stack of rows with rewards, one row per turn, of whole episodes.
 
     Returns:
-        For each what was asked, answered and expected, its reward with the components, and why it
-        is not, or not all of it, trained.
+        For each the question, the answer and the expected answer, its reward with the components,
+        and the reason if it is not trained, or only a part of it.
     """
     episodes = [
         Trajectory.of(found, ("next", "reward")) for found in TrajectoryQueue().push(row_list(rows))
@@ -59,7 +59,7 @@ def sample_text(rows: LazyStackedTensorDict) -> str:
 
 
 def _group(row: TensorDict) -> tuple[Any, ...]:
-    """What tells answers apart that are compared: their prompt, and who gave them."""
+    """Answers with the same prompt and agent, which are compared with each other."""
     values = (leaf(row, (name,)) for name in ("group_id", "agent"))
     return tuple(None if value is None else group_value(value) for value in values)
 
@@ -87,7 +87,7 @@ def _total(rows: Iterable[TensorDict], name: str) -> float:
 
 
 def _remarks(episode: Trajectory) -> list[str]:
-    """What keeps the answer, or tokens of it, from being trained as it stands."""
+    """Reasons why the answer, or some of its tokens, is not trained unchanged."""
     found = [f"{len(episode.rows)} turns"] * (len(episode.rows) > 1)
     for row in episode.rows:
         finish = leaf(row, ("tokens", "finish_reason"))
