@@ -239,7 +239,7 @@ class RayCollection(ChannelCollector):
                 if not self.members:
                     raise
                 logger.warning(
-                    f"continuing with {len(self.members)} collectors, without {member.worker_name}: "
+                    f"continuing with {len(self.members)} collectors without {member.worker_name}: "
                     f"{type(error).__name__}: {error}"
                 )
                 member.shutdown(raise_on_error=False)
