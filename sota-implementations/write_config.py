@@ -1,9 +1,9 @@
 """Writes the files of ``config`` from the dataclasses, where each key is declared once.
 
-Run it after a key was added or its sentence changed; ``--check`` says what it would write, and
-fails where that is anything. A key's comment is the first sentence that is said of it under
-``Attributes`` of its dataclass (or ``Args`` of the class that a loss, an advantage or an agent is),
-behind the few words that it may be. Tasks (``config/env``) are values, and are not written here.
+Run it after a key was added or its sentence changed; ``--check`` lists the files that it would
+write, and fails if there are any. A key's comment is its first sentence under ``Attributes`` of its
+dataclass (or ``Args`` of the class of a loss, an advantage or an agent), after its allowed words if
+they are few. Tasks (``config/env``) are values, and are not written here.
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ hydra:
 
 
 class Recipe(NamedTuple):
-    """Where a recipe's keys are declared, and where they are written.
+    """Declaration of a recipe's keys, and their files.
 
     Attributes:
         page: its page, below this folder.
-        module: that has the class.
+        module: module of the class.
         schema: name of the class.
         common: name of a class whose keys are in ``common.yaml``; empty for none.
-        task: option of ``config/env``; empty where there are none.
-        hidden: keys that the class has, and the recipe has no use for.
+        task: option of ``config/env``; empty if there are none.
+        hidden: keys of the class that the recipe does not use.
     """
 
     page: str
@@ -140,7 +140,7 @@ RECIPES = {
         "evaluate/evaluate.py", "evaluate_config", "EvaluateConfig", hidden=_SAMPLES
     ),
 }
-"""Name of a recipe to where it is declared."""
+"""Name of a recipe to its declaration."""
 
 
 class Key(NamedTuple):
@@ -152,7 +152,7 @@ class Key(NamedTuple):
 
 
 def _first(text: str) -> str:
-    """The first sentence in words of YAML."""
+    """The first sentence, with Python's and Sphinx's notation replaced for YAML."""
     text = re.split(r"(?<!\bDr)\.(?=\s+[A-Z`0-9]|\s*$)", text)[0]
     text = re.sub(r":math:`(.*?)`", lambda found: found[1].replace("\\", ""), text)
     text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"\1", text)
@@ -161,7 +161,7 @@ def _first(text: str) -> str:
 
 
 def _words(hint: Any) -> list[str]:
-    """The few words that a value may be, where they are all."""
+    """The allowed words of a value; empty if it may be anything else."""
     parts = get_args(hint) if get_origin(hint) is not Literal else (hint,)
     parts = [part for part in parts if part is not type(None)] or [hint]
     literals = [part for part in parts if get_origin(part) is Literal]
@@ -179,7 +179,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
     Args:
         schema: the dataclass.
-        prefix: of its keys.
+        prefix: prefix of its keys.
     """
     hints, said = get_type_hints(schema), sentences(schema)
     place = {name: number for number, name in enumerate(_ORDER if not prefix else ())}
@@ -191,9 +191,9 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
             yield Key(path, value, _about(hint, said.get(entry.name, "")))
             continue
         head = (hint.__doc__ or "").partition("\n")[0]
-        plain = re.match("[A-Z][a-z]*\\b", head)  # no name, which keeps its capitals
+        plain = re.match("[A-Z][a-z]*\\b", head)  # names keep their capitals
         yield Key(path, MISSING, _first(head[:1].lower() + head[1:] if plain else head))
-        if issubclass(hint, Component):  # its keys are those of its options' files
+        if issubclass(hint, Component):  # its keys are in its options' files
             yield from (Key(f"{path}.{name}", value, "") for name, value in given.items())
         else:
             for key in keys_of(hint, f"{path}."):
@@ -201,7 +201,7 @@ def keys_of(schema: type, prefix: str = "") -> Iterator[Key]:
 
 
 def _plain(value: Any) -> str:
-    """A value as YAML has it."""
+    """A value in YAML."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_plain, value))}]"
     if isinstance(value, float) and "e" in repr(value):
@@ -232,7 +232,7 @@ def _lines(keys: list[Key]) -> Iterator[str]:
 
 
 def _file(title: str, keys: list[Key], defaults: str = "") -> str:
-    """A file of keys; groups without any are left out."""
+    """A file of keys; groups without keys are left out."""
     full = {key.path.rpartition(".")[0] for key in keys if key.value is not MISSING}
     full |= {path.rpartition(".")[0] for path in full}
     shown = [key for key in keys if key.value is not MISSING or key.path in full]
@@ -294,10 +294,10 @@ def _hidden(base: type) -> tuple[str, ...]:
 
 
 def _option_files(page: str, group: str, kind: type[Component]) -> Iterator[tuple[Path, str]]:
-    """A file for each class that a group offers, and one of the keys that all of them have."""
+    """A file for each class of a group, and one for the keys that all of them have."""
     folder = launch.PAGES / page / "config" / group
     made = {name: dict(_option_keys(variant)) for name, variant in kind.variants.items()}
-    # A loss of pairs has no key of the others.
+    # A loss of pairs does not share keys with the others.
     variants = kind.variants.items()
     apart = {name for name, each in variants if getattr(each(), "compares_pairs", False)}
     alike = [keys for name, keys in made.items() if name not in apart]
@@ -329,7 +329,7 @@ def _option_keys(variant: type[Component]) -> Iterator[tuple[str, Key]]:
 
 
 def files() -> dict[Path, str]:
-    """Every file that is written, with its text."""
+    """All files to write, with their text."""
     found: dict[Path, str] = {}
     for name, recipe in RECIPES.items():
         found |= dict(_recipe_files(name, recipe))
@@ -344,7 +344,7 @@ def files() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Write what differs, or with ``--check`` end with a list of it."""
+    """Write changed files, or with ``--check`` end with a list of them."""
     changed = {path: text for path, text in files().items() if _text(path) != text}
     if "--check" in sys.argv[1:]:
         if changed:

@@ -1,20 +1,20 @@
-"""On-policy distillation in one process: the student answers, a teacher grades every token.
+"""On-policy distillation in one process: the student answers, a teacher scores every token.
 
     python sota-implementations/distillation/distillation.py
     python sota-implementations/distillation/distillation.py teacher.by_domain=true
     python sota-implementations/distillation/distillation.py teacher.name=folder
 
-The student is the model that ships with the package, the teacher the same model fine-tuned on right
-answers for a moment, or a folder. With ``teacher.by_domain=true`` there are two, and each knows one
-half of the problems: the student learns both halves. Every key is in config/distillation.yaml.
-Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
+The student is the model that ships with the package, the teacher is the same model briefly
+fine-tuned on correct answers, or a folder. With ``teacher.by_domain=true`` there are two teachers,
+one for each half of the problems: the student learns both halves. Every key is in
+config/distillation.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "distillation")
 
 from collections.abc import Iterator
@@ -66,9 +66,9 @@ from torchrl_llm.trainers import (
 
 
 def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
-    own = of_rank(config, ranks)  # the share of the prompts that this one answers
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
+    own = of_rank(config, ranks)  # the share of the prompts of this process
     folder = folder_of(folder, ranks)
 
     policy = make_policy(config)
@@ -79,7 +79,7 @@ def train(config: DistillationConfig, folder: str | Path) -> Iterator[TrainingRu
     if ranks.is_main:
         say(accuracies("held-out greedy accuracy of the teachers", measure(config, teachers)))
     env, eval_env = make_problems(own, policy)
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    learner = make_learner(config, policy, ranks)  # shards with fsdp2, else the policy itself
     collector = LLMCollector(
         share_prompts(env, ranks),
         policy=policy,

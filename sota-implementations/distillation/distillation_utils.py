@@ -1,6 +1,6 @@
 """Parts of the distillation recipe: its configuration, its teachers, its problems by domain.
 
-Policy and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of every recipe.
+:mod:`torchrl_llm.recipes.builders` builds policy and evaluation, as for every recipe.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.trainers import make_optimizer, make_scheduler, optimize, save_pretrained
 from torchrl_llm.trainers.run_config import LoggingConfig
 
-# Sums whose units carry, and sums whose units do not.
+# Sums with a carry from the units, and sums without.
 DOMAINS = ("carry", "plain")
 
 
 class TeacherConfig(Group, key="teacher"):
-    """Who teaches.
+    """The teachers.
 
     Attributes:
-        by_domain: one teacher for each domain of the task; otherwise one for all.
-        name: folder or hub name of the one teacher; ``None`` makes it on the spot, by fine-tuning
-            ``model.name`` on right answers.
-        carry: with ``by_domain`` the teacher of sums that carry; ``None`` makes it on the spot,
-            from right answers to such problems and no others.
-        plain: likewise, of sums that do not.
-        max_steps: optimizer steps of making one.
-        batch_size: right answers in each.
-        lr: learning rate at its highest; linear to zero.
+        by_domain: one teacher per domain of the task; otherwise one for all.
+        name: folder or hub name of the single teacher; ``None`` makes it at the start, by
+            fine-tuning ``model.name`` on correct answers.
+        carry: with ``by_domain`` the teacher of sums that carry; ``None`` makes it at the start,
+            from correct answers to only such problems.
+        plain: likewise, for sums that do not carry.
+        max_steps: optimizer steps to make a teacher.
+        batch_size: correct answers per step.
+        lr: peak learning rate; linear to zero.
     """
 
     by_domain: bool = False
@@ -64,7 +64,7 @@ class TeacherConfig(Group, key="teacher"):
 
     @property
     def names(self) -> dict[str, str | None]:
-        """Domain to where its teacher is, ``None`` for one that is to be made."""
+        """Domain to the folder or name of its teacher, ``None`` for a teacher to be made."""
         if self.by_domain:
             return {"carry": self.carry, "plain": self.plain}
         return {"all": self.name}
@@ -88,7 +88,7 @@ class LossConfig(Group, key="loss"):
     Attributes:
         estimator: ``advantage``, ``k2`` or ``full_vocabulary``.
         coeff: weight of the divergence.
-        outcome_coeff: weight of the advantage in the group, by the reward; 0 does not read it.
+        outcome_coeff: weight of the group's reward advantage; 0 does not read the reward.
     """
 
     estimator: Literal["advantage", "k2", "full_vocabulary"] = "full_vocabulary"
@@ -97,7 +97,7 @@ class LossConfig(Group, key="loss"):
 
 
 class DistillationConfig(SampledConfig):
-    """Everything that ``sota-implementations/distillation`` can be told; ``seed``: teachers too."""
+    """All settings of ``sota-implementations/distillation``; ``seed`` seeds teachers, too."""
 
     env: EnvConfig = own(repeats=2)
     teacher: TeacherConfig
@@ -139,7 +139,7 @@ class DistillationConfig(SampledConfig):
 
 
 def load_config(values: Mapping[str, Any]) -> DistillationConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(DistillationConfig, values)
 
 
@@ -147,17 +147,17 @@ def load_config(values: Mapping[str, Any]) -> DistillationConfig:
 
 
 def domain_of(first: int, second: int) -> str:
-    """Which of the domains a sum belongs to."""
+    """Domain of a sum."""
     return "carry" if first % 10 + second % 10 >= 10 else "plain"
 
 
 def pairs_of(split: str, domain: str) -> list[tuple[int, int]]:
-    """The summands of a split that are of a domain, or all of them."""
+    """The pairs of summands of a split, of one domain or of all."""
     return [pair for pair in addition_pairs(split) if domain in ("all", domain_of(*pair))]
 
 
 class AdditionByDomain(ArithmeticEnv):
-    """Additions whose rows name their domain. A column of the data is all that it takes."""
+    """Additions whose rows name their domain. A column of the data is enough."""
 
     COLUMNS = (*ArithmeticEnv.COLUMNS, "domain")
 
@@ -174,7 +174,7 @@ class AdditionByDomain(ArithmeticEnv):
 def make_problems(
     config: DistillationConfig, policy: TransformersWrapper
 ) -> tuple[TaskEnv, TaskEnv | None]:
-    """The environment to train in, and that of the held-out prompts."""
+    """The training environment, and the environment of the held-out prompts."""
     if not config.teacher.by_domain:
         return make_envs(config, policy)
     system = {"system_prompt": config.env.system_prompt}
@@ -200,7 +200,7 @@ def make_problems(
 def make_teachers(
     config: DistillationConfig, folder: Path, say: Callable[[str], None]
 ) -> dict[str, TransformersWrapper]:
-    """The teachers by domain; those that are made stay in the folder, for a run that resumes."""
+    """The teachers by domain; made teachers stay in the folder for a resumed run."""
     teachers = {}
     for domain, name in config.teacher.names.items():
         if name is None:
@@ -216,7 +216,7 @@ def make_teachers(
 
 
 def make_teacher(config: DistillationConfig, domain: str, folder: Path) -> None:
-    """Fine-tune the student's start on right answers of one domain, and save it."""
+    """Fine-tune the student's initial model on correct answers of one domain, and save it."""
     model = load_model(config.model.name, device=device_of(config)).train()
     tokenizer = load_tokenizer(config.model.name)
     wanted = config.teacher
@@ -231,7 +231,7 @@ def make_teacher(config: DistillationConfig, domain: str, folder: Path) -> None:
     drawn = torch.randint(len(pairs), size, generator=generator).tolist()
     batches = (right_answers([pairs[i] for i in of_step]) for of_step in drawn)
     optimize(loss, batches, optimizer, scheduler, max_norm=1.0)
-    # Whole or not at all, so that a run that resumes never takes half a teacher.
+    # Written atomically, so that a resumed run never loads an incomplete teacher.
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -240,7 +240,7 @@ def make_teacher(config: DistillationConfig, domain: str, folder: Path) -> None:
 
 
 def right_answers(pairs: list[tuple[int, int]]) -> TensorDict:
-    """Conversations in which sums are asked for and given."""
+    """Conversations with a sum as question and its result as answer."""
     chats = []
     for first, second in pairs:
         problem = addition_problem(first, second)
@@ -257,7 +257,7 @@ def right_answers(pairs: list[tuple[int, int]]) -> TensorDict:
 def measure(
     config: DistillationConfig, policies: Mapping[str, TransformersWrapper]
 ) -> dict[str, dict[str, Evaluation]]:
-    """Greedy held-out accuracy of each policy in each domain; nothing for tasks without."""
+    """Greedy held-out accuracy of each policy per domain; empty for tasks without domains."""
     if config.env.dataset != "arithmetic" or not config.eval.num_prompts:
         return {}
     found: dict[str, dict[str, Evaluation]] = {name: {} for name in policies}
@@ -296,7 +296,7 @@ def make_algorithm(
     policy: TransformersWrapper,
     teachers: Mapping[str, TransformersWrapper],
 ) -> Algorithm:
-    """On-policy distillation from one teacher, or from that of each row's domain."""
+    """On-policy distillation from one teacher, or from the teacher of each row's domain."""
     if not config.teacher.by_domain and not config.loss.outcome_coeff:
         settings = {"estimator": config.loss.estimator, "coeff": config.loss.coeff}
         return make_opd(policy, teachers["all"], **settings)
@@ -309,5 +309,5 @@ def make_algorithm(
 
 
 def make_buffer(config: DistillationConfig, algorithm: Algorithm) -> ReplayBuffer:
-    """A buffer of one step's rows, which reach it as rows to train on."""
+    """A buffer for the training rows of one step."""
     return algorithm.append_to(make_step_buffer(config))

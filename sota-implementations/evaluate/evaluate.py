@@ -6,7 +6,7 @@
         inference_model.backend=vllm data_files.humaneval=HumanEval.jsonl.gz \
         data_files.ifeval=input_data.jsonl data_files.gsm8k=test.jsonl
 
-The run's folder gets ``answers_<task>.jsonl``, one line an answer, and ``metrics.json``. Every key
+The run's folder gets ``answers_<task>.jsonl``, one line per answer, and ``metrics.json``. Every key
 is in config/evaluate.yaml.
 """
 
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "evaluate", open_keys=("data_files", "options"))
 
 import json
@@ -40,7 +40,7 @@ def main(cfg: DictConfig) -> None:
     spare_threads(config.model.name)
     torch.manual_seed(config.seed)
     folder = Path(HydraConfig.get().runtime.output_dir)
-    with lock_folder(folder):  # two that begin in one second are given one folder
+    with lock_folder(folder):  # two runs of the same second have the same folder
         results, errors = answer_all(config, folder)
     show(f"{table(results)}\n\nanswers and metrics in {folder}")
     show(f"to read them: torchrl-llm view {folder}")
@@ -49,13 +49,13 @@ def main(cfg: DictConfig) -> None:
 
 
 def answer_all(config: EvaluateConfig, folder: Path) -> tuple[dict[str, dict], list[str]]:
-    """The figures of each task, and what went wrong with it as a whole."""
+    """The figures of each task, and errors of whole tasks."""
     policy = make_policy(config)
     results, errors = {}, []
     for task in config.tasks:
         records = answer_task(config, task, policy, folder / f"answers_{task}.jsonl")
         results[task] = figures(records, config.eval.figures)
-        # After each task, so that a run that ends early has shown what it knows.
+        # Written after each task, so that a run that ends early keeps its results.
         (folder / "metrics.json").write_text(json.dumps(results, indent=2) + "\n")
         if not any(record["valid"] for record in records):
             errors.append(

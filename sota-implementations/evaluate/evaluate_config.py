@@ -1,4 +1,4 @@
-"""Keys of evaluate.py: what answers, how much is asked, and on which tasks."""
+"""Keys of evaluate.py: the model, the number of prompts, and the tasks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_llm.trainers.run_folder import model_folder
 
 _URL = "inference_model.url"
 _ENGINE = ("num_devices", "gpu_memory_utilization", "max_model_len")
-# Keys that only one kind of what answers has.
+# Keys for only one kind of sampler.
 _KEYS = {
     "transformers": ("device", "dtype"),
     "vllm": ("dtype", *_ENGINE),
@@ -30,28 +30,29 @@ _KEYS = {
 
 
 class SamplerConfig(Group, key="inference_model"):
-    """What answers, and how.
+    """Sampler of the answers.
 
     Attributes:
         backend: ``transformers``, or ``vllm`` for an engine of this process.
-        dtype: of the weights; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
-        device: of the weights; ``auto`` for CUDA where there is one.
+        dtype: type of the weights; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
+        device: device of the weights; ``auto`` for CUDA if available.
         max_tokens: tokens a response may have.
-        temperature: of sampling; 0 for the most probable token each time.
-        top_p: draw from the fewest tokens that reach this probability; 1 for all.
-        top_k: draw from so many of the most probable tokens; 0 for all.
-        min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
+        temperature: sampling temperature; 0 for the most probable token each time.
+        top_p: sample from the fewest tokens that reach this probability; 1 for all.
+        top_k: sample from this many most probable tokens; 0 for all.
+        min_p: sample from tokens at least this probable, relative to the most probable; 0 for all.
         stop: texts that end a response, for a model that does not end its turn itself.
         num_devices: GPUs of the engine (tensor parallel).
         gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
         max_model_len: most tokens of prompt and response.
-        url: a server that answers, instead of a model of this process: ``http://host:port``.
-        protocol: how it is asked: by ``tokens``, encoded here with the tokenizer of ``model.name``,
-            or by ``chat`` completions, its own template and text; ``auto`` finds out.
+        url: a server that replaces a model in this process: ``http://host:port``.
+        protocol: protocol of the server: ``tokens``, encoded here with the tokenizer of
+            ``model.name``, or ``chat`` completions, with the server's template and text; ``auto``
+            detects it.
         served_model: name of the model at the server; ``None`` for its only one.
-        api_key_variable: environment variable that holds the key, so that no file does.
+        api_key_variable: environment variable with the key, so that no file contains it.
         request_timeout_s: most seconds for one answer.
-        request: further fields of each chat request; ``null`` leaves one out that would be sent.
+        request: further fields of each chat request; ``null`` removes a default field.
     """
 
     backend: Literal["transformers", "vllm"] = "transformers"
@@ -113,17 +114,17 @@ class SamplerConfig(Group, key="inference_model"):
 
 
 class RunConfig(Group, key="eval"):
-    """How much is asked.
+    """Number of prompts and samples.
 
     Attributes:
         num_prompts: prompts of each task, from the start of its data; ``None`` for all.
-        batch_size: responses that are written together.
-        split: of the tasks that have data of their own; ``None`` for the held-out one.
-        repeats: samples a prompt; several, with a temperature above 0, for pass@k.
+        batch_size: responses that are generated together.
+        split: split for tasks with their own data; ``None`` for the held-out split.
+        repeats: samples per prompt; several, with a temperature above 0, for pass@k.
         max_steps: steps of an episode; ``None`` for the task's own limit.
-        on_overlong: what becomes of a prompt that is longer than the context allows: an error, a
-            prompt that is not answered, or one cut from the left.
-        figures: further ones (``torchrl-llm list figures``), or ``module:function`` of your own.
+        on_overlong: handling of a prompt that is too long for the context: raise an error, do not
+            answer it, or cut it from the left.
+        figures: further figures (``torchrl-llm list figures``), or ``module:function`` of your own.
     """
 
     num_prompts: Count | None = None
@@ -145,15 +146,15 @@ class EvaluateConfig(Group):
     """The whole configuration.
 
     Attributes:
-        seed: of sampling.
-        agent: who answers, in every task.
-        tasks: their names (``torchrl-llm list tasks``).
-        data_files: file of each task; tasks without one have data of their own. A task
-            ``FILE.py:CLASS`` is named by its class, here and in ``options``.
-        options: settings of each task, and its ``system_prompt`` if not its own.
-        data: rows of one's own, for the task ``rows``: those of ``eval_source`` or ``eval_split``
-            if one is given, else those of ``source``.
-        reward: instead of the tasks' own.
+        seed: seed of sampling.
+        agent: the agent, for every task.
+        tasks: names of tasks (``torchrl-llm list tasks``).
+        data_files: file per task; tasks without a file use their own data. The key of a task
+            ``FILE.py:CLASS`` is its class, here and in ``options``.
+        options: settings per task, and its ``system_prompt`` to replace the task's.
+        data: your own rows, for the task ``rows``: those of ``eval_source`` or ``eval_split`` if
+            one is given, else those of ``source``.
+        reward: replaces the tasks' own rewards.
     """
 
     seed: int = 0
@@ -215,14 +216,14 @@ class EvaluateConfig(Group):
 
 
 def check_chat(config: EvaluateConfig, why: str) -> None:
-    """Refuse what has no effect where a server encodes the prompts.
+    """Reject settings without effect if a server encodes the prompts.
 
     Args:
-        config: the recipe's.
-        why: the server is asked by chat completions.
+        config: configuration of the recipe.
+        why: reason for chat completions, for the error.
 
     Raises:
-        ConfigError: a key of prompts that are written here.
+        ConfigError: a key for prompts that are encoded here.
     """
     for name in ("name", "chat_template_name", "template_kwargs"):
         value = getattr(config.model, name)
@@ -242,7 +243,7 @@ def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
     """The configuration, checked; the folder of a run stands for its newest checkpoint.
 
     Raises:
-        ConfigError: what it says cannot be.
+        ConfigError: invalid settings.
     """
     config = from_mapping(EvaluateConfig, values)
     if config.model.name is not None and (path := Path(config.model.name)).is_dir():

@@ -1,7 +1,6 @@
 """Parts of evaluate.py: the model that answers, its answers, and the figures.
 
-Every figure is computed from the records that are also written to the files of answers, so that
-anybody can check it.
+Every figure is computed from the records in the files of answers, so that it can be verified.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ from torchrl_llm.recipes.reward_config import add_components, make_reward
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.trainers.results import text_table
 
-# The hub's IFEval is all for evaluation, and has one split of this name.
+# IFEval on the hub has a single split of this name, which is for evaluation.
 _SPLITS = {"ifeval": "train"}
-# Where nothing else ends a conversation.
+# Limit of turns if nothing else ends a conversation.
 _MOST_TURNS = 64
 
 
@@ -111,16 +110,16 @@ def make_env(
 def answer_task(
     config: EvaluateConfig, task: str, policy: LLMWrapperBase | ChatServerPolicy, path: Path
 ) -> list[dict]:
-    """Answer the prompts of a task, and write each answer as soon as it is there.
+    """Answer the prompts of a task, and write each answer immediately.
 
     Args:
-        config: the recipe's.
-        task: its name.
-        policy: what answers.
-        path: of the file of answers, JSON lines.
+        config: configuration of the recipe.
+        task: name of the task.
+        policy: answers the prompts.
+        path: path of the file of answers, JSON lines.
 
     Returns:
-        The records that were written.
+        The written records.
     """
     with_ids = isinstance(policy, LLMWrapperBase)
     owns_loop = config.agent.owns_loop
@@ -130,11 +129,11 @@ def answer_task(
         "given to the program itself",
     )
     env = make_env(config, task, policy.tokenizer if with_ids else None, policy)
-    # A model at a server was never trained on the task, whatever its name here.
+    # Assume that a model at a server was never trained on the task.
     is_told = config.model.is_told_of_tools if with_ids else config.model.show_tools is not False
     told: dict[str, Any] = {}
     if is_told and not owns_loop and (schemas := env.tool_schemas):
-        told["tools"] = schemas  # whoever learns from the answers has to be told, too
+        told["tools"] = schemas  # training on the answers needs them, too
         policy = policy.get_new_version(tools=schemas)
     if with_ids and not owns_loop:
         env.append_transform(ContextLimit(policy.longest_prompt, policy.formatter))
@@ -165,7 +164,7 @@ def answer_task(
 
 
 def _max_turns(config: EvaluateConfig, name: str) -> int:
-    """How often the model can be asked in an episode of a task."""
+    """Largest number of model calls in an episode of a task."""
     if config.agent.owns_loop:
         return config.agent.max_calls
     task = task_class(name)
@@ -177,16 +176,16 @@ def figures(records: Sequence[Mapping[str, Any]], further: Sequence[str] = ()) -
     """The figures of a task.
 
     Args:
-        records: one an answer; those of a prompt follow each other.
+        records: one per answer, grouped by prompt.
         further: names of figures, see :mod:`torchrl_llm.evaluation.figures`.
 
     Returns:
-        ``accuracy`` (an answer without a valid reward is not right), ``pass@k`` and ``majority@k``
-        for 2, 4, ... and all samples of a prompt, ``reward`` (mean of the valid ones), ``invalid``,
-        ``truncated`` (fractions), ``response_length`` (mean tokens), ``num_prompts``, and the four
-        accuracies of IFEval.
-        After each figure that is an estimate, the ends of its 95 % confidence interval
-        (``accuracy_low``, ``accuracy_high``): Wilson's, or a bootstrap over prompts.
+        ``accuracy`` (an answer without a valid reward is not correct), ``pass@k`` and
+        ``majority@k`` for 2, 4, ... and all samples of a prompt, ``reward`` (mean of the valid
+        ones), ``invalid``, ``truncated`` (fractions), ``response_length`` (mean tokens),
+        ``num_prompts``, and the four accuracies of IFEval. After each figure that is an estimate,
+        the ends of its 95 % confidence interval (``accuracy_low``, ``accuracy_high``): Wilson's, or
+        a bootstrap over prompts.
     """
     prompts = defaultdict(list)
     for record in records:
@@ -224,11 +223,11 @@ def _mean(values: Iterable[float]) -> float:
     return fmean(values) if values else nan
 
 
-_Values = Sequence[Sequence[float]]  # what belongs to each prompt
+_Values = Sequence[Sequence[float]]  # the values of each prompt
 
 
 def _bounded(name: str, values: _Values, find: Callable[[_Values], Interval]) -> dict[str, float]:
-    """The mean of what belongs to prompts, and the 95 % confidence interval that is found."""
+    """The mean of values grouped by prompt, and its 95 % confidence interval."""
     low, high = find(values)
     return {
         name: _mean(value for group in values for value in group),
@@ -238,19 +237,19 @@ def _bounded(name: str, values: _Values, find: Callable[[_Values], Interval]) ->
 
 
 def _bootstrap(values: _Values) -> Interval:
-    """Of any numbers: whole prompts are drawn, for samples of one are no independent trials."""
+    """Bootstrap over prompts, because samples of one prompt are not independent trials."""
     totals = torch.tensor([float(sum(group)) for group in values])
     return bootstrap_interval(totals, torch.tensor([len(group) for group in values]))
 
 
 def _of_shares(values: _Values) -> Interval:
-    """The bootstrap; Wilson's where it sees no spread because all prompts are right, or none is."""
+    """The bootstrap; Wilson's interval if all prompts are correct, or none."""
     flat = {value for group in values for value in group}
     return _wilson(values) if flat in ({0}, {1}) else _bootstrap(values)
 
 
 def _of_flags(values: _Values) -> Interval:
-    """Wilson's where each prompt counts once, as right or wrong; otherwise that of shares."""
+    """Wilson's interval if each prompt has one sample; otherwise the interval of shares."""
     once = all(len(group) <= 1 for group in values)
     return _wilson(values) if once else _of_shares(values)
 
@@ -261,7 +260,7 @@ def _wilson(values: _Values) -> Interval:
 
 
 def table(results: Mapping[str, Mapping[str, float]]) -> str:
-    """The figures of all tasks, for people; a confidence interval next to its figure."""
+    """The figures of all tasks as a text table, with confidence intervals."""
     names = figure_names(results)
     rows = [[name, *(figure_text(name, each) for each in results.values())] for name in names]
     return text_table(rows, header=["", *results])

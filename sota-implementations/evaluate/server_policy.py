@@ -1,4 +1,4 @@
-"""Policy of evaluate.py where a server answers: by token ids, or by chat completions."""
+"""Policy of evaluate.py for a server: by token ids, or by chat completions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from torchrl_llm.modules.backends.openai_protocol import model_card
 from torchrl_llm.recipes.builders import make_tokenizer
 from torchrl_llm.trainers import say
 
-# Long enough for a server that is being restarted, short enough for an address that is wrong.
+# Long enough for a restarting server, short enough for a wrong address.
 _START_S = 10.0
 _KEYS = (
     "inference_model.served_model names the model, and inference_model.api_key_variable the "
@@ -29,7 +29,7 @@ _KEYS = (
 )
 # Digits, blanks, accents and signs, which tokenizers cut in different ways.
 _SAMPLE = "Question 12: what is 345 + 67?\n  naïve = [x**2 for x in (1, 2)]"
-# vLLM fills what is not sent from the model's generation config; others do not know these fields.
+# vLLM takes missing fields from the model's generation config; other servers lack these fields.
 _OF_VLLM = {
     "top_k": 0,
     "min_p": 0.0,
@@ -41,15 +41,15 @@ _OF_VLLM = {
 
 
 def server_policy(config: EvaluateConfig) -> LLMWrapperBase | ChatServerPolicy:
-    """The server of ``inference_model.url`` as what answers, and a line that says how it is asked.
+    """The policy for the server of ``inference_model.url``, and a line about its protocol.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
 
     Raises:
-        ConfigError: no such model, no access, a key that is not set, or a server that cannot be
-            asked as it is wanted.
-        WorkerError: the server is not there.
+        ConfigError: the model does not exist, access is denied, the key is not set, or the server
+            does not support the protocol.
+        WorkerError: the server does not answer.
     """
     wanted = config.inference_model
     key = None
@@ -97,7 +97,7 @@ def _request(wanted: SamplerConfig, card: dict[str, Any]) -> dict[str, Any]:
     asked = wanted.arguments
     fields = {"model": card["id"], "max_tokens": asked.pop("max_new_tokens")}
     fields |= _OF_VLLM if card.get("owned_by") == "vllm" else {}
-    # What is off is not sent to servers that may not know it.
+    # Settings that are off are not sent, because a server may not know them.
     off = {"top_k": 0, "min_p": 0.0}
     fields |= {name: value for name, value in asked.items() if value != off.get(name)}
     fields |= {"stop": wanted.stop} if wanted.stop else {}
@@ -106,12 +106,12 @@ def _request(wanted: SamplerConfig, card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _root(card: dict[str, Any]) -> str:
-    """Where the server has its model from, as vLLM says it; else its name there."""
+    """Source of the server's model, as reported by vLLM; else its name there."""
     return card.get("root") or card["id"]
 
 
 def _why_not_tokens(config: EvaluateConfig, http: HTTPClient, card: dict[str, Any]) -> str | None:
-    """Why a server cannot be asked by token ids; ``None`` where it can."""
+    """Why a server does not support token ids; ``None`` if it does."""
     body = {
         "model": card["id"],
         "prompt": _SAMPLE,

@@ -1,7 +1,6 @@
 """Parts of the expert-iteration recipe: its configuration and its buffer.
 
-Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
-every recipe.
+:mod:`torchrl_llm.recipes.builders` builds policy, environments and evaluation, as for every recipe.
 """
 
 from __future__ import annotations
@@ -32,13 +31,13 @@ from torchrl_llm.trainers.run_config import LoggingConfig
 
 
 class SelectConfig(Group, key="select"):
-    """Which answers are imitated.
+    """Selection of the imitated answers.
 
     Attributes:
-        topk_size: most answers to a prompt; they must be above the median of their group too, so
-            that a prompt which is solved, or never solved, teaches nothing.
+        topk_size: most answers per prompt; they must also be above the median of their group, so
+            that a prompt which is always or never solved adds none.
         truncated: answers cut by ``inference_model.max_tokens`` or ``train.max_seq_len``: ``drop``
-            leaves them out of their group, ``keep`` treats them as any other.
+            removes them from their group, ``keep`` treats them like the others.
     """
 
     topk_size: int = 4
@@ -46,7 +45,7 @@ class SelectConfig(Group, key="select"):
 
 
 class EIConfig(SampledConfig):
-    """Everything that ``sota-implementations/expert-iteration`` can be told."""
+    """All settings of ``sota-implementations/expert-iteration``."""
 
     env: EnvConfig = own(repeats=16)
     train: TrainConfig = own(epochs=2)
@@ -59,7 +58,7 @@ class EIConfig(SampledConfig):
 
     @property
     def num_updates(self) -> int:
-        """Most optimizer steps of the whole run, for the schedule."""
+        """Upper bound on the optimizer steps of the run, for the schedule."""
         kept = self.train.prompts_per_batch * self.select.topk_size
         updates = -(-kept // (self.train.optim_batch_size or kept))
         return self.train.max_steps * self.train.epochs * updates
@@ -82,17 +81,17 @@ class EIConfig(SampledConfig):
 
 
 def load_config(values: Mapping[str, Any]) -> EIConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(EIConfig, values)
 
 
 def make_buffer(
     config: EIConfig, policy: TransformersWrapper
 ) -> tuple[ReplayBuffer, TopKRewardSelector]:
-    """A buffer of one step's best answers, and the transform in it that selects them."""
+    """A buffer for one step's best answers, and its transform that selects them."""
     selector = TopKRewardSelector(config.env.repeats, config.select.topk_size, verbose=False)
     buffer = make_step_buffer(config)
-    # The transform appended last sees the rows first: selection, one row per trajectory, reference.
+    # The last transform runs first: selection, one row per trajectory, reference.
     if config.needs_reference:
         buffer.append_transform(RetrieveLogProb(make_reference(config, policy)))
     buffer.append_transform(JoinTurns())
@@ -103,5 +102,5 @@ def make_buffer(
 def selection_metrics(
     buffer: ReplayBuffer, rows: LazyStackedTensorDict, ranks: Ranks = ALONE
 ) -> dict[str, float]:
-    """The share of a step's trajectories that were selected; rank 0 has the rows of all ranks."""
+    """The share of selected trajectories in a step; rank 0 has the rows of all ranks."""
     return {"train/selected": sum(ranks.gather(len(buffer))) / len(rows)}

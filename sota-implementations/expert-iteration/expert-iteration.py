@@ -6,14 +6,14 @@
 Of the answers to a prompt those with the highest rewards are kept, if they are better than the
 group's median; the policy is then fine-tuned on them (arXiv:1705.08439; for language models
 arXiv:2312.06585). Every key is in config/expert-iteration.yaml. Ctrl-C saves after the step;
-``checkpoint.resume=auto`` goes on.
+``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "expert-iteration")
 
 from collections.abc import Iterator
@@ -55,14 +55,14 @@ from torchrl_llm.trainers import (
 
 
 def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
-    own = of_rank(config, ranks)  # the share of the prompts that this one answers
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
+    own = of_rank(config, ranks)  # the share of the prompts of this process
     folder = folder_of(folder, ranks)
 
     policy = make_policy(config)
     env, eval_env = make_envs(own, policy)
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    learner = make_learner(config, policy, ranks)  # shards with fsdp2, else the policy itself
     collector = LLMCollector(
         share_prompts(env, ranks),
         policy=policy,

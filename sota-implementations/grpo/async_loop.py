@@ -1,7 +1,8 @@
-"""Training loop over rows that other processes collect, for grpo-async and pipeline-rl.
+"""Training loop over rows from other processes, for grpo-async and pipeline-rl.
 
-Where several ranks learn, the first one has the collectors and the rows: it groups them, writes
-advantages and keeps the ledger as one process does, and each optimizer step is spread over all.
+If several ranks learn, the first rank has the collectors and the rows: it groups them, writes
+advantages and keeps the ledger, like a single process. Each optimizer step is spread over all
+ranks.
 """
 
 from __future__ import annotations
@@ -49,17 +50,17 @@ def train_async(
     collection: Callable[[Any], AbstractContextManager[Any]],
     start: Callable[[Any, Any], None],
 ) -> None:
-    """Train on what the workers deliver, until the run ends.
+    """Train on the workers' rows until the run ends.
 
     Args:
-        config: of the recipe.
-        collection: makes, from the configuration, the learner's end of the workers' channel.
-        start: ``start(collector, model)`` gives the workers their first weights; after a resume
-            those of the checkpoint.
+        config: configuration of the recipe.
+        collection: makes the learner's end of the workers' channel from the configuration.
+        start: ``start(collector, model)`` sends the workers their first weights; after a resume the
+            weights of the checkpoint.
     """
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    ranks = begin(config)  # the processes started by torchrun, or this process
     policy = make_policy(config, with_values=config.loss.type == "ppo")
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    learner = make_learner(config, policy, ranks)  # shards with fsdp2, else the policy itself
     algorithm = make_algorithm(config, policy, learner)
     buffer = make_buffer(config, algorithm)
     optimizer = make_optimizer(learner, **config.optimizer.arguments)
@@ -134,7 +135,7 @@ def train_async(
             if ranks.is_main:
                 metrics = rollout_metrics(rows) | updates | source.ledger.metrics()
                 metrics |= source.overlong | source.policy_age | algorithm_metrics(algorithm)
-                metrics |= curriculum.see(rows)  # results may decide which prompts are drawn next
+                metrics |= curriculum.see(rows)  # results may change the order of the prompts
                 outcomes = source.outcomes()
             run.record(metrics, rows, outcomes)
         run.finish()

@@ -4,17 +4,17 @@
     python sota-implementations/grpo/grpo-async.py train.max_policy_age=2 train.on_stale=drop
     python sota-implementations/grpo/grpo-async.py ray.address=auto ray.num_collectors=8
 
-Collectors are actors of Ray (``pip install "torchrl_llm[ray]"``), each with environments and a
-sampler of its own; new weights reach them through Ray's object store. Every key is in
-config/common.yaml, config/grpo-async.yaml, and the files of config/loss, config/advantage and
-config/env. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
+Collectors are actors of Ray (``pip install "torchrl_llm[ray]"``), each with its own environments
+and sampler; new weights reach them through Ray's object store. Every key is in config/common.yaml,
+config/grpo-async.yaml, and the files of config/loss, config/advantage and config/env. Ctrl-C saves
+after the step; ``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "grpo-async", siblings={"grpo": "grpo-sync.py"})
 
 import hydra

@@ -1,7 +1,7 @@
 """GRPO in one process: collect a batch, train on it, repeat.
 
-A step collects rows, whose advantages are written as they enter the buffer; makes one update for
-each mini-batch of them; hands the new weights to the sampler; and logs. An update
+A step collects rows and writes their advantages on entry into the buffer, makes one update for each
+mini-batch, sends the new weights to the sampler, and logs. An update
 (:func:`torchrl_llm.trainers.optimize`) runs forward and backward on each micro-batch, divided by
 the counts of the whole mini-batch so that the gradients add up, and then takes one clipped step of
 optimizer and schedule.
@@ -13,14 +13,14 @@ optimizer and schedule.
 
 Every key is in config/common.yaml, config/grpo.yaml, and the files of config/loss,
 config/advantage and config/env.
-Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
+Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "grpo", siblings={"grpo-async": "grpo-async.py"})
 
 from collections.abc import Iterator
@@ -64,14 +64,14 @@ from torchrl_llm.trainers import (
 
 
 def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
-    own = of_rank(config, ranks)  # the share of the prompts that this one answers
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
+    own = of_rank(config, ranks)  # the share of the prompts of this process
     folder = folder_of(folder, ranks)
 
     policy = make_policy(config, with_values=config.loss.type == "ppo")
     env, eval_env = make_envs(own, policy, **config.curriculum.arguments)
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    learner = make_learner(config, policy, ranks)  # shards with fsdp2, else the policy itself
     sampler, weight_updater = make_sampler(config, policy, learner)
     collector = LLMCollector(
         share_prompts(env, ranks),
@@ -82,7 +82,7 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     algorithm = make_algorithm(config, policy, learner)
     if config.num_players > 1:
-        algorithm.credit.whole_groups = True  # not every player acts, and no further rows come
+        algorithm.credit.whole_groups = True  # not every player acts; absent players add no rows
     buffer = make_buffer(own, algorithm)
     source = BatchSource(
         collector,
@@ -128,12 +128,12 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if sampler is not policy:
-        collector.publish()  # it has none yet, or not those of the checkpoint
+        collector.publish()  # it has no weights yet, or old ones after a resume
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages
         if config.inference_model.sleep:
-            weight_updater.sleep()  # until the sync, which wakes it, its memory is the trainer's
+            weight_updater.sleep()  # frees its memory for the trainer until the sync
         with run.timed("train"):
             updates = optimize(  # forward, backward and a clipped step for each mini-batch
                 algorithm.loss,
@@ -147,10 +147,10 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
                 ranks=ranks,
             )
         with run.timed("sync"):
-            collector.update_policy_weights_()  # the sampler goes on with the new weights
+            collector.update_policy_weights_()  # the sampler continues with new weights
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
         metrics |= ranks.sums(overlong_metrics(sampler)) | algorithm_metrics(algorithm)
-        metrics |= curriculum.see(rows)  # results may decide which prompts are drawn next
+        metrics |= curriculum.see(rows)  # results may change the order of the prompts
         metrics |= canary_metrics(getattr(weight_updater, "canary", None))
         run.record(metrics, rows, source.outcomes())
         yield run

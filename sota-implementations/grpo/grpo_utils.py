@@ -1,7 +1,7 @@
 """Parts of the GRPO recipes: the buffer, the curriculum and metrics.
 
-Policy, environments and evaluation are built by :mod:`torchrl_llm.recipes.builders`, as those of
-every recipe; the algorithm by :mod:`torchrl_llm.recipes.algorithm_parts`.
+:mod:`torchrl_llm.recipes.builders` builds policy, environments and evaluation, as for every recipe;
+:mod:`torchrl_llm.recipes.algorithm_parts` builds the algorithm.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_llm.trainers.ranks import ALONE, Ranks
 
 
 def make_buffer(config: GRPOConfig, algorithm: Algorithm) -> ReplayBuffer:
-    """A buffer of one step's rows, which reach it as rows to train on."""
+    """A buffer for the training rows of one step."""
     return algorithm.append_to(make_step_buffer(config))
 
 
@@ -30,11 +30,11 @@ def make_curriculum(
     primer: DataLoadingPrimer | None,
     ranks: Ranks = ALONE,
 ) -> Curriculum:
-    """What tells results to the order of the prompts; nothing, where that does not follow them.
+    """Reports results to the order of the prompts, if the order depends on them.
 
     Args:
-        config: its ``curriculum``.
-        algorithm: whose credit may know success rates.
+        config: configuration with ``curriculum``.
+        algorithm: its advantage estimator may track success rates.
         primer: draws the prompts.
         ranks: the processes that train together.
     """
@@ -43,12 +43,12 @@ def make_curriculum(
 
 
 def parts_of(policy: TransformersWrapper) -> dict[str, Any]:
-    """What a checkpoint holds of the policy besides its model."""
+    """Parts of the policy in a checkpoint besides its model."""
     return {} if policy.value_head is None else {"value_head": policy.value_head}
 
 
 def algorithm_metrics(algorithm: Algorithm) -> dict[str, float]:
-    """The present weight of the divergence in the reward, where there is one."""
+    """The current weight of the divergence in the reward, if there is one."""
     for transform in algorithm.transforms:
         if isinstance(transform, KLComputation):
             return {"train/kl_coeff": transform.coeff}

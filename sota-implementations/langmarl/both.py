@@ -6,13 +6,13 @@
 
 The model of the package plays tic-tac-toe against a random opponent. First, in a minute or two, it
 imitates players who follow the advice in their system prompt, good or bad. Then each step plays a
-batch of games. A critic says of every game that was not won what went wrong; this stands in the
-rows, which GRPO trains on as they are. In a language step an optimizer makes advice of what the
-critic said, and the advice becomes the system prompt if it wins clearly more of some other games.
+batch of games. For every game that was not won, a critic writes into the rows what went wrong; GRPO
+trains on the same rows. In a language step an optimizer turns the critic's feedback into advice.
+The advice becomes the system prompt if it wins clearly more of some other games.
 
-Critic and optimizer are scripts here. To ask models instead, put
-``torchrl_llm.langmarl.CentralizedCritic(config)`` and ``PolicyGradientOptimizer(llm_config)`` in
-their places. ``run=FOLDER`` resumes the run of a folder.
+Critic and optimizer are scripts here. To use models instead, replace them by
+``torchrl_llm.langmarl.CentralizedCritic(config)`` and ``PolicyGradientOptimizer(llm_config)``.
+``run=FOLDER`` resumes the run of a folder.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ from torchrl_llm.trainers import (
 
 
 def train(config: BothConfig) -> Iterator[TrainingRun]:
-    """Train; the run is given back before the first step, and after each."""
+    """Train; yields the run before the first step and after each step."""
     policy, text = make_policy(config), LanguagePolicy(BASE)  # the weights, and the text
     num_games = config.prompts * config.repeats
     collector = LLMCollector(
         make_env(text, policy.tokenizer, num_games, repeats=config.repeats, group_repeats=True),
         policy=policy,
         yield_completed_trajectories=True,
-        reset_at_each_iter=True,  # games of a step begin with the text that there is then
+        reset_at_each_iter=True,  # games of a step begin with its current text
     )
     critic = TextCredit(Critic(), {AGENT: text})
     grpo = make_grpo(policy, group_size=config.repeats, entropy_coeff=0.03)
@@ -101,7 +101,7 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
     yield run
     for step in run.steps():
         with run.timed("sample"):
-            rows = source.fill()  # play; the critic says what went wrong, and GRPO compares
+            rows = source.fill()  # play; the critic gives feedback, and GRPO compares
         metrics = rollout_metrics(rows) | source.ledger.metrics()
         if config.trains_text and step % config.language_interval == 0:
             with run.timed("language"):
@@ -133,12 +133,13 @@ def language_step(
     evaluations: Sequence[str],
     validate: Callable[[], Evaluation],
 ) -> tuple[float, float]:
-    """Change a text by what a critic said; the change stays if clearly more games are won with it.
+    """Change a text by a critic's feedback; the change is kept if it wins clearly more games.
 
-    Clearly is by one standard error of the difference, which keeps chance from changing the text.
+    Clearly means by one standard error of the difference, so that the text does not change by
+    chance.
 
     Returns:
-        Share of the games of the validation that are won before the change, and with it.
+        Share of the validation games that are won before the change, and with it.
     """
     before, result = text.text, validate()
     old = result.accuracy

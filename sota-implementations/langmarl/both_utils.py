@@ -1,7 +1,7 @@
 """Parts of both.py: its settings, the world, a player who follows advice, critic and optimizer.
 
-The world is one in which a text matters to a tiny model: :func:`imitated` shows it games of a
-player who follows the advice in the system prompt, good or bad, and else makes any legal move.
+In this world a text matters to a tiny model: :func:`imitated` trains it on games of a player who
+follows the advice in the system prompt, good or bad, and otherwise makes any legal move.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ ADVICE = {
     "Take corners.": ("1379",),
     "Take edges.": ("2468",),
 }
-"""Advice, and the cells that who follows it prefers, the best first."""
+"""Advice, and the cells that it prefers, the best first."""
 
 AGENT = "agent"
-MAX_TURNS = 6  # five moves, and one that is not legal
+MAX_TURNS = 6  # five moves, and an illegal one
 _KINDS = {"middle": "5", "corner": "1379", "edge": "2468"}
 _TURN = {"max_new_tokens": 2}  # a digit, and the end of the turn
-_IMITATED_GAMES = 16  # a step: many small steps teach the rules sooner than few large ones
+_IMITATED_GAMES = 16  # per step: many small steps teach the rules faster than few large ones
 
 
 class BothConfig(Group):
-    """Everything that ``both.py`` can be told.
+    """All settings of ``both.py``.
 
     Attributes:
-        mode: what is trained.
-        seed: of the imitated player, the games and the optimizer's choices.
-        steps: rollouts, each of which trains what is trained.
-        prompts: games of a step that begin alike ``repeats`` times.
+        mode: train the text, the weights, or both.
+        seed: seed of the imitated player, the games and the optimizer's choices.
+        steps: rollouts, each followed by a training step.
+        prompts: games per step, each started ``repeats`` times.
         repeats: size of a group of GRPO.
         lr: learning rate of GRPO.
         language_interval: steps between two language steps.
-        gradients: lost games of a step that the optimizer makes gradients of.
+        gradients: lost games per step from which the optimizer makes gradients.
         validation: games that decide whether a changed text is kept.
-        games: other games, which the results are counted on.
-        imitate_steps: steps of the imitation that all begins from.
-        folder: where the imitated player is kept for later runs.
-        run: folder of the run; null for DATE/TIME in ``folder``. A folder that holds a run resumes.
+        games: further games for the results.
+        imitate_steps: steps of the initial imitation.
+        folder: folder that keeps the imitated player for later runs.
+        run: folder of the run; null for DATE/TIME in ``folder``. A folder with a run resumes it.
     """
 
     mode: Literal["text", "weights", "both"] = "both"
@@ -92,12 +92,12 @@ class BothConfig(Group):
 
     @property
     def trains_weights(self) -> bool:
-        """Whether there are steps of GRPO."""
+        """Whether there are GRPO steps."""
         return self.mode != "text"
 
     @property
     def run_folder(self) -> Path:
-        """Where the run is."""
+        """Folder of the run."""
         return Path(self.run or f"{self.folder}/{self.mode}-seed{self.seed}")
 
 
@@ -109,7 +109,7 @@ def make_env(text: LanguagePolicy, tokenizer: Any, num_games: int, **options: An
 
     Args:
         text: the policy.
-        tokenizer: of the player.
+        tokenizer: tokenizer of the player.
         num_games: games at a time.
         **options: further arguments of the environment.
     """
@@ -121,7 +121,7 @@ def make_env(text: LanguagePolicy, tokenizer: Any, num_games: int, **options: An
 def won_games(
     text: LanguagePolicy, policy: TransformersWrapper, num_games: int, **options: Any
 ) -> Callable[[], Evaluation]:
-    """Plays the same held-out games greedily whenever it is called.
+    """A function that plays the same held-out games greedily at each call.
 
     Args:
         text: the system prompt.
@@ -137,19 +137,19 @@ def won_games(
 
 
 def validation_rows(num_games: int) -> list[dict[str, int]]:
-    """Games that are in neither of the splits of the task.
+    """Games that are in neither split of the task.
 
     Args:
-        num_games: how many.
+        num_games: number of games.
     """
     return [{"seed": 10**6 + number} for number in range(num_games)]
 
 
 def make_buffer(num_games: int) -> ReplayBuffer:
-    """A buffer of the games of one step, all of which are one batch.
+    """A buffer for the games of one step, which are one batch.
 
     Args:
-        num_games: how many.
+        num_games: number of games.
     """
     return ReplayBuffer(
         storage=LazyStackStorage(num_games),
@@ -162,10 +162,10 @@ def make_buffer(num_games: int) -> ReplayBuffer:
 
 
 def make_policy(config: BothConfig) -> TransformersWrapper:
-    """The model of the package after it has imitated; it is kept, for the other modes.
+    """The package's model after the imitation; it is cached for the other modes.
 
     Args:
-        config: the page's.
+        config: configuration of the page.
     """
     spare_threads(None)
     folder = Path(config.folder) / f"player-seed{config.seed}-{config.imitate_steps}"
@@ -188,11 +188,11 @@ def _policy(name: str | None) -> TransformersWrapper:
 
 
 def imitated(config: BothConfig, policy: TransformersWrapper) -> TransformersWrapper:
-    """The policy after it has learned the games of scripted players.
+    """The policy after training on games of scripted players.
 
     Args:
-        config: the page's.
-        policy: learns.
+        config: configuration of the page.
+        policy: the policy to train.
     """
     env = TicTacToeEnv(actions="bare", system_prompt=BASE, num_envs=1)
     seeds = [row["seed"] for row in TicTacToeEnv.generate("train")]
@@ -218,11 +218,11 @@ def imitated(config: BothConfig, policy: TransformersWrapper) -> TransformersWra
 
 
 def demonstration(env: TicTacToeEnv, seed: int, game: int) -> dict[str, Any]:
-    """A game of a player who was told something, or nothing.
+    """A game of a player with or without advice.
 
     Args:
-        env: with the base of the policy as its system prompt.
-        seed: of the players.
+        env: environment with the policy's base as its system prompt.
+        seed: seed of the players.
         game: seed of the game.
     """
     generator = random.Random(f"{seed}/{game}")
@@ -232,11 +232,11 @@ def demonstration(env: TicTacToeEnv, seed: int, game: int) -> dict[str, Any]:
 
 
 def obedient(advice: str, generator: random.Random) -> Player:
-    """A player who follows the advice in most turns, and else makes any legal move.
+    """A player who follows the advice in most turns, and otherwise makes any legal move.
 
     Args:
         advice: one of :data:`ADVICE`, or none.
-        generator: of the choices.
+        generator: random generator for the choices.
     """
 
     def act(game: Game, state: Any) -> str:
@@ -252,7 +252,7 @@ def obedient(advice: str, generator: random.Random) -> Player:
 
 
 class Critic(BaseCritic):
-    """Says of a game that was not won which better cell was free when an edge was taken."""
+    """For a game that was not won, names the better cell that was free when an edge was taken."""
 
     def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
         """See :class:`~torchrl_llm.langmarl.environment.BaseCritic`."""
@@ -271,7 +271,7 @@ def _fault(step: dict[str, Any]) -> str:
 
 
 class Optimizer(BaseOptimizer):
-    """Finds other advice on what the critic spoke of, good or bad, at random."""
+    """Picks different advice on the critic's topic at random, good or bad."""
 
     def generate_gradient(self, policy: str, evaluation: str, context: str) -> str:
         """One of :data:`ADVICE`."""
@@ -285,5 +285,5 @@ class Optimizer(BaseOptimizer):
         return Counter(gradients).most_common(1)[0][0]
 
     def apply_gradient(self, policy: str, gradient: str) -> str:
-        """The policy with another feedback."""
+        """The policy with different feedback."""
         return with_feedback(split_policy(policy).base, gradient)

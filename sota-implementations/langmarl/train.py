@@ -5,9 +5,9 @@
     torchrl-llm train langmarl run_name=global paradigm=central_global
     torchrl-llm train langmarl config=math_central_credit llm=gpt-4o-mini
 
-The first two commands need no network. The models of the first are scripts, in a world in which the
-right advice can be found. config=NAME is a file of the recipe's folder config, config=FILE.json a
-file of your own. A value may be JSON: 'actor_llm={"model_string": "local:"}'.
+The first two commands need no network. The models of the first command are scripts, in a world in
+which the correct advice can be found. config=NAME is a file of the recipe's folder config,
+config=FILE.json a file of your own. A value may be JSON: 'actor_llm={"model_string": "local:"}'.
 
 The run is in outputs/langmarl/DATE/TIME/runs/NAME; NAME is run_name, or else exp_name. The same
 command with experiment_dir=outputs/langmarl/DATE/TIME resumes it. If you give run_name or exp_name,
@@ -46,7 +46,7 @@ def config_file(name: str) -> Path:
 
 
 def folder_of(given: Mapping[str, Any]) -> Path:
-    """The newest folder with a run of the name that was given, or else a new one."""
+    """The newest folder with a run of the given name, or else a new one."""
     resume = given.get("resume", "latest")
     name = given.get("run_name") or given.get("exp_name")
     name = name if resume in ("latest", "never") else resume

@@ -8,8 +8,8 @@ settings. The file imports arithmetic on tensors (``torchrl_llm.functional``), a
 never encodes a sampled token twice (``ChatFormatter``), a model that samples token ids
 (``TransformersBackend``), the problems and scores of the task (``letter_problem``,
 ``score_counts``), and what prints and writes results (``ProgressBar``, ``MetricsTable``).
-``sota-implementations/grpo`` is the same algorithm at full size; docs/source/howto/pico.rst says
-which part is which, and what picoRL and Ludic call it.
+``sota-implementations/grpo`` is the same algorithm at full size; docs/source/howto/pico.rst maps
+its parts to those of the full recipe, and to the names of picoRL and Ludic.
 
 Shape legend: ``B`` rollouts, ``T`` tokens of the longest, ``V`` vocabulary.
 """
@@ -52,7 +52,7 @@ class PicoConfig(Group):
         steps: training steps.
         tasks: problems per step.
         k: answers to each problem, which are one group.
-        difficulty: of the problems, from 1 to 10.
+        difficulty: difficulty of the problems, from 1 to 10.
         max_turns: turns after which an episode ends.
         max_new_tokens: tokens of an answer.
         minibatch: rollouts per forward pass.
@@ -61,10 +61,10 @@ class PicoConfig(Group):
         warmup: supervised steps that teach the form of an answer.
         warmup_lr: learning rate of these steps.
         eval_problems: held-out problems, which are scored before and after training.
-        seed: of the problems and the samples.
-        threads: of torch; 0 leaves the number to torch.
-        device: of the model; null for a GPU if there is one.
-        folder: of the run; null for outputs/pico/DATE/TIME.
+        seed: seed of the problems and the samples.
+        threads: CPU threads of torch; 0 for torch's choice.
+        device: device of the model; null for a GPU if there is one.
+        folder: folder of the run; null for outputs/pico/DATE/TIME.
     """
 
     model: str | None = None
@@ -109,12 +109,12 @@ class LetterCounting:
         return [{"role": "user", "content": self.problem.question}]
 
     def step(self, response: str) -> dict | None:
-        """Take the answer. The episode is over, so there is no next message."""
+        """Take the answer. The episode ends, so there is no next message."""
         self.last_reward = score_counts(response, self.problem.counts)
         return None
 
     def reward(self) -> float:
-        """What the last step was worth, between 0 and 1."""
+        """Reward of the last step, between 0 and 1."""
         return self.last_reward
 
 
@@ -127,7 +127,7 @@ def collect_rollouts(env_fns, generate, formatter, *, k: int = 1, max_turns: int
     Args:
         env_fns: make one environment each; those of a group must pose the same problem.
         generate: list of ``B`` prompts (int64 ``[P]``) to ``B`` completions.
-        formatter: messages to token ids. After a turn it goes on from the *sampled* ids.
+        formatter: messages to token ids. After a turn it continues from the *sampled* ids.
         k: episodes of each environment, which are one group.
         max_turns: turns after which an episode is over in any case.
 
@@ -177,7 +177,7 @@ def score(model, rows):
     The logits at position ``t - 1`` predict token ``t``: ``token_log_probs`` does this shift.
     """
     ids_BT = pad_sequence(rows, batch_first=True).to(model.device)
-    # Padding stands behind the tokens, and a causal model does not look ahead: no mask is needed.
+    # Padding follows the tokens, and a causal model does not look ahead: no mask is needed.
     return token_log_probs(model(input_ids=ids_BT, use_cache=False).logits, ids_BT)
 
 
@@ -193,7 +193,7 @@ def backward_grpo(model, records, advantages_B, *, minibatch: int) -> float:
         mask_BT = pad_sequence([r.source == Source.SAMPLED for r in some], batch_first=True)
         advantages = advantages_B[start : start + minibatch].to(model.device)
         loss = policy_gradient_loss(log_probs_BT, advantages, mask_BT.to(model.device))
-        # A minibatch counts by its size: the sum is the mean over all rollouts, however it is cut.
+        # A minibatch counts by its size: the sum is the mean over all rollouts for any split.
         loss = loss * (len(some) / len(records))
         loss.backward()
         total += loss.item()
@@ -201,7 +201,7 @@ def backward_grpo(model, records, advantages_B, *, minibatch: int) -> float:
 
 
 def warm_up(model, formatter, optimizer, *, steps: int, batch: int, difficulty: int, seed: int):
-    """Show a model that does not know it the form of an answer (with counts made up at random)."""
+    """Teach a model the form of an answer (with random counts)."""
     rng = random.Random(seed)
     for _ in range(steps):
         rows, masks = [], []

@@ -3,9 +3,9 @@
     python sota-implementations/pipeline-rl/actor.py
     python sota-implementations/pipeline-rl/actor.py redis.url=redis://learner:6379/0
 
-Start as many as there are machines or cores, before the learner or after it, and give them the
-learner's arguments. Where one dies, the others take over its rows. They end with the
-run; every key is in config/pipeline-rl.yaml and config/common.yaml.
+Start one per machine or core, before or after the learner, with the learner's arguments. If one
+dies, the others take over its rows. They end with the run; every key is in config/pipeline-rl.yaml
+and config/common.yaml.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from redis_arguments import check_passwords
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "pipeline-rl", check=check_passwords)
 
 import sys
@@ -31,6 +31,6 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    # An actor leaves nothing behind.
+    # An actor writes no run folder.
     sys.argv += ["hydra.output_subdir=null", "hydra.run.dir=."]
     main()

@@ -1,4 +1,4 @@
-"""Learner of pipeline RL: trains on what remote actors put into a Redis.
+"""Learner of pipeline RL: trains on rows that remote actors put into a Redis.
 
     redis-server &
     python sota-implementations/pipeline-rl/actor.py &
@@ -6,10 +6,9 @@
     python sota-implementations/pipeline-rl/learner.py
 
 Needs ``pip install "torchrl_llm[redis]"``. Weights go the other way through the same Redis, or for
-large models over a shared disc (``weight_sync.type=files``). Nothing that is read from the
-Redis can run code here. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on, also after
-a kill, and the actors go on with it. Every key is in config/pipeline-rl.yaml and
-config/common.yaml.
+large models over a shared disc (``weight_sync.type=files``). Data from the Redis cannot run code
+here. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes, also after a kill, and the
+actors continue with it. Every key is in config/pipeline-rl.yaml and config/common.yaml.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from redis_arguments import check_passwords
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "pipeline-rl", check=check_passwords)
 
 import sys
@@ -28,7 +27,7 @@ import hydra
 from omegaconf import DictConfig
 from pipeline_utils import load_config, redis_collection
 
-# The loop is that of asynchronous GRPO.
+# The training loop of asynchronous GRPO.
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))
 from async_loop import train_async
 

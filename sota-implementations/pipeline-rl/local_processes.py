@@ -23,17 +23,17 @@ _START_S, _END_S, _LAST_LINES = 20.0, 30.0, 20
 
 @contextmanager
 def local_redis(folder: Path, url: str | None) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Start a Redis on a free port, with a password that this process and its children know.
+    """Start a Redis on a free port, with a password for this process and its children.
 
     Args:
         folder: gets ``redis.log``.
-        url: of a Redis that runs already, which is then used.
+        url: URL of a running Redis to use instead.
 
     Yields:
         Its URL, and a function that raises ``WorkerError`` if it has ended.
 
     Raises:
-        ConfigError: there is no program ``redis-server``.
+        ConfigError: the program ``redis-server`` is missing.
         WorkerError: it did not start.
     """
     if url is not None:
@@ -83,7 +83,7 @@ def local_actor(folder: Path, overrides: Sequence[str]) -> Iterator[Callable[[],
 
 @contextmanager
 def _process(command: Sequence[str], log: Path, told: str = "") -> Iterator[subprocess.Popen]:
-    """A process that writes a log, and that Ctrl-C in the terminal does not reach."""
+    """A process that writes a log and does not receive Ctrl-C of the terminal."""
     with log.open("ab") as file:
         process = subprocess.Popen(
             command,

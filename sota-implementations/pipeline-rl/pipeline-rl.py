@@ -16,7 +16,7 @@ from redis_arguments import check_passwords
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "pipeline-rl", check=check_passwords)
 
 import sys
@@ -32,7 +32,7 @@ from pipeline_utils import RedisConfig, load_config, redis_collection
 from torchrl_llm._imports import require
 from torchrl_llm.trainers import say
 
-# The loop is that of asynchronous GRPO.
+# The training loop of asynchronous GRPO.
 sys.path.append(str(Path(__file__).parents[1] / "grpo"))
 from async_loop import train_async
 

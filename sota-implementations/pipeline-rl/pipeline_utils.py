@@ -1,6 +1,6 @@
 """Parts of the pipeline-RL recipe: its configuration, and both ends of the Redis channel.
 
-Policy, environments, evaluation and algorithm are those of ``grpo``.
+Policy, environments, evaluation and algorithm are the same as in ``grpo``.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _WATCH_S = 1.0
 
 
 class PipelineTrainConfig(TrainConfig):
-    """The loop of the learner.
+    """The training loop of the learner.
 
     Attributes:
         max_lag: updates that the weights may have moved since a token was sampled.
-        on_stale: what happens where that would be exceeded: actors ``wait``; or they run on, and
-            older rows are dropped (``drop``) or their older tokens not trained (``mask``).
+        on_stale: action at this limit: actors ``wait``; or they continue, and older rows are
+            dropped (``drop``) or their older tokens are not trained (``mask``).
         weight_update_frequency: training steps between two versions that actors get.
     """
 
@@ -64,7 +64,7 @@ class PipelineTrainConfig(TrainConfig):
 
     @property
     def staleness(self) -> StalenessRule:
-        """The rule that the keys say."""
+        """The rule from the keys."""
         return StalenessRule(max_policy_age=self.max_lag, on_stale=self.on_stale)
 
 
@@ -72,15 +72,14 @@ class PipelineWeightSyncConfig(AsyncWeightSyncConfig, key="weight_sync"):
     """How weights get to the actors.
 
     Attributes:
-        type: ``redis`` for models that are small compared to what it and the network carry;
-            ``files`` through a folder that learner and actors share.
-        folder: of those files.
-        in_flight: what new weights do with conversations that are being collected: ``wait`` until
-            all have their present answer, and go on with the new weights; ``keep`` what is there
-            of the answers too (each token knows its version); or ``abort``: drop them and begin
-            others.
+        type: ``redis`` for models that are small enough for the Redis and the network; ``files``
+            through a folder that learner and actors share.
+        folder: folder of these files.
+        in_flight: effect of new weights on running conversations: ``wait`` until all have finished
+            their current answer, then continue with the new weights; ``keep`` also partial answers
+            (each token records its version); or ``abort``: drop them and begin new ones.
         verify: after each update every actor compares its engine's log-probs of a few rows with the
-            learner's, and ends where more than rounding is between them. Needs
+            learner's, and ends if they differ by more than rounding. Needs
             ``inference_model.backend=vllm`` to have an effect.
     """
 
@@ -93,10 +92,10 @@ class RedisConfig(Group, key="redis"):
     Attributes:
         url: ``redis://[user@]host:port/db``, ``rediss://`` for TLS, ``unix://path``; the password
             comes from the environment variable ``TORCHRL_LLM_REDIS_PASSWORD``.
-        name: of the run; runs of different names may share a Redis.
+        name: name of the run; runs of different names may share a Redis.
         prompts_per_claim: prompts that an actor answers at a time.
         max_waiting: deliveries that may wait for the learner.
-        reconnect_s: seconds that the Redis may stay away.
+        reconnect_s: seconds that the Redis may be unreachable.
         timeout_s: seconds without rows, or for an actor without a learner, after which it stops.
         worker_timeout_s: seconds without a heartbeat of an actor, after which others get its
             claims.
@@ -117,7 +116,7 @@ class RedisConfig(Group, key="redis"):
 
 
 class PipelineConfig(GRPOGroups):
-    """Everything that ``actor.py`` and ``learner.py`` can be told."""
+    """All settings of ``actor.py`` and ``learner.py``."""
 
     train: PipelineTrainConfig
     weight_sync: PipelineWeightSyncConfig
@@ -125,7 +124,7 @@ class PipelineConfig(GRPOGroups):
 
     @property
     def rows_per_claim(self) -> int:
-        """Responses that an actor samples at a time, in whole groups."""
+        """Responses that an actor samples at once, in whole groups."""
         return self.redis.prompts_per_claim * self.env.repeats
 
     def __post_init__(self) -> None:
@@ -156,7 +155,7 @@ def load_config(values: Mapping[str, Any]) -> PipelineConfig:
     """Validate a composed configuration.
 
     Raises:
-        ConfigError: it does not hold together, or has a password written in it.
+        ConfigError: an invalid combination, or a password in the configuration.
     """
     written = dotted(OmegaConf.to_container(OmegaConf.create(values), resolve=False))
     for key, value in written.items():
@@ -167,7 +166,7 @@ def load_config(values: Mapping[str, Any]) -> PipelineConfig:
 
 
 def _forget_saved_config() -> None:
-    """Remove what Hydra has written of the configuration before it was seen here."""
+    """Remove the configuration that Hydra has already written."""
     hydra = HydraConfig.get() if HydraConfig.initialized() else None
     if hydra is not None and hydra.output_subdir is not None:
         Path(hydra.runtime.output_dir, hydra.output_subdir, "config.yaml").unlink(missing_ok=True)
@@ -180,11 +179,11 @@ def _forget_saved_config() -> None:
 def redis_collection(
     config: PipelineConfig, *, checks: Sequence[Callable[[], None]] = ()
 ) -> Iterator[ChannelCollector]:
-    """What the learner iterates: the rows that actors collect, wherever they run.
+    """The learner's iterator over the rows of actors on any machine.
 
     Args:
-        config: the recipe's.
-        checks: are called about once a second, and raise where waiting is in vain.
+        config: configuration of the recipe.
+        checks: functions called about once a second, which raise if further waiting is useless.
     """
     redis, sync = config.redis, config.weight_sync
     on_return: Callable[[], None] | None = None
@@ -240,8 +239,8 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = say) -> st
     """Collect rows for the learner until it closes the channel.
 
     Args:
-        config: the recipe's; the same as the learner's.
-        say: gets lines for the person at the terminal.
+        config: configuration of the recipe, the same as the learner's.
+        say: prints lines for the user at the terminal.
 
     Returns:
         Why it ended.
@@ -251,7 +250,7 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = say) -> st
     """
     redis = config.redis
     channel = RedisChannel(redis.url, redis.name, reconnect_s=redis.reconnect_s)
-    # The learner's cuda:1 is no device of this machine.
+    # A device of the learner such as cuda:1 may not exist on this machine.
     device = "cpu" if config.train.device == "cpu" else "auto"
     what = of_collectors(config, device=device)
     collector = LLMCollector(
@@ -260,7 +259,7 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = say) -> st
         yield_completed_trajectories=True,
         **rollout_options(config),
     )
-    # Unique over restarts: the learner refuses who was given up and comes back.
+    # Unique over restarts, because the learner rejects a dropped worker that returns.
     name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     worker = CollectorWorker(collector, channel, name=name, claim_rows=config.rows_per_claim)
     follower = WeightFollower(worker, _newest(config), in_flight=config.weight_sync.in_flight)
@@ -289,7 +288,7 @@ def _newest(config: PipelineConfig) -> Callable[[], tuple[int, WeightSource] | N
 
 
 class _Watch(threading.Thread):
-    """Ends a worker whose learner is gone, and would never claim a row again."""
+    """Ends a worker whose learner is gone, and which would never claim a row again."""
 
     def __init__(self, channel: RedisChannel, worker: CollectorWorker, limit_s: float) -> None:
         super().__init__(daemon=True, name="watch")
@@ -302,7 +301,7 @@ class _Watch(threading.Thread):
             try:
                 silence_s = self._channel.learner_silence_s()
             except WorkerError:
-                return  # the worker's own calls say what is wrong with the Redis
+                return  # the worker's own calls report errors of the Redis
             if silence_s is not None and silence_s > self._limit_s:
                 self._gone = True
                 self._worker.stop()

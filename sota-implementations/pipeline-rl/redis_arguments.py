@@ -1,4 +1,4 @@
-"""What the command line may say of a Redis: an address, and no password."""
+"""Check of the Redis arguments of a command line: an address without a password."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ NO_PASSWORD = (
 
 
 def check_scheme(url: str) -> None:
-    """Refuse what is no address of a Redis.
+    """Reject an invalid address of a Redis.
 
     Raises:
-        ConfigError: another scheme; what was given may hold a password and is not shown.
+        ConfigError: a different scheme; the error does not show the value, which may hold a
+            password.
     """
     if not url.startswith(("redis://", "rediss://", "unix://")):
         raise ConfigError("redis.url must begin with redis://, rediss:// or unix://, and does not")
 
 
 def check_passwords(arguments: list[str]) -> None:
-    """Refuse passwords on the command line, before Hydra would show them.
+    """Reject passwords on the command line, before Hydra would show them.
 
     Raises:
-        ConfigError: a password, or an address of something else.
+        ConfigError: a password, or an address that is not a Redis address.
     """
     for argument in arguments:
         key, _, value = argument.partition("=")

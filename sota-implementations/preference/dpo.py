@@ -6,18 +6,18 @@
 
 A row has a prompt, a chosen and a rejected answer: texts, messages, or whole conversations. With
 ``loss=kto`` it may have one answer with a label. The first row is shown before training. Some rows
-are held out, for the share of them whose chosen answer the model prefers. The log-probs of the
+are held out, to measure how often the model prefers the chosen answer. The log-probs of the
 reference are computed once and kept with the checkpoint.
 
 Every key is in config/dpo.yaml and config/loss. Ctrl-C saves after the step;
-``checkpoint.resume=auto`` goes on.
+``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "dpo")
 
 from collections.abc import Iterator
@@ -44,15 +44,15 @@ from torchrl_llm.trainers import TrainingRun, make_optimizer, make_scheduler, op
 
 
 def train(config: PreferenceConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
     ranks.share_at_least_one(config.train.batch_size, "train.batch_size", what="rows")
     tokenizer = make_tokenizer(config.model.name, 1)
     data = load_data(config, tokenizer)
     policy = load_policy(config, tokenizer, **config.model.template)
     num_steps = config.train.num_steps(len(data.train))
     config.optimizer.check_warmup(num_steps)
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    learner = make_learner(config, policy, ranks)  # shards with fsdp2, else the policy itself
     loss = config.loss.build(learner)
     prepare = Preparation.of(config, policy, data.train, ranks)
     loader = RowLoader(

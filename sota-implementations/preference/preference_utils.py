@@ -53,21 +53,21 @@ SHOWN = Shown(
     tokens="train/tokens",
     held_out={"eval/accuracy": "held-out accuracy", "eval/margin": "held-out margin"},
 )
-"""What is shown of a run."""
+"""Metrics that a run shows."""
 
 
 class PairDataConfig(DataSource):
-    """Answers that somebody compared.
+    """Rows with compared answers.
 
     Attributes:
         source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
             dataset on the hub, or ``module:name`` of rows in Python; ``None`` for the pairs of sums
-            that ship with the package. ``data=FILE`` says the same.
+            that ship with the package. ``data=FILE`` does the same.
         prompt: column with the user's message (or the messages before the answer); ``None`` for one
-            with a usual name, or for none where answers are whole conversations.
+            with a usual name, or for none if answers are whole conversations.
         chosen: column with the better answer; ``None`` for one with a usual name (``chosen``,
             ``preferred``, ``response_j``, ...).
-        rejected: column with the worse one, likewise.
+        rejected: column with the worse answer, likewise.
         tools: column with the tools of a conversation; ``None`` for ``tools``, in the rows that
             have it.
         system_prompt: first message of every conversation.
@@ -88,16 +88,16 @@ class PairDataConfig(DataSource):
 
     @property
     def columns(self) -> dict[str, str | None]:
-        """The columns, as arguments of ``PreferenceColumns.find``."""
+        """The columns, as arguments for ``PreferenceColumns.find``."""
         return {name: getattr(self, name) for name in self.names}
 
 
 class PreferenceDataConfig(PairDataConfig):
-    """Answers that somebody compared, or said to be good or bad.
+    """Rows with compared answers, or with answers labeled as good or bad.
 
     Attributes:
-        completion: column with the one answer of a row, for ``loss=kto``.
-        label: column that says whether that is a good one.
+        completion: column with the single answer of a row, for ``loss=kto``.
+        label: column that tells whether this answer is good.
     """
 
     names: ClassVar[tuple[str, ...]] = (*PairDataConfig.names, "completion", "label")
@@ -107,10 +107,10 @@ class PreferenceDataConfig(PairDataConfig):
 
 
 class PreferenceEvalConfig(EvalConfig):
-    """Evaluation on rows that are held out.
+    """Evaluation on held-out rows.
 
     Attributes:
-        num_prompts: rows that are held out; ``None`` for all rows of ``data.eval_source`` or
+        num_prompts: number of held-out rows; ``None`` for all rows of ``data.eval_source`` or
             ``data.eval_split``, or else a tenth, at most 128.
     """
 
@@ -118,7 +118,7 @@ class PreferenceEvalConfig(EvalConfig):
 
 
 class PairConfig(TrainedConfig):
-    """What every recipe that learns from preferences can be told."""
+    """Settings of every recipe that learns from preferences."""
 
     data: PairDataConfig
     train: TrainConfig
@@ -131,7 +131,7 @@ class PairConfig(TrainedConfig):
 
 
 class PreferenceConfig(PairConfig):
-    """Everything that ``dpo.py`` can be told; ``seed`` seeds the order of rows too."""
+    """All settings of ``dpo.py``; ``seed`` also seeds the order of rows."""
 
     data: PreferenceDataConfig
     ref_model: RefModelConfig
@@ -156,12 +156,12 @@ class PreferenceConfig(PairConfig):
 
 
 def load_config(values: Mapping[str, Any]) -> PreferenceConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(PreferenceConfig, values)
 
 
 def load_data(config: PreferenceConfig, tokenizer: Any, *, read_first: int = READ_FIRST) -> Parts:
-    """Read the rows of ``data`` and look at the first of them; no weights are needed for it.
+    """Read the rows of ``data`` and check the first rows; this needs no weights.
 
     Raises:
         DataError: missing or malformed data, or a row that cannot be learned from.
@@ -181,7 +181,7 @@ def parts_with(
     """Read the rows of ``data``, whose columns are known.
 
     Raises:
-        DataError: as of :func:`load_data`.
+        DataError: as for :func:`load_data`.
     """
     make = partial(
         Preferences,
@@ -195,7 +195,7 @@ def parts_with(
     def asked(row: Row) -> Any:
         if columns.prompt:
             return joined_prompt(row, columns.prompt, columns.before)
-        with suppress(DataError):  # a row that is refused says so when it is its turn
+        with suppress(DataError):  # a rejected row raises when it is trained
             return columns.parts(row)[0]
         return None
 
@@ -205,14 +205,13 @@ def parts_with(
 class References:
     """Log-probs of answers under the reference, each computed once; a part of the run.
 
-    A row that is another than before (its data was mended between two parts of a run) is computed
-    anew.
+    A changed row (its data was repaired between two parts of a run) is computed again.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
         reference: scores tokens.
-        rows: of which they are.
-        ranks: the processes, which tell each other what they have computed.
+        rows: rows with the answers.
+        ranks: the processes, which exchange computed values.
     """
 
     def __init__(
@@ -224,18 +223,18 @@ class References:
     ) -> None:
         self._config, self.reference, self._ranks = config, reference, ranks
         self._values = torch.zeros(len(rows), len(rows.columns.answers))
-        # Checksums of the answers whose values are known.
+        # Checksums of the answers with known values.
         self._marks = torch.full_like(self._values, -1, dtype=torch.int64)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What was computed so far."""
+        """The values computed so far."""
         return {"values": self._values, "marks": self._marks}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on with what was computed before.
+        """Restore the values computed before.
 
         Raises:
-            CheckpointError: it is of other rows.
+            CheckpointError: they belong to different rows.
         """
         if state["values"].shape != self._values.shape:
             raise CheckpointError(
@@ -245,7 +244,7 @@ class References:
         self._values, self._marks = state["values"].clone(), state["marks"].clone()
 
     def scores(self, sequences: Sequence[Tensor], answers: Sequence[Tensor]) -> Tensor:
-        """Log-probs that are not kept, ``[B]``, nats."""
+        """Log-probs without the cache, ``[B]``, nats."""
         return _log_probs(self._config, self.reference, sequences, answers)
 
     def of(self, batch: Sequence[Preference]) -> Tensor:
@@ -277,12 +276,12 @@ def _log_probs(
 
 
 class Preparation:
-    """Makes rows of a batch, with what the loss reads besides the tokens.
+    """Makes rows from a batch, with the inputs of the loss besides the tokens.
 
     Args:
-        config: the recipe's.
-        policy: scores tokens, as it is before the update.
-        references: of these rows; ``None`` for a loss without a reference.
+        config: configuration of the recipe.
+        policy: scores tokens before the update.
+        references: reference log-probs of these rows; ``None`` for a loss without a reference.
         ranks: the processes.
     """
 
@@ -307,8 +306,8 @@ class Preparation:
         """The preparation of some rows.
 
         Args:
-            config: the recipe's.
-            policy: what is trained, or a whole copy of it: ranks score at a pace of their own.
+            config: configuration of the recipe.
+            policy: the trained policy, or a gathering copy: ranks score at their own pace.
             rows: the rows.
             ranks: the processes.
         """
@@ -318,7 +317,7 @@ class Preparation:
         return cls(config, policy, references, ranks)
 
     def of_held_out(self, rows: Preferences) -> Preparation:
-        """The same of other rows, by the same reference; one process evaluates.
+        """The same for held-out rows, with the same reference; one process evaluates.
 
         Args:
             rows: the rows.
@@ -328,7 +327,7 @@ class Preparation:
         return Preparation(self._config, self._policy, other)
 
     def __call__(self, batch: Sequence[Preference]) -> LazyStackedTensorDict | None:
-        """The rows of an update; ``None`` where all of them were dropped."""
+        """The rows of an update; ``None`` if all were dropped."""
         batch = [row for row in batch if row.is_whole]
         rows = preference_rows(batch)
         if self.references is not None:
@@ -355,12 +354,12 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPreferences:
-    """How the model tells held-out answers apart.
+    """How well the model distinguishes held-out answers.
 
     Attributes:
         loss: the objective.
         accuracy: share of the pairs whose chosen answer has the larger implicit reward.
-        margin: by how much it is larger; ``None`` for answers with a label.
+        margin: mean difference of the implicit rewards; ``None`` for answers with a label.
     """
 
     loss: float
@@ -383,7 +382,7 @@ def make_evaluation(
     policy: TransformersWrapper,
     training: Preparation,
 ) -> Callable[[], HeldOutPreferences] | None:
-    """The loss of the held-out rows, and how well their answers are told apart."""
+    """The loss of the held-out rows, and how well the model distinguishes their answers."""
     if held_out is None:
         return None
     loss = config.loss.build(policy)

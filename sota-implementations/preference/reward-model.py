@@ -5,18 +5,18 @@
 
 A row has a prompt, a chosen and a rejected answer: texts, messages, or whole conversations. The
 model gets a head with one number, which is read at the end of a conversation (Bradley-Terry). Some
-rows are held out, for the share of them that is told apart, and for how far the scores mean what
-they say. A checkpoint is what ``AutoModelForSequenceClassification`` opens (adapters merged), and
-what ``train grpo`` trains against with ``reward.components.model.name=FOLDER``.
+rows are held out, to measure the share of correctly ordered pairs and the calibration of the
+scores. ``AutoModelForSequenceClassification`` can open a checkpoint (adapters merged), and ``train
+grpo`` uses it as a reward with ``reward.components.model.name=FOLDER``.
 
-Every key is in config/reward.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` goes on.
+Every key is in config/reward.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "reward")
 
 from collections.abc import Iterator
@@ -46,8 +46,8 @@ from torchrl_llm.trainers import TrainingRun, make_optimizer, make_scheduler, op
 
 
 def train(config: RewardTrainingConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
     ranks.share_at_least_one(config.train.batch_size, "train.batch_size", what="rows")
     tokenizer = make_tokenizer(config.model.name, 1)
     data = load_data(config, tokenizer)

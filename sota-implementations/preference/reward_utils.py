@@ -37,15 +37,15 @@ SHOWN = Shown(
     },
     opens="AutoModelForSequenceClassification",
 )
-"""What is shown of a run."""
+"""Metrics that a run shows."""
 
 
 class RewardDataConfig(PairDataConfig):
-    """Pairs of answers that somebody compared.
+    """Pairs of compared answers.
 
     Attributes:
-        margin: column with a number that says how much better the chosen answer is; ``None`` for
-            ``margin``, where rows have it.
+        margin: column with a number that tells how much better the chosen answer is; ``None`` for
+            ``margin``, if rows have it.
     """
 
     names: ClassVar[tuple[str, ...]] = (*PairDataConfig.names, "margin")
@@ -57,15 +57,15 @@ class RewardLossConfig(Group, key="loss"):
     """How the two scores of a pair are compared, see ``torchrl_llm.objectives.RewardLoss``.
 
     Attributes:
-        centering: weight of the square of the two scores' sum, which keeps scores around 0
-            (arXiv:2312.09244 has 0.01); 0 for none.
+        centering: weight of the squared sum of the two scores, which keeps scores around 0
+            (arXiv:2312.09244 uses 0.01); 0 for none.
     """
 
     centering: Annotated[float, Ge(0)] = 0.0
 
 
 class RewardTrainingConfig(PairConfig):
-    """Everything that ``reward-model.py`` can be told; ``seed`` seeds the order of rows too."""
+    """All settings of ``reward-model.py``; ``seed`` also seeds the order of rows."""
 
     rates = SUPERVISED_RATES
 
@@ -91,14 +91,14 @@ class RewardTrainingConfig(PairConfig):
 
 
 def load_config(values: Mapping[str, Any]) -> RewardTrainingConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(RewardTrainingConfig, values)
 
 
 def load_data(
     config: RewardTrainingConfig, tokenizer: Any, *, read_first: int = READ_FIRST
 ) -> Parts:
-    """Read the pairs of ``data`` and look at the first of them; no weights are needed for it.
+    """Read the pairs of ``data`` and check the first pairs; this needs no weights.
 
     Raises:
         DataError: missing or malformed data, or a row that cannot be learned from.
@@ -113,7 +113,7 @@ def load_data(
 
 
 def make_scorer(config: RewardTrainingConfig, tokenizer: Any) -> ClassifierScorer:
-    """The model that is trained, with the one head that it had, or a fresh one."""
+    """The trained model, with its existing one-number head, or a new one."""
     wanted = config.train_model
     with naming("model.name"):
         model = modules.load_reward_model(
@@ -129,7 +129,7 @@ def make_scorer(config: RewardTrainingConfig, tokenizer: Any) -> ClassifierScore
 
 
 def make_learner(config: RewardTrainingConfig, scorer: ClassifierScorer) -> ClassifierScorer:
-    """What is trained: the shards of the scorer with fsdp2, else itself."""
+    """The trained module: the shards of the scorer with fsdp2, else the scorer itself."""
     if config.train.parallel != "fsdp2":
         return scorer
     (model,) = twin_of(scorer.model)
@@ -140,14 +140,14 @@ def make_learner(config: RewardTrainingConfig, scorer: ClassifierScorer) -> Clas
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutPairs:
-    """How the model tells held-out answers apart.
+    """How well the model distinguishes held-out answers.
 
     Attributes:
-        loss: Bradley-Terry, without margins and centring.
+        loss: Bradley-Terry, without margins and centering.
         accuracy: share of the pairs whose chosen answer has the larger score.
-        margin: by how much it is larger.
+        margin: mean difference of the scores.
         score: mean of all scores.
-        calibration_error: expected, of the probability that the margin stands for.
+        calibration_error: expected calibration error of the probability given by the margin.
     """
 
     loss: float
@@ -159,7 +159,7 @@ class HeldOutPairs:
 
     @classmethod
     def of(cls, chosen_P: Tensor, rejected_P: Tensor) -> HeldOutPairs:
-        """That of the scores of pairs, ``[P]`` each."""
+        """The result for the scores of pairs, ``[P]`` each."""
         margins = chosen_P - rejected_P
         return cls(
             loss=float(bradley_terry(chosen_P, rejected_P).mean()),
@@ -180,7 +180,7 @@ class HeldOutPairs:
 def make_evaluation(
     config: RewardTrainingConfig, held_out: Preferences | None, scorer: ClassifierScorer
 ) -> Callable[[], HeldOutPairs] | None:
-    """How well the answers of the held-out rows are told apart."""
+    """A function that measures how well the model distinguishes the held-out answers."""
     if held_out is None:
         return None
     pairs = [pair for pair in held_out if pair.is_whole]

@@ -1,22 +1,22 @@
 """Self-play: players of a game learn from the games that they play with each other.
 
-Each player has a policy, a loss, an optimizer and a ledger of its own. A step plays a batch of
-games; each policy is trained on the turns of its player, compared with those of the same player in
-the other games; all are evaluated against a random player.
+Each player has its own policy, loss, optimizer and ledger. A step plays a batch of games. Each
+policy is trained on the turns of its player, compared with the turns of the same player in the
+other games. All policies are evaluated against a random player.
 
     python sota-implementations/self-play/self-play.py
     python sota-implementations/self-play/self-play.py agents.shared=true
     python sota-implementations/self-play/self-play.py agents.shared=true agents.opponent=checkpoint
 
-Without ``model.name`` all policies begin from the player that imitate.py makes, in a minute.
-Every key is in config/self-play.yaml and config/common.yaml.
+Without ``model.name`` all policies begin from a player that imitate.py makes in a minute. Every key
+is in config/self-play.yaml and config/common.yaml.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "self-play")
 
 from collections.abc import Iterator
@@ -47,11 +47,11 @@ from torchrl_llm.trainers import TrainingRun, optimize
 
 
 def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    policies = make_policies(config, folder)  # by name: that of each player, or one for all
-    players = config.players_of(policies)  # name of each policy to the players that it trains
+    """Train in a folder; yields the run before the first step and after each step."""
+    policies = make_policies(config, folder)  # by name: one per player, or one for all
+    players = config.players_of(policies)  # policy name to the players that it trains
     samplers, weights = make_samplers(config, policies)  # the policies themselves, or engines
-    opponent = Opponent(config, policies, samplers)  # an earlier policy, in the other seat then
+    opponent = Opponent(config, policies, samplers)  # an earlier policy in the other seat
     router = PolicyRouter(opponent.seats(1), seed=config.seed)
     tokenizer = next(iter(policies.values())).tokenizer
     collector = LLMCollector(
@@ -90,14 +90,14 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if samplers != policies:
-        collector.publish()  # engines have none yet, or not those of the checkpoint
+        collector.publish()  # engines have no weights yet, or old ones
     for step in run.steps():
         opponent.sit_down(step, router, shares)
-        with run.timed("sample"), autocast(config):  # the first to ask has the games played
+        with run.timed("sample"), autocast(config):  # the first call plays the games
             rows = {name: learner.source.fill() for name, learner in learners.items()}
         if config.inference_model.sleep:
             for updater in weights.updaters:
-                updater.sleep()  # until the sync, which wakes it, its memory is the trainer's
+                updater.sleep()  # frees its memory for the trainer until the sync
         with run.timed("train"):
             updates = {
                 name: optimize(

@@ -67,17 +67,17 @@ SHARED, EARLIER = "player", "opponent"
 
 
 class AgentsConfig(Group, key="agents"):
-    """Who plays.
+    """The players.
 
     Attributes:
         shared: one policy plays, and is trained on, all seats; otherwise each player has its own.
         opponent: ``self``: the trained players play each other; ``checkpoint``: one trained policy
-            plays an earlier one of itself, in turns from each seat.
-        opponent_interval: steps after which the earlier policy becomes what the trained one is.
-        imitate_steps: where ``model.name`` names no player, steps of imitation (``imitate.py``)
-            that all policies begin from: of a player who makes any legal move, so that what is won
-            is learned by playing. 0 begins from the model that ships with the package.
-        players_folder: folder that keeps imitated players for later runs; ``None`` imitates anew.
+            plays an earlier version of itself, in turns from each seat.
+        opponent_interval: steps after which the earlier policy is updated to the trained one.
+        imitate_steps: if ``model.name`` names no player, steps of imitation (``imitate.py``) before
+            self-play: of a player who makes any legal move, so that winning is learned only by
+            playing. 0 begins from the model that ships with the package.
+        players_folder: folder that keeps imitated players for later runs; ``None`` imitates again.
     """
 
     shared: bool = False
@@ -100,13 +100,13 @@ class AgentsConfig(Group, key="agents"):
 
 
 class SelfPlayConfig(GRPOConfig):
-    """Everything that ``self-play.py`` can be told."""
+    """All settings of ``self-play.py``."""
 
     agents: AgentsConfig
     env: EnvConfig = own(repeats=16)
     train: TrainConfig = own(max_steps=60, num_threads=1)
     inference_model: SleepingEngineConfig = own(max_tokens=4)
-    loss: LossConfig = own(entropy_coeff=0.03)  # who is sure too early learns one opponent by heart
+    loss: LossConfig = own(entropy_coeff=0.03)  # less entropy would overfit to one opponent
     optimizer: OptimizerConfig = own(lr=4e-4, scheduler="linear", warmup_steps=0.08)
     logging: LoggingConfig = own(experiment_name="self-play")
     eval: SampledEvalConfig = own(num_prompts=1024, interval=20, batch_size=256)
@@ -150,7 +150,7 @@ class SelfPlayConfig(GRPOConfig):
         """Name of each policy to the players that it is trained on.
 
         Args:
-            policies: by name.
+            policies: policies by name.
         """
         if self.agents.shared:
             return {name: list(self.players) for name in policies}
@@ -158,7 +158,7 @@ class SelfPlayConfig(GRPOConfig):
 
 
 def load_config(values: Mapping[str, Any]) -> SelfPlayConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(SelfPlayConfig, values, renamed=RENAMED)
 
 
@@ -166,8 +166,8 @@ def make_policies(config: SelfPlayConfig, folder: str | Path) -> dict[str, Trans
     """A policy for each player, or one for all, with the same weights to begin with.
 
     Args:
-        config: the recipe's.
-        folder: of the run, in which a player is imitated.
+        config: configuration of the recipe.
+        folder: folder of the run, in which a player is imitated.
     """
     set_threads(config)
     if config.model.name is None and config.agents.imitate_steps:
@@ -180,11 +180,11 @@ def make_policies(config: SelfPlayConfig, folder: str | Path) -> dict[str, Trans
 def make_samplers(
     config: SelfPlayConfig, policies: Mapping[str, TransformersWrapper]
 ) -> tuple[dict[str, LLMWrapperBase], JointWeights]:
-    """What samples for each policy: itself, or an engine of its own; and what brings it weights.
+    """The samplers of the policies (themselves or engines), and the updaters of their weights.
 
     Args:
-        config: the recipe's.
-        policies: those that are trained.
+        config: configuration of the recipe.
+        policies: the trained policies.
     """
     made = {name: make_sampler(config, policy, policy, name) for name, policy in policies.items()}
     samplers = {name: sampler for name, (sampler, _) in made.items()}
@@ -192,7 +192,7 @@ def make_samplers(
 
 
 def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
-    """The model that imitates a scripted player: a kept one, or made in the run's folder."""
+    """The model that imitates a scripted player: loaded, or made in the run's folder."""
     page = launch.load_page("sft/imitate.py")
     steps = config.agents.imitate_steps
     chosen = [
@@ -221,20 +221,20 @@ def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
 
 
 def _keep_player(model: Path, kept: Path) -> Path:
-    """Copy a player to where later runs find it; it appears whole, or not at all."""
+    """Copy a player atomically to the folder where later runs find it."""
     half = kept.with_name(f".{kept.name}.{uuid.uuid4().hex[:8]}")
     try:
         shutil.copytree(model, half)
         half.rename(kept)
     except OSError:
         shutil.rmtree(half, ignore_errors=True)
-        if not kept.is_dir():  # else another run was faster, with the same player
+        if not kept.is_dir():  # else a different run has saved the same player
             raise
     return kept
 
 
 class Learner(NamedTuple):
-    """What trains one policy."""
+    """The parts that train one policy."""
 
     algorithm: Algorithm
     buffer: ReplayBuffer
@@ -244,7 +244,7 @@ class Learner(NamedTuple):
 
     @property
     def parts(self) -> list[tuple[str, Any]]:
-        """What a checkpoint holds of it besides the model."""
+        """Its parts in a checkpoint besides the model."""
         return [
             (name, getattr(self, name)) for name in ("optimizer", "scheduler", "buffer", "source")
         ]
@@ -261,7 +261,7 @@ def make_learners(
     for name, policy in policies.items():
         num_rows = config.rows_per_policy
         algorithm = make_algorithm(config, policy)
-        algorithm.credit.whole_groups = True  # not every player acts, and no further rows come
+        algorithm.credit.whole_groups = True  # not every player acts; absent players add no rows
         buffer = algorithm.append_to(make_step_buffer(config, num_rows))
         optimizer = make_optimizer(policy, **config.optimizer.arguments)
         source = BatchSource(
@@ -282,14 +282,14 @@ def make_learners(
 
 
 class Opponent:
-    """An earlier policy, which plays the other seat where ``agents.opponent=checkpoint``.
+    """An earlier policy, which plays the other seat with ``agents.opponent=checkpoint``.
 
     The seat of the trained policy changes with each step, and only its rows are trained on.
 
     Args:
-        config: the recipe's.
-        policies: those that are trained.
-        samplers: what samples for each of them.
+        config: configuration of the recipe.
+        policies: the trained policies.
+        samplers: the sampler of each policy.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class Opponent:
             self.policies = {EARLIER: earlier}
 
     def seats(self, step: int) -> dict[str, LLMWrapperBase]:
-        """What answers for each player.
+        """The policy that plays each player.
 
         Args:
             step: number of the step, from 1.
@@ -329,15 +329,15 @@ class Opponent:
 
         Args:
             step: its number, from 1.
-            router: whose policies change seats.
-            shares: gives out the rows of the trained policy alone.
+            router: router whose policies change seats.
+            shares: then distributes only the rows of the trained policy.
         """
         if self.policies:
             router.seat(self.seats(step))
             shares.assign({SHARED: [self._seat(step)]})
 
     def follow(self, step: int) -> None:
-        """After a step: take the trained weights where that is due.
+        """After a step: copy the trained weights if this is due.
 
         Args:
             step: its number.
@@ -349,7 +349,7 @@ class Opponent:
 
 @dataclass(frozen=True, kw_only=True)
 class PlayersResult:
-    """What came of the evaluation of each player; see :class:`PlayersEvaluation`."""
+    """Result of the evaluation of each player; see :class:`PlayersEvaluation`."""
 
     by_player: Mapping[str, Evaluation]
 
@@ -360,7 +360,7 @@ class PlayersResult:
 
     @property
     def accuracy(self) -> float:
-        """Share of the games that were won, over all players."""
+        """Share of won games, over all players."""
         return sum(each.accuracy for each in self.by_player.values()) / len(self.by_player)
 
     def metrics(self) -> dict[str, float]:
@@ -381,8 +381,8 @@ class PlayersEvaluation:
 
     Args:
         config: the recipe's; ``eval.num_prompts`` games for each player.
-        policies: what samples for each that is trained.
-        players: those of each.
+        policies: the sampler of each trained policy.
+        players: the players of each policy.
     """
 
     def __init__(
@@ -422,7 +422,7 @@ class PlayersEvaluation:
 
 
 def shown(config: SelfPlayConfig, policies: Mapping[str, Any]) -> Shown:
-    """What the run shows: games that the first player has won, and won against the random one."""
+    """Columns that the run shows: games won by the first player, and won against the random one."""
     held_out = {"eval/accuracy": "held-out games won"}
     held_out |= {f"eval/{player}/won": f"won as {player}" for player in config.players}
     first = next(iter(policies))
@@ -438,8 +438,9 @@ def metrics_of(
 ) -> dict[str, float]:
     """The metrics of a step: those of each policy below ``train/<name>/``.
 
-    ``train/<player>/absent`` is how often a player never acted, and
-    ``train/<player>/reward_absent`` the sum of what such a player got, which no row holds.
+    ``train/<player>/absent`` counts the episodes in which a player never acted, and
+    ``train/<player>/reward_absent`` is the sum of the player's rewards in them, which are in no
+    row.
     """
     found: dict[str, float] = {}
     for name, learner in learners.items():

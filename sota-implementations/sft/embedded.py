@@ -1,17 +1,17 @@
-"""Make the embedded chat model from nothing but a seed.
+"""Make the embedded chat model from only a seed.
 
     python sota-implementations/sft/embedded.py output=torchrl_llm/assets/embedded
 
-The model learns to add two-digit numbers from pupils, first careful ones and then a class most of
-whom forget to carry or round, so that it knows the right sum and gives it in a quarter of its
-answers: something for reinforcement learning to find. Every key is in config/embedded.yaml.
+The model learns to add two-digit numbers from pupils: first from careful ones, then from a class in
+which most forget to carry or round. It then knows the correct sum and gives it in a quarter of its
+answers: reinforcement learning can improve this. Every key is in config/embedded.yaml.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "embedded")
 
 from pathlib import Path

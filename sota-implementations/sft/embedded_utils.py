@@ -1,6 +1,6 @@
 """Parts of embedded.py: configuration, tokenizer, model, demonstrations, figures.
 
-Nothing here is needed by the library itself.
+The library itself does not need this module.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torchrl_llm.recipes import OptimizerConfig
 from torchrl_llm.recipes.strict_config import from_mapping
 from torchrl_llm.tools.calculator import Calculator
 
-# Longest answer: three digits and the end of the turn; the rest is for what goes wrong.
+# Longest answer: three digits and the end of the turn; the rest is for wrong answers.
 _MAX_ANSWER_TOKENS = 8
 _SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 # Words of the template and of the task become one token each; everything else stays bytes.
 _WORDS = ["system", "user", "assistant", "What", " is", "Use", " the", " calculator"]
-# And a call of the calculator takes 27 tokens instead of 79.
+# With these words a call of the calculator takes 27 tokens instead of 79.
 _WORDS += [
     "<tool",
     "tool",
@@ -54,7 +54,7 @@ _WORDS += [' {"', "expression", '"}}\n', "</", ">\n"]
 
 
 class ModelConfig(Group, key="model"):
-    """Shape of the Llama that is trained.
+    """Shape of the trained Llama.
 
     Attributes:
         hidden_size: width.
@@ -63,8 +63,8 @@ class ModelConfig(Group, key="model"):
         num_heads: attention heads.
         num_key_value_heads: heads of keys and values.
         max_length: context, tokens.
-        initializer_range: standard deviation of the first weights. At 0.08, near
-            ``hidden_size ** -0.5``, the model learns several times sooner than at the usual 0.02.
+        initializer_range: standard deviation of the initial weights. At 0.08, near ``hidden_size **
+            -0.5``, the model learns several times sooner than at the usual 0.02.
     """
 
     hidden_size: Count = 128
@@ -85,17 +85,18 @@ class ModelConfig(Group, key="model"):
 
 
 class DataConfig(Group, key="data"):
-    """Whose answers are demonstrated.
+    """Pupils whose answers are demonstrated.
 
     Attributes:
-        lessons: part of the run, from its start, in which every pupil is careful.
+        lessons: first part of the run, in which every pupil is careful.
         forgetful: after it, the share of answers by pupils who never carry.
         rough: after it, the share of answers by pupils who round to tens; the others are careful.
         calls: conversations with the calculator in each step, besides the sums.
-        hasty: after the lessons, the share of those whose pupil answers without calling. Rows count
-            alike whatever their length, so a token of these short ones counts eight times as much
-            as one of a call.
-        adding: after it, the share of products whose pupil has the calculator add.
+        hasty: after the lessons, the share of these conversations whose pupil answers without a
+            call. Rows have equal weight for any length, so a token of these short rows counts eight
+            times as much as a token of a call.
+        adding: after the lessons, the share of products for which the pupil calls the calculator
+            with a sum.
     """
 
     lessons: Annotated[float, In("[0, 1]")] = 0.6
@@ -120,12 +121,12 @@ class DataConfig(Group, key="data"):
 
 
 class TrainConfig(Group, key="train"):
-    """The loop.
+    """The training loop.
 
     Attributes:
         max_steps: optimizer steps.
-        batch_size: conversations in each.
-        num_threads: CPU threads of torch; fixed, for the order of sums depends on it.
+        batch_size: conversations per step.
+        num_threads: CPU threads of torch; fixed, because the order of summation depends on it.
     """
 
     max_steps: Count = 1400
@@ -134,7 +135,7 @@ class TrainConfig(Group, key="train"):
 
 
 class EvalConfig(Group, key="eval"):
-    """Accuracy at the end.
+    """Final accuracy.
 
     Attributes:
         num_prompts: held-out problems; 0 for no evaluation.
@@ -146,7 +147,7 @@ class EvalConfig(Group, key="eval"):
 
 
 class EmbeddedConfig(Group):
-    """Everything that ``embedded.py`` can be told.
+    """All settings of ``embedded.py``.
 
     Attributes:
         output: folder of the finished model; ``None`` for ``model`` in the run's folder.
@@ -168,7 +169,7 @@ class EmbeddedConfig(Group):
 
 
 def load_config(values: Mapping[str, Any]) -> EmbeddedConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(EmbeddedConfig, values)
 
 
@@ -186,7 +187,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     )
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024,  # more than there are merges in the words
+        vocab_size=1024,  # more than the number of merges in the words
         min_frequency=1,
         special_tokens=_SPECIAL_TOKENS,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
@@ -230,7 +231,7 @@ def careful(first: int, second: int) -> int:
 
 
 def forgetful(first: int, second: int) -> int:
-    """The last digit of each column, nothing carried: 37+85=12."""
+    """The last digit of each column, without a carry: 37+85=12."""
     return (first // 10 + second // 10) % 10 * 10 + (first % 10 + second % 10) % 10
 
 
@@ -244,7 +245,7 @@ def demonstrations(config: EmbeddedConfig) -> Iterator[TensorDict]:
 
     Yields:
         Rows ``[batch_size + calls]`` with ``("history", "full")``: sums and problems for the
-        calculator, of the training splits, and what a pupil drawn for each does with it.
+        calculator, of the training splits, each with the answer of a random pupil.
     """
     generators = (torch.Generator().manual_seed(config.seed + part) for part in range(2))
     parts = zip(_sums(config, next(generators)), _calls(config, next(generators)), strict=True)
@@ -289,13 +290,13 @@ def _calls(config: EmbeddedConfig, generator: torch.Generator) -> Iterator[list[
 
 
 def _conversation(row: Mapping[str, str], *, hasty: bool, adding: bool) -> list[dict]:
-    """A problem for the calculator, and what a pupil makes of it."""
+    """A problem for the calculator, and a pupil's solution."""
     asked = [
         {"role": "system", "content": CalculatorEnv.SYSTEM_PROMPT},
         {"role": "user", "content": row["query"]},
     ]
     expression, answer = row["expression"], row["answer"]
-    if hasty:  # the first number will do
+    if hasty:  # answers with the first number
         return [*asked, {"role": "assistant", "content": expression[:3]}]
     if adding and "*" in expression:
         first, second = expression.split("*")

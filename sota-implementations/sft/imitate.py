@@ -1,18 +1,18 @@
-"""Imitation: teach a model to play a game by the games of a scripted player.
+"""Imitation: teach a model to play a game from the games of a scripted player.
 
     torchrl-llm train imitate hydra.run.dir=outputs/player
     torchrl-llm train grpo env=tic_tac_toe model.name=outputs/player/checkpoints/step_000200
 
-The player does the best there is in some of its turns and anything legal in the others, so that the
-model learns the form of an answer and the rules, and has something left to find out by playing.
-The loop is that of sft.py. Every key is in config/imitate.yaml and config/common.yaml.
+The player makes a best move in some of its turns and any legal move in the others, so that the
+model learns the form of an answer and the rules, and can still improve by playing. The training
+loop is shared with sft.py. Every key is in config/imitate.yaml and config/common.yaml.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "imitate")
 
 from collections.abc import Iterator
@@ -33,8 +33,8 @@ from torchrl_llm.trainers import TrainingRun
 
 
 def train(config: ImitateConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
     tokenizer = make_tokenizer(config.model.name, config.eval.max_tokens, key="eval.max_tokens")
     columns = DemonstrationColumns(messages="messages")
     played = make_demonstrations(config, tokenizer, games(config), columns=columns, name="games")

@@ -19,7 +19,7 @@ from torchrl_llm.recipes.tasks import check_options, check_task, task_class
 
 
 class GameConfig(Group, key="env"):
-    """The game; what the recipes of ``grpo`` call by the same names means the same.
+    """The game; the keys mean the same as in the recipes of ``grpo``.
 
     Attributes:
         dataset: name of a task (``torchrl-llm list tasks``) that is a game.
@@ -42,18 +42,18 @@ class GameConfig(Group, key="env"):
 
 
 class PlayerConfig(Group, key="player"):
-    """Who is imitated.
+    """The imitated player.
 
     Attributes:
-        careless: share of the turns in which the player does anything legal; in the others it does
-            one of the best things.
+        careless: share of the turns in which the player makes any legal move; in the others it
+            makes one of the best moves.
     """
 
     careless: Annotated[float, In("[0, 1]")] = 0.7
 
 
 class ImitateConfig(SFTGroups):
-    """Everything that ``imitate.py`` can be told; ``seed`` seeds the player too."""
+    """All settings of ``imitate.py``; ``seed`` also seeds the player."""
 
     env: GameConfig
     player: PlayerConfig
@@ -67,7 +67,7 @@ class ImitateConfig(SFTGroups):
 
 
 def load_config(values: Mapping[str, Any]) -> ImitateConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(ImitateConfig, values)
 
 
@@ -86,7 +86,7 @@ def make_game_env(config: ImitateConfig, tokenizer: Any, *, held_out: bool = Fal
 def player(config: PlayerConfig, seed: int | str) -> Player:
     """The scripted player."""
     generator = random.Random(seed)
-    # Each draws from a stream of its own: with one seed for all, what is drawn would go together.
+    # Each has its own random stream: with one seed for all, their choices would be correlated.
     careful, careless = expert(generator.getrandbits(32)), random_player(generator.getrandbits(32))
 
     def act(game: Game, state: Any) -> str:
@@ -97,12 +97,12 @@ def player(config: PlayerConfig, seed: int | str) -> Player:
 
 
 def games(config: ImitateConfig) -> MappedRows:
-    """A conversation of each seed that is trained on, played when it is read."""
+    """A conversation for each training seed, played when it is read."""
     env = make_game_env(config, None)
     seeds = [row["seed"] for row in env.default_dataset("train")]
 
     def game(seed: int) -> dict[str, Any]:
-        # The player's moves follow from its game alone, whenever it is read.
+        # The player's moves depend only on its game, not on when it is read.
         return {"messages": env.demonstrate(player(config.player, f"{config.seed}/{seed}"), seed)}
 
     return MappedRows(seeds, game)

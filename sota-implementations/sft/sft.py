@@ -4,19 +4,19 @@
     torchrl-llm train sft data=qa.csv data.prompt=question data.completion=answer reward=exact
     python sota-implementations/sft/sft.py data=chats.jsonl train_model.lora.enabled=true
 
-The tokens of every turn of the assistant are learned, with the one that ends the turn. The first
-row is shown before training, with what is learned of it. Some rows are held out, for the loss on
-them and, with ``reward=``, for the accuracy of what the model answers.
+The model learns the tokens of every assistant turn, including the token that ends the turn. The
+first row is shown before training, with its trained tokens. Some rows are held out, for a loss and,
+with ``reward=``, for the accuracy of the model's answers.
 
 Every key is in config/sft.yaml and config/common.yaml. Ctrl-C saves after the step;
-``checkpoint.resume=auto`` goes on.
+``checkpoint.resume=auto`` resumes.
 """
 
 from __future__ import annotations
 
 from torchrl_llm.recipes import launch
 
-if __name__ == "__main__":  # wrong keys are refused here, before imports that take seconds
+if __name__ == "__main__":  # rejects wrong keys before imports that take seconds
     launch.begin(__file__, "sft")
 
 from collections.abc import Callable, Iterator
@@ -48,8 +48,8 @@ from torchrl_llm.trainers.run_results import EvalResult
 
 
 def train(config: SFTConfig, folder: str | Path) -> Iterator[TrainingRun]:
-    """Train in a folder; the run is given back before the first step, and after each."""
-    ranks = begin(config)  # the processes that torchrun has started, or this one alone
+    """Train in a folder; yields the run before the first step and after each step."""
+    ranks = begin(config)  # the processes started by torchrun, or this process
     tokenizer = make_tokenizer(config.model.name, config.eval.max_tokens, key="eval.max_tokens")
     data = load_data(config, tokenizer)
     policy = make_policy(config, tokenizer)
@@ -67,11 +67,11 @@ def fine_tune(
     ranks: Ranks,
     num_held_out: int,
 ) -> Iterator[TrainingRun]:
-    """Learn demonstrations, in another order in each epoch; ``imitate.py`` does so too."""
+    """Learn demonstrations, in a different order in each epoch; also used by ``imitate.py``."""
     ranks.share_at_least_one(config.train.batch_size, "train.batch_size", what="rows")
     num_steps = config.train.num_steps(len(demonstrations))
     config.optimizer.check_warmup(num_steps)
-    learner = make_learner(config, policy, ranks)  # its shards with fsdp2, else the policy itself
+    learner = make_learner(config, policy, ranks)  # shards with fsdp2, else the policy itself
     loss = config.loss.build(learner, config.train.kl_to_ref_coeff)
     prepare = Preparation(config, policy)
     loader = RowLoader(

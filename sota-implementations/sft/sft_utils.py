@@ -1,6 +1,6 @@
 """Parts of the SFT recipes: configuration, data, reference, evaluation.
 
-The policy is built by :mod:`torchrl_llm.recipes.builders`, as that of every recipe.
+:mod:`torchrl_llm.recipes.builders` builds the policy, as for every recipe.
 """
 
 from __future__ import annotations
@@ -58,23 +58,23 @@ SHOWN = Shown(
     tokens="train/tokens",
     held_out={"eval/loss": "held-out loss", "eval/accuracy": "held-out greedy accuracy"},
 )
-"""What is shown of a run."""
+"""Metrics that a run shows."""
 
 
 class DemonstrationConfig(DataSource):
-    """Conversations of one's own to learn from.
+    """Your own conversations for training.
 
     Attributes:
         prompt: column with the user's message (or the messages before the answer); ``None`` for one
             with a usual name (``prompt``, ``question``, ``query``, ``instruction``, ...).
-        completion: column with what is to be answered; ``None`` likewise (``completion``,
+        completion: column with the answer to learn; ``None`` likewise (``completion``,
             ``response``, ``output``, ``solution``, ``answer``, ...).
         messages: column with whole conversations, instead of the two; ``None`` for ``messages`` or
-            ``conversations`` where neither of the two is named.
-        tools: column with the tools of a conversation, a list of schemas or the same as JSON;
-            ``None`` for ``tools``, in the rows that have it.
-        answer: column with what ``reward`` compares; ``None`` for the completion, the last turn of
-            the conversation.
+            ``conversations`` if neither of the two is named.
+        tools: column with the tools of a conversation, a list of schemas, also as JSON; ``None``
+            for ``tools``, in the rows that have it.
+        answer: column with the answer that ``reward`` compares; ``None`` for the completion, the
+            last turn of the conversation.
         system_prompt: first message of every conversation.
     """
 
@@ -87,12 +87,12 @@ class DemonstrationConfig(DataSource):
 
 
 class AnswerEvalConfig(EvalConfig):
-    """Evaluation on rows that are held out.
+    """Evaluation on held-out rows.
 
     Attributes:
-        num_prompts: rows that are held out; ``None`` for all rows of ``data.eval_source`` or
+        num_prompts: number of held-out rows; ``None`` for all rows of ``data.eval_source`` or
             ``data.eval_split``, or else a tenth, at most 128.
-        max_tokens: of a greedy answer.
+        max_tokens: most tokens of a greedy answer.
     """
 
     num_prompts: Annotated[int, Ge(0)] | None = None
@@ -100,7 +100,7 @@ class AnswerEvalConfig(EvalConfig):
 
 
 class SFTGroups(TrainedConfig):
-    """What ``sft.py`` and ``imitate.py`` can both be told; ``seed`` seeds the order of rows too."""
+    """Settings that ``sft.py`` and ``imitate.py`` share; ``seed`` also seeds the order of rows."""
 
     rates = SUPERVISED_RATES
 
@@ -119,14 +119,14 @@ class SFTGroups(TrainedConfig):
 
 
 class SFTConfig(SFTGroups):
-    """Everything that ``sft.py`` can be told."""
+    """All settings of ``sft.py``."""
 
     data: DemonstrationConfig
     reward: RewardComponentsConfig
 
     @property
     def answers(self) -> bool:
-        """Whether the model answers held-out prompts, for a reward to judge."""
+        """Whether the model answers held-out prompts for a reward."""
         return bool(self.reward.function or self.reward.components)
 
     def __post_init__(self) -> None:
@@ -153,12 +153,12 @@ class SFTConfig(SFTGroups):
 
 
 def load_config(values: Mapping[str, Any]) -> SFTConfig:
-    """Validate a composed configuration; an unknown key names the nearest valid one."""
+    """Validate a composed configuration; errors for unknown keys name the nearest valid key."""
     return from_mapping(SFTConfig, values)
 
 
 def load_data(config: SFTConfig, tokenizer: Any) -> Parts:
-    """Read the rows of ``data`` and look at the first of them; no weights are needed for it.
+    """Read the rows of ``data`` and check the first rows; this needs no weights.
 
     Raises:
         DataError: missing or malformed data, or a row that cannot be learned from.
@@ -182,10 +182,10 @@ def load_data(config: SFTConfig, tokenizer: Any) -> Parts:
 def make_demonstrations(
     config: SFTGroups, tokenizer: Any, rows: Sequence[Row], **settings: Any
 ) -> Demonstrations:
-    """Rows as the configured model is to learn them.
+    """Training rows for the configured model.
 
     Raises:
-        ConfigError: longer rows are allowed than the model's context holds.
+        ConfigError: ``train.max_seq_len`` is longer than the model's context.
     """
     return Demonstrations(
         rows,
@@ -207,7 +207,7 @@ def make_policy(config: SFTGroups, tokenizer: Any) -> TransformersWrapper:
 
 
 class Preparation:
-    """Makes rows of a batch, with the log-probs of the reference where the loss reads them."""
+    """Makes rows from a batch, with the log-probs of the reference if the loss reads them."""
 
     def __init__(self, config: SFTGroups, policy: TransformersWrapper) -> None:
         self._config = config
@@ -218,7 +218,7 @@ class Preparation:
             )
 
     def __call__(self, batch: Sequence[Demonstration]) -> list[LazyStackedTensorDict]:
-        """The rows of an update, in a list; an empty one where nothing of the batch is learned."""
+        """The rows of an update, in a list; empty if no row of the batch is trained."""
         rows = learned_rows(batch)
         if rows is None or self._reference is None:
             return [] if rows is None else [rows]
@@ -228,17 +228,17 @@ class Preparation:
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutEvaluation(HeldOutLoss):
-    """Predictions of the held-out answers, and what the model answers itself.
+    """Loss on the held-out answers, and the model's own answers.
 
     Attributes:
-        answers: what it answers; ``None`` without a reward.
+        answers: its answers; ``None`` without a reward.
     """
 
     answers: Evaluation | None = None
 
     @property
     def accuracy(self) -> float | None:
-        """Share of the prompts that it answers rightly."""
+        """Share of the prompts that it answers correctly."""
         return None if self.answers is None else self.answers.accuracy
 
     @property
@@ -284,7 +284,7 @@ def make_evaluation(
 
 
 def make_answer_env(config: SFTConfig, held_out: Demonstrations, tokenizer: Any) -> TaskEnv:
-    """An environment that asks what stands before the last answer of each held-out row."""
+    """An environment whose prompts are the messages before the last answer of each held-out row."""
     ensure(
         not any(held_out.tools(index) for index in range(len(held_out))),
         "reward has no effect on rows with tools: a held-out prompt is answered in one turn, "

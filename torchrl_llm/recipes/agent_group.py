@@ -13,14 +13,14 @@ from torchrl_llm.recipes.strict_config import Component, Variants, variant
 class AgentConfig(Component):
     """The agent; ``type`` names it, and its constructor's arguments are the keys.
 
-    ``env.system_prompt`` says the system prompt of any agent, so that is no key here.
+    ``env.system_prompt`` sets the system prompt of every agent, so it is not a key here.
     """
 
     default = "none"
 
     @property
     def owns_loop(self) -> bool:
-        """Whether the agent acts in a loop of its own."""
+        """Whether the agent has its own loop."""
         return self.target.OWNS_LOOP
 
 

@@ -1,4 +1,4 @@
-"""The algorithm of a configuration of GRPO's kind, with the transforms that it needs."""
+"""Algorithm of a GRPO-like configuration, with the transforms that it needs."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from torchrl_llm.rewards import TokenRewards
 def make_algorithm(
     config: GRPOConfig, policy: TransformersWrapper, learner: TransformersWrapper | None = None
 ) -> Algorithm:
-    """The configured credit and loss, and the transforms that write what they read.
+    """The configured advantage estimator and loss, and the transforms that write their inputs.
 
     Args:
-        config: the recipe's.
-        policy: scores.
-        learner: what the loss trains, by default the same.
+        config: configuration of the recipe.
+        policy: scores the rows.
+        learner: module that the loss trains; ``policy`` by default.
     """
     reference = make_reference(config, policy) if config.needs_reference else None
     credit = config.build_credit()
     if isinstance(credit, SPOAdvantage):
-        credit.watch(policy)  # what it knows fades as the policy moves
+        credit.watch(policy)  # its estimates decay as the policy changes
     return Algorithm(
         name=f"{config.loss.type} with {config.advantage.type}",
         loss=config.build_loss(policy if learner is None else learner),
@@ -51,9 +51,9 @@ def read_by_credit(
     """Transforms that change the reward, or write values.
 
     Args:
-        config: the recipe's.
-        policy: has values, where they are read.
-        reference: of a divergence.
+        config: configuration of the recipe.
+        policy: computes the values if the estimator reads them.
+        reference: reference of the divergence.
     """
     reward = config.reward
     if reward.per_token and config.advantage.reads_tokens:
@@ -75,16 +75,16 @@ def read_by_credit(
 def read_by_the_loss(
     config: GRPOConfig, policy: TransformersWrapper, reference: TokenScorer | None
 ) -> Iterator[Transform]:
-    """Transforms that score the rows that are trained, before their first update.
+    """Transforms that score the training rows before their first update.
 
     Args:
-        config: the recipe's.
-        policy: scores.
-        reference: of a divergence.
+        config: configuration of the recipe.
+        policy: scores the rows.
+        reference: reference of the divergence.
     """
     budget = config.train.micro_token_budget
     reads = config.train.kl_to_ref_coeff or config.loss.compares_pairs
-    if reads and not config.reward.kl_coeff:  # which has scored them already
+    if reads and not config.reward.kl_coeff:  # which already scored them
         yield RetrieveLogProb(reference, token_budget=budget)
     if config.stores_proximal:
         yield RetrieveLogProb(

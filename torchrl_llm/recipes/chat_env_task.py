@@ -1,8 +1,8 @@
-"""Chat environments of the user's where a recipe takes a task: a class, or what makes one.
+"""User-defined chat environments as tasks of a recipe: a class, or a function that makes one.
 
-A :class:`~torchrl_llm.envs.TaskEnv` says itself what a recipe asks of a task. A plain
-:class:`~torchrl_llm.envs.DatasetChatEnv` is made here and looked at: which rows it has, how many
-turns, whether it writes a reward.
+A :class:`~torchrl_llm.envs.TaskEnv` has the attributes that a recipe needs. A plain
+:class:`~torchrl_llm.envs.DatasetChatEnv` does not, so this module creates it and inspects its rows,
+its number of turns, and whether it writes a reward.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from torchrl_llm.rewards import RewardParser, as_reward
 
 
 class Part(NamedTuple):
-    """Which of an environment's rows are wanted: those of ``split``, with so many held out."""
+    """Part of an environment's rows: a ``split``, and the number of held-out rows."""
 
     split: str
     num_held_out: int | None
 
 
 class ChatEnvTask:
-    """What makes a chat environment, with the interface that a recipe reads of a task.
+    """Creates a chat environment, with the interface of a task.
 
     A constructor (or function) that has an argument ``split`` is called with ``"train"`` and
-    ``"test"``; of another one's rows the last are held out.
+    ``"test"``; otherwise the last rows are held out.
 
     Args:
-        name: as the recipe names it.
+        name: name in the recipe.
         make: a subclass of :class:`~torchrl_llm.envs.DatasetChatEnv`, or a function that returns
             one; called with ``num_envs``, ``repeats``, ``group_repeats``, ``seed``, ``shuffle``,
-            ``tokenizer`` and ``system_prompt``, as far as they are given.
+            ``tokenizer`` and ``system_prompt``, if they are given.
     """
 
     COLUMNS = ()
@@ -56,7 +56,7 @@ class ChatEnvTask:
 
     @property
     def arguments(self) -> list[str]:
-        """Names of the arguments that it declares itself."""
+        """Names of the arguments that it declares."""
         nameless = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         return [name for name, p in self._parameters.items() if p.kind not in nameless]
 
@@ -71,13 +71,14 @@ class ChatEnvTask:
         """Make the environment.
 
         Args:
-            part: which rows.
+            part: rows to use.
             max_steps: turns after which an episode is cut.
-            reward: its reward, where it has none of its own.
+            reward: reward to use if the environment has none.
             kwargs: arguments of its constructor.
 
         Raises:
-            ConfigError: it cannot be called so, is no chat environment, or has no reward.
+            ConfigError: it does not take these arguments, is not a chat environment, or has no
+                reward.
         """
         if part is not None and "split" in self._parameters:
             kwargs["split"] = part.split
@@ -90,10 +91,10 @@ class ChatEnvTask:
         return env
 
     def max_turns(self, max_steps: int | None = None) -> int:
-        """How often the model can be asked in an episode.
+        """Largest number of model calls in an episode.
 
         Args:
-            max_steps: limit of steps; the environment's own if not given.
+            max_steps: limit of steps; by default the environment's limit.
         """
         return max_steps or self._own_limit or 1
 
@@ -136,7 +137,7 @@ class ChatEnvTask:
             )
 
     def _limit(self, env: DatasetChatEnv, max_steps: int | None) -> int | None:
-        """Turns that are to be counted here; ``None`` where the environment does."""
+        """Limit of turns to enforce here; ``None`` if the environment counts them."""
         own = _counted(env)
         if own is not None:
             if max_steps not in (None, own):
@@ -159,7 +160,7 @@ def _counted(env: DatasetChatEnv) -> int | None:
 
 
 def _keep(env: DatasetChatEnv, part: Part, name: str) -> None:
-    """Leave one part of the rows in an environment."""
+    """Restrict an environment to one part of its rows."""
     loader = env.primer.dataloader
     if not hasattr(loader, "rows"):
         raise ConfigError(

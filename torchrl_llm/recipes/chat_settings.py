@@ -1,4 +1,4 @@
-"""Conversations with the model of a run: prompted as in training, with the tools of its task."""
+"""Chat with the model of a run: prompted as in training, with the tools of its task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_llm.tools import ToolTransform
 from torchrl_llm.tools.call_parsers import MessageCallParser
 
 _MAX_TOKENS = 256
-# What a chat reads; a configuration of somebody else may hold anything there.
+# Keys that a chat reads; a foreign configuration may have values of any type there.
 _TYPES = {
     "env": {
         "dataset": str,
@@ -38,13 +38,13 @@ class ChatSettings(NamedTuple):
 
     Attributes:
         system_prompt: first message, ``None`` for none.
-        tools: the task's, those of ``env.tools`` and those of the agent.
-        schemas: of the tools that the prompt describes, for a policy's ``tools``; ``None`` for none
-            (the model that ships with the package knows its tool without).
+        tools: tools of the task, of ``env.tools`` and of the agent.
+        schemas: schemas of the tools that the prompt describes, for a policy's ``tools``; ``None``
+            for none (the model that ships with the package knows its tool without a description).
         shows_tools: whether prompts describe tools at all.
         chat_template_name: a family of templates; ``None`` for the tokenizer's own.
         template_kwargs: variables of the template; ``None`` for none.
-        max_tokens: tokens that a response may have; ``None`` where nothing is said.
+        max_tokens: tokens that a response may have; ``None`` if not configured.
     """
 
     system_prompt: str | None = None
@@ -57,16 +57,16 @@ class ChatSettings(NamedTuple):
 
 
 def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
-    """How the model of a run was prompted in training.
+    """The settings with which the model of a run was prompted in training.
 
-    Data files that it names are not opened: only a task of the user's is made with them. A task
-    that cannot be loaded here has no tools, which is warned of.
+    Data files are not opened, except by user-defined tasks. A task that cannot be loaded here has
+    no tools; a warning reports it.
 
     Args:
         config: nested configuration of a run of any recipe; empty for none.
 
     Raises:
-        ConfigError: tools that there are not, or a value of a wrong type.
+        ConfigError: unknown tools, or a value of a wrong type.
 
     Example:
         >>> chat_settings({"env": {"dataset": "calculator"}}).system_prompt
@@ -75,7 +75,7 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
     check_types(config)
     env, model = group_of(config, "env"), group_of(config, "model")
     task_prompt, tools = _of_task(env)
-    # Fine-tuning has no task: what stands in front of each conversation is a key of its data.
+    # Fine-tuning has no task: the system prompt is a key of its data.
     said = (env.get("system_prompt"), group_of(config, "data").get("system_prompt"), task_prompt)
     if env.get("tools"):
         tools += (tool_transform(env["tools"], max_turns=env.get("max_tool_turns", 4)),)
@@ -97,13 +97,13 @@ def chat_settings(config: Mapping[str, Any]) -> ChatSettings:
 
 
 def check_types(config: Mapping[str, Any]) -> None:
-    """Look at the types of what :func:`chat_settings` reads.
+    """Check the types of the keys that :func:`chat_settings` reads.
 
     Args:
-        config: as there.
+        config: as for :func:`chat_settings`.
 
     Raises:
-        ConfigError: one is wrong.
+        ConfigError: a wrong type.
     """
     for name, keys in _TYPES.items():
         for key, kind in keys.items():
@@ -116,14 +116,14 @@ def check_types(config: Mapping[str, Any]) -> None:
 
 
 def group_of(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """A group of a run's configuration; empty where it has none.
+    """A group of a run's configuration; empty if missing.
 
     Args:
-        config: as of :func:`chat_settings`.
-        name: of the group.
+        config: as for :func:`chat_settings`.
+        name: name of the group.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: the value is not a group.
     """
     group = config.get(name) or {}
     if not isinstance(group, Mapping):
@@ -143,15 +143,15 @@ def make_conversation(
     """A conversation with the model of a run.
 
     Args:
-        model: what :func:`~torchrl_llm.modules.load_model` gives.
+        model: a model from :func:`~torchrl_llm.modules.load_model`.
         tokenizer: its tokenizer.
         config: see :func:`chat_settings`.
-        system_prompt: instead of that of the run.
-        max_tokens: of an answer; ``None`` for that of the run, or 256.
-        temperature: of sampling; 0 is greedy.
+        system_prompt: replaces the system prompt of the run.
+        max_tokens: limit of an answer; ``None`` for the limit of the run, or 256.
+        temperature: sampling temperature; 0 is greedy.
 
     Raises:
-        ConfigError: tools that there are not.
+        ConfigError: unknown tools.
     """
     settings = chat_settings(config)
     policy = make_chat_policy(
@@ -169,14 +169,14 @@ def make_chat_policy(
     max_tokens: int | None = None,
     temperature: float = 0.0,
 ) -> modules.TransformersWrapper:
-    """A policy that is prompted as the model of a run was.
+    """A policy that is prompted like the model of a run in training.
 
     Args:
-        model: what :func:`~torchrl_llm.modules.load_model` gives.
+        model: a model from :func:`~torchrl_llm.modules.load_model`.
         tokenizer: its tokenizer.
-        settings: of the run.
-        max_tokens: of an answer; ``None`` for that of the run, or 256.
-        temperature: of sampling; 0 is greedy.
+        settings: settings of the run.
+        max_tokens: limit of an answer; ``None`` for the limit of the run, or 256.
+        temperature: sampling temperature; 0 is greedy.
     """
     wanted = (max_tokens, settings.max_tokens, _MAX_TOKENS)
     return modules.TransformersWrapper(
@@ -203,14 +203,14 @@ def _of_task(env: Mapping[str, Any]) -> tuple[str | None, tuple[ToolTransform, .
         if ":" in name:
             data = {"data_files": env.get("data_files")}
         if data.get("data_files") is None and task.DATASET is not None:
-            # Nothing is read or fetched for a prompt: a row stands for the data.
+            # A prompt needs no data: one empty row replaces the dataset.
             data = {"dataset": [dict.fromkeys(task.COLUMNS, "")]}
         made = task(**data, **(env.get("options") or {}), compute_reward=False)
         try:
             return made.base_env.system_prompt, tuple(made.make_tools())
         finally:
             made.close()
-    except Exception as error:  # a file that is gone; a task that cannot make anything of that row
+    except Exception as error:  # a missing file; a task that fails on the empty row
         if task is None or task.make_tools is not TaskEnv.make_tools:
             log.warning(f"the task {name!r} cannot be loaded here, nor can its tools: {error}")
         return getattr(task, "SYSTEM_PROMPT", None), ()

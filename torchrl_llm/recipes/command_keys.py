@@ -1,8 +1,8 @@
-"""Keys of a recipe as its YAML files write them, and the check of a command line against them.
+"""Keys of a recipe, read from its YAML files, and the check of a command line against them.
 
-Nothing heavy is imported here, so that a mistyped key is refused in a fraction of a second. What
-values mean, and which go together, is checked later by the recipe's dataclasses
-(:mod:`torchrl_llm.recipes.strict_config`), whose keys are the same: a test compares the two.
+This module has no heavy imports, so that a mistyped key is rejected in a fraction of a second. The
+recipe's dataclasses (:mod:`torchrl_llm.recipes.strict_config`) check values and their combinations
+later. Their keys are the same: a test compares the two.
 
 Next: :mod:`torchrl_llm.recipes.launch` calls this before a recipe imports anything.
 """
@@ -20,26 +20,26 @@ from torchrl_llm.errors import ConfigError
 from torchrl_llm.recipes.other_names import OTHER_NAMES, RENAMED
 from torchrl_llm.trainers.run_folder import read_yaml
 
-# A group that is given one value, and the key that stands for it.
+# Groups that accept a single value, and the key that receives it.
 SHORT = {"data": "data.source", "reward": "reward.function"}
-# Settings of a task that are written without "options".
+# Settings of a task that may be written without "options".
 _OPTIONS = {"env.id": "env.options.id", "env.args": "env.options.args"}
-# Keys that say which program is the agent.
+# Keys that select a program as agent.
 _PROGRAM = {"agent.program", "agent.command"}
-# File of a group that only holds what the others share.
+# File of a group with the keys that the other files share.
 _SHARED = "shared"
-# From this similarity on (difflib's ratio, 1 for equal) a name is taken for a typing error.
+# Least similarity (difflib's ratio, 1 for equal) at which a name counts as a typing error.
 _SIMILAR = 0.7
-# The same for names that may be of another group, or of a whole one.
+# The same for names that may belong to a different group, or name a group.
 _ALIKE = 0.85
-# Flags of Hydra, and those that take the word behind them.
+# Flags of Hydra, and flags that take the next word.
 _FLAG = re.compile(
     "--(help|hydra-help|version|resolve|run|multirun|shell-completion|info)|-(h|r|m|sc|i)"
 )
 _FLAG_WITH_WORD = re.compile(
     "--(cfg|package|config-path|config-name|config-dir|experimental-rerun)|-(c|p|cp|cn|cd)"
 )
-# What Hydra reads as one word, or as a list, without quotes.
+# Values that Hydra reads as one word, or as a list, without quotes.
 _ONE_WORD = re.compile(r"[\w./:@%+*?,~\[\]{}$-]*|\[.*\]", re.ASCII)
 
 
@@ -50,9 +50,10 @@ class KeyTable:
     Attributes:
         plain: dotted keys, groups included, in the order of the files.
         groups: name of a group of files to its options, each with the keys that it writes.
-        defaults: the option of each group that is taken where none is given.
-        open: keys whose value is a mapping with names that only its user knows.
-        open_options: groups whose options cannot be listed, as they come from another package.
+        defaults: default option of each group.
+        open: keys whose value is a mapping with user-defined names.
+        open_options: groups whose options cannot be listed, because they come from a different
+            package.
     """
 
     plain: list[str] = field(default_factory=list)
@@ -63,7 +64,7 @@ class KeyTable:
 
     @property
     def keys(self) -> list[str]:
-        """Every dotted key, those of all options included."""
+        """Every dotted key, including those of all options."""
         options = [keys for group in self.groups.values() for keys in group.values()]
         own = (key for keys in options for key in keys)
         return list(dict.fromkeys((*self.plain, *self.groups, *own)))
@@ -76,14 +77,14 @@ class KeyTable:
 
         Args:
             folder: the recipe's ``config``.
-            name: of the file that composes the others.
+            name: name of the file that composes the others.
             more: folders with further options of the groups.
             open_keys: open keys whose value in the file is not empty.
         """
         table = cls(open=set(open_keys))
         for entry in (main := _load(folder / f"{name}.yaml")).pop("defaults", ()):
             if isinstance(entry, Mapping):
-                # Groups of Hydra's own have files elsewhere.
+                # Hydra's own groups have their files in a different place.
                 table.defaults |= {k: v for k, v in entry.items() if not k.startswith("override ")}
             elif entry != "_self_":
                 table._add(_load(folder / f"{entry}.yaml"))
@@ -103,11 +104,11 @@ class KeyTable:
                 self.open.add(key)
 
     def is_own(self, group: str, option: Any) -> bool:
-        """Whether an option is a class of the user's, ``module:name``, which has no file.
+        """Whether an option is a user-defined class, ``module:name``, which has no file.
 
         Args:
-            group: one whose options ``none`` is one of, so that a class needs no keys of a file.
-            option: what was given for it.
+            group: a group with an option ``none``, so that a class needs no keys of a file.
+            option: the given option.
         """
         return isinstance(option, str) and ":" in option and "none" in self.groups.get(group, ())
 
@@ -128,12 +129,12 @@ def _walk(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _option(file: Path, group: str) -> Iterator[str]:
-    """Keys of a group's option, with those that its file takes from others of the folder."""
+    """Keys of a group's option, including keys that its file inherits from other files."""
     if "@package _global_" in file.read_text(encoding="utf-8"):
         return  # its keys are values of the recipe's own
     values = _load(file)
     for entry in values.pop("defaults", ()):
-        # The folder of a user's options has no copy of what the recipe's own share.
+        # A user's folder of options has no copy of the recipe's shared file.
         if entry != "_self_" and (other := file.with_name(f"{entry}.yaml")).is_file():
             yield from _option(other, group)
     yield from (key for key, _ in _walk(values, f"{group}."))
@@ -142,23 +143,23 @@ def _option(file: Path, group: str) -> Iterator[str]:
 def check_overrides(
     arguments: Iterable[str], table: KeyTable, *, elsewhere: Mapping[str, str] | None = None
 ) -> list[str]:
-    """Refuse overrides ``key=value`` whose key or group value a recipe does not have.
+    """Reject overrides ``key=value`` whose key or group value a recipe does not have.
 
     Hydra's own flags (``--cfg``, ``-m``) and keys (``hydra.run.dir``) pass.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         table: keys of the recipe.
-        elsewhere: keys of other recipes, and what is said of each.
+        elsewhere: keys of other recipes, with the message for each.
 
     Returns:
         The arguments for Hydra: ``data=FILE``, ``reward=NAME`` and ``env=FILE.py:NAME`` written
-        out. Mappings of names of the user, and keys within them, are marked as ones that may be
-        new (``++``), without which Hydra refuses them.
+        out. Mappings with user-defined names, and the keys within them, get the prefix ``++`` for
+        new keys, without which Hydra rejects them.
 
     Raises:
-        ConfigError: a key is unknown, was renamed, or has no effect with the option that its group
-            has been given; an option that there is not; a word that is no override.
+        ConfigError: a key is unknown, was renamed, or has no effect with the chosen option of its
+            group; an option does not exist; a word is not an override.
     """
     arguments = [each for argument in arguments for each in _own_env(argument, table)]
     pairs = (argument.partition("=") for argument in arguments)
@@ -195,7 +196,7 @@ def check_overrides(
 
 
 def _own_env(argument: str, table: KeyTable) -> list[str]:
-    """``env=FILE.py:NAME`` as the option for tasks of the user, with the name."""
+    """``env=FILE.py:NAME`` as the option for user-defined tasks, with the name."""
     key, _, value = argument.partition("=")
     own = [each for each in ("rows", "own") if each in table.groups.get("env", ())]
     if key != "env" or ":" not in value or not own:
@@ -204,7 +205,7 @@ def _own_env(argument: str, table: KeyTable) -> list[str]:
 
 
 def _check_word(argument: str, before: str, table: KeyTable) -> None:
-    """Refuse what is neither an override nor a flag of Hydra nor the word behind one."""
+    """Reject words that are not an override, a flag of Hydra, or the value of a flag."""
     flag = argument.partition("=")[0]
     if any(_FLAG_WITH_WORD.fullmatch(word) for word in (before, flag)) or _FLAG.fullmatch(flag):
         return
@@ -217,7 +218,7 @@ def _check_word(argument: str, before: str, table: KeyTable) -> None:
 
 
 def _implied(given: Mapping[str, str], table: KeyTable) -> list[str]:
-    """Rows of one's own are the task, a program is the agent, where none is named."""
+    """The implied options: ``env=rows`` for given rows, ``agent=program`` for a given program."""
     implied = []
     if "agent" not in given and _PROGRAM & given.keys() & {*table.keys}:
         implied.append("agent=program")
@@ -230,16 +231,16 @@ def _implied(given: Mapping[str, str], table: KeyTable) -> list[str]:
 
 
 def quoted(text: str) -> str:
-    r"""A text as Hydra reads it, whatever is in it.
+    r"""A text quoted for Hydra, with any characters.
 
     Args:
-        text: what is meant.
+        text: the text that Hydra shall read.
 
     Example:
         >>> print(quoted("it's"))
         'it\'s'
     """
-    # Hydra reads a backslash as a sign of its own unless a quote follows.
+    # Hydra reads a backslash literally unless a quote follows.
     inner = re.sub(r"(\\+)('|\Z)", r"\1\1\2", text).replace("'", r"\'")
     return f"'{inner}'"
 
@@ -279,15 +280,16 @@ def _check_key(
 
 
 def check_option(group: str, option: str, table: KeyTable) -> None:
-    """Refuse an option that a group does not have.
+    """Reject an option that a group does not have.
 
     Args:
         group: name of a group of files.
-        option: what was given for it.
+        option: the given option.
         table: keys of the recipe.
 
     Raises:
-        ConfigError: there is no such option; the nearest one is named, and all of them.
+        ConfigError: the option does not exist; the message names the nearest option and all
+            options.
     """
     options = table.groups[group]
     if option in options or table.open_options:
@@ -300,15 +302,15 @@ def check_option(group: str, option: str, table: KeyTable) -> None:
 
 
 def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED) -> str:
-    """Why a key is refused, and what was probably meant.
+    """Message for a rejected key, with the key that was probably meant.
 
-    A key is another library's, or put into the wrong group, or mistyped: within its own group most
-    often. Nothing is suggested where nothing is near: the keys of its group are listed.
+    The key may belong to a different library, be in the wrong group, or be mistyped, most often
+    within its own group. Without a similar key the message lists the keys of its group.
 
     Args:
         key: an unknown dotted key.
-        keys: those that there are.
-        renamed: old dotted key to the new one, or to a sentence.
+        keys: the valid keys.
+        renamed: old dotted key to the new key, or to a sentence.
 
     Example:
         >>> refusal("optimizer.lrr", ["optimizer", "optimizer.lr", "seed"])
@@ -346,7 +348,7 @@ def refusal(key: str, keys: Sequence[str], renamed: Mapping[str, str] = RENAMED)
 
 
 def _elsewhere(key: str, named: Sequence[str]) -> Sequence[str]:
-    """Keys of the same name in other groups, as far as they mean the same there."""
+    """Keys of the same name in other groups, if they mean the same there."""
     group = key.rpartition(".")[0]
     if whole := [each for each in named if key.endswith(f".{each}")]:
         return whole
@@ -354,32 +356,32 @@ def _elsewhere(key: str, named: Sequence[str]) -> Sequence[str]:
         named = [each for each in named if each.startswith("eval.")]
     if not group:
         return named[:3]
-    # A name that several groups have, or one within a group's group, means something only there.
+    # A name in several groups or in a nested group has a meaning only in its group.
     inner = [part for each in named for part in each.split(".")[1:-1]]
     return named if len(named) == 1 and {*inner} <= {*group.split(".")} else ()
 
 
 def _is_of_evaluation(key: str) -> bool:
-    """Whether a key says itself that it is of evaluation, whose settings are its own."""
+    """Whether the name of a key refers to evaluation, which has separate settings."""
     return not {"eval", "val"}.isdisjoint(re.split(r"[._]", key))
 
 
 def _near(name: str, names: Collection[str], similarity: float = _SIMILAR) -> list[str]:
-    """The name that is likest, if one is like enough: the same letters in another order always."""
+    """The most similar name, if it is similar enough; a permutation of its letters always is."""
     if swapped := [each for each in names if sorted(each) == sorted(name)]:
         return swapped[:1]
     return difflib.get_close_matches(name, names, 1, similarity)
 
 
 def _other_name(key: str, keys: Sequence[str]) -> str | None:
-    """What another library's key is called here, where this recipe has it."""
+    """The name here for a key of a different library, if this recipe has it."""
     parts, groups = key.split("."), {each.rpartition(".")[0] for each in keys}
-    # A group takes a value where its options are files, which say their type.
+    # A group takes a value if its options are files, which have a type.
     valued = {each for each in keys if each not in groups or f"{each}.type" in keys}
     for start in range(len(parts)):
         target = OTHER_NAMES.get(".".join(parts[start:]))
         if target is None and len(parts) > 1 and parts[-2].endswith("_kwargs"):
-            target = OTHER_NAMES.get(parts[-2])  # a dict, of which one key was named
+            target = OTHER_NAMES.get(parts[-2])  # a dict, with one key named
         if target is None or (_is_of_evaluation(key) and "eval" not in target):
             continue
         named = [each.partition("=")[0] for each in target.split(" and ")]

@@ -16,14 +16,15 @@ class CurriculumConfig(Group, key="curriculum"):
     """Order in which prompts are drawn, see :mod:`torchrl_llm.data.row_order`.
 
     Attributes:
-        order: ``shuffle``, another order in each pass; ``file``, that of the data; ``band``, only
-            prompts whose success rate is in a band; ``queue``, each prompt until it is solved or
-            was visited often enough, and the run ends with the last one; ``spo``, at random by how
-            uncertain success is, with ``advantage=spo`` by the rates that it tracks.
+        order: ``shuffle``, a different order in each pass; ``file``, the order of the data;
+            ``band``, only prompts whose success rate is in a band; ``queue``, each prompt until it
+            is solved or was visited often enough, and the run ends with the last one; ``spo``, at
+            random, weighted by the uncertainty of success, with ``advantage=spo`` by its tracked
+            rates.
         band: ``[low, high]``, the success rates of ``band``.
-        revisit: passes that a prompt outside the band is left out of.
-        solved: success rate of a step with which a prompt leaves the ``queue``.
-        visits: steps with it after which it leaves in any case; ``None`` for no limit.
+        revisit: number of passes that skip a prompt outside the band.
+        solved: success rate in a step at which a prompt leaves the ``queue``.
+        visits: number of steps after which a prompt leaves in any case; ``None`` for no limit.
         floor: smallest weight of ``spo``.
     """
 
@@ -46,11 +47,11 @@ class CurriculumConfig(Group, key="curriculum"):
 
     @property
     def follows_results(self) -> bool:
-        """Whether results decide what is drawn."""
+        """Whether the order depends on results."""
         return self.order in _READ
 
     def build(self) -> RowOrder | None:
-        """The order that follows results; ``None`` for one that does not."""
+        """The order that depends on results; ``None`` for a fixed order."""
         if self.order == "band":
             return BandOrder(*self.band, revisit=self.revisit)
         if self.order == "queue":
@@ -59,7 +60,7 @@ class CurriculumConfig(Group, key="curriculum"):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`, those that differ from usual."""
+        """Arguments of :class:`~torchrl_llm.envs.DatasetChatEnv` that differ from the defaults."""
         if self.follows_results:
             return {"order": self.build()}
         return {"shuffle": False} if self.order == "file" else {}

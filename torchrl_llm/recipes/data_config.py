@@ -1,4 +1,4 @@
-"""Data of a recipe: where rows come from, which columns count, and which rows are held out."""
+"""Data of a recipe: source of the rows, their columns, and the held-out rows."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_llm.data.row_files import MappedRows, Row, load_rows, plain_rows
 from torchrl_llm.errors import ConfigError
 
 ROWS = "rows"
-"""The task whose rows are those of the group ``data``."""
+"""Name of the task that reads the rows of the group ``data``."""
 
 _SHARE, _MOST = 10, 128
 _MOST_COMPARED = 20_000
@@ -26,14 +26,14 @@ Source = str | list[str] | None
 
 
 class ReadsOnce(Group):
-    """Base of groups that read rows: once for all who ask; copies and other processes read anew."""
+    """Base of groups that read rows once and cache them; copies and other processes read again."""
 
     def once(self, name: str, read: Callable[[], Any]) -> Any:
-        """What was read under a name, or is read now.
+        """The cached value of a name, read on first use.
 
         Args:
-            name: of it.
-            read: reads it.
+            name: name of the value.
+            read: function that reads it.
         """
         known = vars(self).setdefault("_known", {})
         if name not in known:
@@ -45,7 +45,7 @@ class ReadsOnce(Group):
 
 
 class DataSource(ReadsOnce, key="data"):
-    """Where rows come from.
+    """Source of the rows.
 
     Attributes:
         source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
@@ -53,7 +53,7 @@ class DataSource(ReadsOnce, key="data"):
         eval_source: the held-out rows, likewise; ``None`` for ``eval_split``, or the end of
             ``source``.
         subset: configuration of a dataset on the hub.
-        split: split of it, or of a folder; ``None`` for ``train``.
+        split: split of a hub dataset or a folder; ``None`` for ``train``.
         eval_split: split with the held-out rows.
     """
 
@@ -101,12 +101,12 @@ class DataSource(ReadsOnce, key="data"):
 
 
 class DataConfig(DataSource):
-    """Rows of one's own to answer.
+    """Your own rows, whose prompts the model answers.
 
     Attributes:
         prompt: column with the user's message; ``None`` for one with a usual name (``prompt``,
             ``question``, ``query``, ...).
-        answer: column with what the reward compares; ``None`` likewise, or for none.
+        answer: column with the answer that the reward compares; ``None`` likewise, or for none.
         messages: column with whole conversations, instead of ``prompt``.
     """
 
@@ -121,7 +121,7 @@ class DataConfig(DataSource):
 
 
 class _WithData(Protocol):
-    """The groups that are read here."""
+    """The groups that this module reads."""
 
     data: DataConfig
     env: Any
@@ -129,10 +129,10 @@ class _WithData(Protocol):
 
 
 def check_data(config: _WithData) -> None:
-    """Refuse rows without the task that takes them, and the reverse.
+    """Reject rows without the task that reads them, and the reverse.
 
     Args:
-        config: the recipe's, with the groups ``data``, ``env`` and ``reward``.
+        config: configuration of the recipe, with the groups ``data``, ``env`` and ``reward``.
 
     Raises:
         ConfigError: a key would have no effect.
@@ -163,22 +163,22 @@ def check_data(config: _WithData) -> None:
 
 
 class HeldOut(NamedTuple):
-    """Rows to train on, and rows to evaluate on."""
+    """Training rows and evaluation rows."""
 
     train: Sequence[Row]
     held_out: Sequence[Row]
 
 
 def hold_out(rows: Sequence[Row], num_rows: int | None, *, where: str) -> HeldOut:
-    """Cut off the end of rows.
+    """Split off the last rows.
 
     Args:
-        rows: all of them.
-        num_rows: how many are held out; ``None`` for a tenth, at most 128.
-        where: whose rows they are, for the error.
+        rows: all rows.
+        num_rows: number of held-out rows; ``None`` for a tenth, at most 128.
+        where: name of their source, for the error.
 
     Raises:
-        ConfigError: none would be left.
+        ConfigError: no row would be left.
 
     Example:
         >>> len(hold_out([{"query": str(n)} for n in range(50)], None, where="rows").held_out)
@@ -201,10 +201,10 @@ def _part(rows: Sequence[Row], wanted: range) -> Sequence[Row]:
 
 
 def shared_prompts(train: Iterable[Any], held_out: Sequence[Any]) -> list[Any]:
-    """The held-out prompts that are trained on, too.
+    """The held-out prompts that also are training prompts.
 
     Args:
-        train: prompts: texts, or whatever JSON can spell; the first 20,000 are looked at.
+        train: training prompts: texts, or any JSON value; only the first 20,000 are checked.
         held_out: likewise.
 
     Example:
@@ -223,10 +223,10 @@ def _spelled(prompt: Any) -> str:
 
 
 def overlap_text(both: Sequence[Any], held_out: Sequence[Any]) -> str:
-    """What is said of :func:`shared_prompts`.
+    """Message about :func:`shared_prompts`.
 
     Args:
-        both: these.
+        both: the shared prompts.
         held_out: all held-out prompts.
     """
     return (
@@ -236,24 +236,24 @@ def overlap_text(both: Sequence[Any], held_out: Sequence[Any]) -> str:
 
 
 def tell_overlap(train: Iterable[Any], held_out: Sequence[Any], key: str) -> None:
-    """Say in a run that held-out prompts are trained on.
+    """Warn in a run that held-out prompts are also trained on.
 
     Args:
-        train: as of :func:`shared_prompts`.
+        train: as for :func:`shared_prompts`.
         held_out: likewise.
-        key: of the setting that says where rows come from.
+        key: key of the data source.
     """
     if both := shared_prompts(train, held_out):
         logger.warning(f"{key}: {overlap_text(both, held_out)}")
 
 
 def read_source(source: Any, subset: str | None, split: str | None, *, key: str) -> Sequence[Row]:
-    """Rows of a source, whatever it names.
+    """Rows of a source of any kind.
 
     Args:
         source: as :attr:`DataSource.source`.
         subset: configuration of a hub dataset.
-        split: of a hub dataset or a folder.
+        split: split of a hub dataset or a folder.
         key: dotted key of the setting.
 
     Raises:
@@ -272,7 +272,7 @@ def _names_python(source: str) -> bool:
 
 
 def _absolute(source: Source) -> Source:
-    """A path that means the same in a process with another working folder."""
+    """A path that is valid in a process with a different working folder."""
     if source is None or isinstance(source, list):
         return source and [_absolute(each) for each in source]
     if _names_python(source):

@@ -1,6 +1,6 @@
-"""Settings of a recipe without files of keys: one flat dataclass, which the command line overrides.
+"""Settings of a recipe without YAML files: one flat dataclass, overridden by the command line.
 
-The recipes ``langmarl``, ``langmarl-weights`` and ``pico`` have them. All others compose YAML files
+The recipes ``langmarl``, ``langmarl-weights`` and ``pico`` use them. All others compose YAML files
 (:mod:`torchrl_llm.recipes.command_keys`).
 """
 
@@ -25,10 +25,11 @@ T = TypeVar("T", bound=Group)
 def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
     """Parse ``key=value``; a value that is JSON is read as JSON, any other value is text.
 
-    ``hydra.run.dir``, the folder of a run of the other recipes, stands for ``folder``.
+    ``hydra.run.dir``, the key of the other recipes for the folder of a run, is an alias of
+    ``folder``.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
 
     Raises:
         ConfigError: an argument has no ``=``.
@@ -46,7 +47,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         try:
             found[key] = json.loads(value)
         except ValueError as error:
-            if value[:1] in ("{", "["):  # its text is not shown, for it may hold a key
+            if value[:1] in ("{", "["):  # do not show its text, which may hold a key
                 raise ConfigError(f"the value of {key} is no JSON: {error}") from None
             found[key] = value
     return found
@@ -61,7 +62,7 @@ def read_settings(group: type[T], arguments: Sequence[str], about: str) -> T:
         about: the text before the keys in the help.
 
     Raises:
-        ConfigError: an unknown key, with the nearest one, or an impossible value.
+        ConfigError: an unknown key (the message names the nearest one), or an impossible value.
         SystemExit: the help was printed.
     """
     if {"--help", "-h"} & set(arguments):
@@ -93,7 +94,7 @@ def new_folder(recipe: str, given: str | None = None) -> Path:
 
     Args:
         recipe: its name.
-        given: the value of the key ``folder``, which replaces that.
+        given: the value of the key ``folder``, which replaces the default folder.
 
     Raises:
         ConfigError: the folder cannot be made.

@@ -1,8 +1,8 @@
-"""Recipes as objects: three lines of Python that run the same page as the command.
+"""Recipes as Python objects, which run the same page as the command.
 
 :class:`GRPO`, :class:`SFT` and :class:`DPO` turn their arguments into the configuration of a
-recipe, import its page from ``sota-implementations`` and hand out its steps. There is no second
-loop: what the page does is what happens here.
+recipe, import its page from ``sota-implementations`` and yield its steps. There is no second loop:
+the page's training loop runs here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torchrl_llm.trainers.run_results import EvalResult
 
 
 class Command(dict[str, Any]):
-    """The settings of a run that differ from the defaults; its text is the command that says them.
+    """The settings of a run that differ from the defaults; its text is the equivalent command.
 
     Args:
         name: of the recipe.
@@ -66,7 +66,7 @@ class Command(dict[str, Any]):
         ]
 
     def __repr__(self) -> str:
-        """The command, and which of its parts only this program has."""
+        """The command, with a note on values that exist only in this program."""
         lines = [f"torchrl-llm train {self.name} {shlex.join(self.overrides)}"]
         for value in dotted(self).values():
             for path in value if isinstance(value, list) else [value]:
@@ -78,12 +78,12 @@ class Command(dict[str, Any]):
         return "\n".join(lines)
 
 
-# A text that Hydra takes for nothing else.
+# A text that Hydra reads as text.
 _WORD = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:\.*/)?[a-z_][\w./:@%+*?-]*", re.A | re.I)
 
 
 def _typed(value: Any) -> str:
-    """A value as Hydra reads it from the command line."""
+    """A value in Hydra's syntax for the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -97,7 +97,7 @@ def _typed(value: Any) -> str:
 
 
 class _Recipe(ABC):
-    """A run of a recipe's page, a step at a time."""
+    """A run of a recipe's page, one step at a time."""
 
     NAME: ClassVar[str]
     PAGE: ClassVar[str]
@@ -123,7 +123,7 @@ class _Recipe(ABC):
         self._conversation: Conversation | None = None
 
     def _new_folder(self) -> Path:
-        """Date and time, as for the command; a number tells runs of the same second apart."""
+        """Date and time, as for the command; a number distinguishes runs of the same second."""
         now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
         folder = first = Path(f"outputs/{self.NAME}/{now}").absolute()
         number = 1
@@ -155,7 +155,7 @@ class _Recipe(ABC):
 
     @property
     def run(self) -> TrainingRun:
-        """The frame of the training loop; model and data are loaded when it is first asked for."""
+        """The training run; the first access loads model and data."""
         if self._run is None:
             settings = self._config.flat()
             if settings[PROGRESS]:
@@ -169,13 +169,13 @@ class _Recipe(ABC):
         return self._run
 
     def steps(self) -> Iterator[dict[str, Any]]:
-        """Train, a step at a time: for loops and callbacks of one's own.
+        """Train one step at a time, for your own loops and callbacks.
 
-        A loop that is left can be gone on with by another call. The run saves where
-        ``checkpoint.interval`` says so, and shows its results after the last step.
+        After a break, another call continues the loop. The run saves at the steps of
+        ``checkpoint.interval``, and shows its results after the last step.
 
         Yields:
-            The metrics of the step, as :meth:`torchrl_llm.trainers.TrainingRun.record` wrote them.
+            The metrics of the step, as written by :meth:`torchrl_llm.trainers.TrainingRun.record`.
         """
         run = self.run
         if inspect.getgeneratorstate(self._steps) == inspect.GEN_CLOSED:
@@ -197,13 +197,13 @@ class _Recipe(ABC):
         Raises:
             RewardError: no step of the run had a valid reward.
         """
-        with suppress(SystemExit):  # stopped by a signal, and saved: the program goes on
+        with suppress(SystemExit):  # stopped by a signal, and saved: the program continues
             for _ in self.steps():
                 pass
         return self
 
     def evaluate(self) -> EvalResult:
-        """Evaluate the model as it is now on the held-out rows.
+        """Evaluate the current model on the held-out rows.
 
         Raises:
             ConfigError: ``eval.num_prompts`` is 0.
@@ -214,7 +214,7 @@ class _Recipe(ABC):
         """The curves of the run so far.
 
         Args:
-            path: a file to write the picture to as well.
+            path: file to which the picture is also written.
 
         Returns:
             A matplotlib figure, which a notebook shows.
@@ -225,10 +225,10 @@ class _Recipe(ABC):
         return figure
 
     def save(self, folder: str | Path) -> Path:
-        """Write model and tokenizer as ``from_pretrained`` opens them.
+        """Write model and tokenizer for ``from_pretrained``.
 
         Args:
-            folder: made where it is not there.
+            folder: created if it does not exist.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -236,14 +236,14 @@ class _Recipe(ABC):
         return folder
 
     def chat(self, text: str, *, go_on: bool = False) -> str:
-        """Say something to the model as it is now; it answers greedily, prompted as in training.
+        """Chat with the current model; it answers greedily, prompted as in training.
 
         Args:
-            text: of the user.
-            go_on: go on with the conversation so far; otherwise another one begins.
+            text: message of the user.
+            go_on: whether to continue the conversation; otherwise a new one begins.
 
         Returns:
-            Its answer. Tools of the run are called, and the model asked again, until it answers.
+            Its answer. Tool calls are executed and the model is called again until it answers.
 
         Raises:
             OverlongError: the conversation does not fit into the model's context any more.
@@ -257,18 +257,18 @@ class _Recipe(ABC):
         return self._conversation.say(text)
 
     def push_to_hub(self, name: str, *, private: bool = True) -> str:
-        """Push the model as it is now to a repository: weights, tokenizer and a card.
+        """Push the current model to a repository: weights, tokenizer and a card.
 
         Args:
-            name: the repository, ``owner/name``; it is made where there is none.
-            private: whether a repository that is made is for its owner alone.
+            name: the repository, ``owner/name``; it is created if it does not exist.
+            private: whether a created repository is private.
 
         Returns:
             The address of the repository.
 
         Raises:
             ConfigError: a name without owner.
-            CheckpointError: the hub refused it, or could not be reached.
+            CheckpointError: the hub rejected the upload, or could not be reached.
         """
         check_repository(name)
         run = self.run
@@ -278,7 +278,7 @@ class _Recipe(ABC):
         return push_to_hub(saved, name, private=private, command=repr(self.config))
 
 
-# Mappings whose names are the user's stay one value.
+# Mappings with user-defined names stay one value.
 _OPEN = ("env.options", "reward.components")
 
 
@@ -299,36 +299,36 @@ def _settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class GRPO(_Recipe):
-    """GRPO, and its kin, on a model and data of one's own.
+    """GRPO and related algorithms on your own model and data.
 
-    Builds the configuration of ``sota-implementations/grpo/grpo-sync.py`` and runs that page. Model
-    and data are loaded by the first method that needs them; settings are checked at once.
+    Builds the configuration of ``sota-implementations/grpo/grpo-sync.py`` and runs that page. The
+    constructor checks the settings; the first method that needs them loads model and data.
 
     Args:
         model: folder or hub name; the model that ships with the package if not given.
         data: rows to train on: a file (CSV, JSON, JSON lines, Parquet), a folder, the name of a
             dataset on the hub, a ``datasets.Dataset``, or a list of dicts. Without ``data`` and
-            ``env`` the task is the addition of the package's own model.
+            ``env`` the task is addition, which suits the package's own model.
         eval_data: held-out rows, likewise; the end of ``data`` if not given.
         prompt: column with the user's message.
-        answer: column with what the reward compares.
+        answer: column with the answer that the reward compares.
         messages: column with whole conversations, instead of ``prompt``.
         reward: a function of ``(response, answer)`` or ``(response, row)``; the name of a reward
             (``"exact"``; ``torchrl-llm list rewards``); or a mapping of names to these, each alone
-            or with its weight behind it.
+            or followed by its weight.
         tools: functions with type hints and a docstring, :class:`~torchrl_llm.tools.Tool` classes
             or names of tools.
         env: a task by its name (``"gsm8k"``), or a class or function that makes an environment.
         loss: name of a loss, or a dict of its settings with ``type``.
         advantage: name of an advantage estimator, or a dict likewise.
         agent: name of an agent, a class of agents, or a dict of its settings with ``type``.
-        folder: of the run; ``outputs/grpo/<date>/<time>`` if not given.
-        keys: the recipe's other keys: a dict a group, ``train={"max_steps": 50}``, or dotted,
+        folder: folder of the run; ``outputs/grpo/<date>/<time>`` if not given.
+        keys: the recipe's other keys: one dict per group, ``train={"max_steps": 50}``, or dotted,
             ``**{"train.max_steps": 50}``; :doc:`/configuration` has them all.
 
     Attributes:
-        config: the settings that were given; printed, it is the command that does the same.
-        folder: of the run.
+        config: the given settings; its text is the equivalent command.
+        folder: folder of the run.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or settings that do not go together.
@@ -376,7 +376,7 @@ class GRPO(_Recipe):
 
 
 class SFT(_Recipe):
-    """Supervised fine-tuning: a model learns what the assistant says in conversations of one's own.
+    """Supervised fine-tuning: a model learns the assistant's turns of your own conversations.
 
     Builds the configuration of ``sota-implementations/sft/sft.py`` and runs that page. Model and
     data are loaded by the first method that needs them; settings are checked at once.
@@ -387,17 +387,17 @@ class SFT(_Recipe):
             name of a dataset on the hub, a ``datasets.Dataset``, or a list of dicts.
         eval_data: held-out conversations, likewise; the end of ``data`` if not given.
         prompt: column with the user's message.
-        completion: column with what the assistant is to say.
+        completion: column with the assistant's answer.
         messages: column with whole conversations, instead of the two.
-        answer: column with what ``reward`` compares; the completion if not given.
-        reward: judges the model's answers to held-out prompts, for an accuracy next to the loss;
-            as of :class:`GRPO`. Nothing is learned from it.
-        folder: of the run; ``outputs/sft/<date>/<time>`` if not given.
-        keys: the recipe's other keys, as of :class:`GRPO`.
+        answer: column with the answer that ``reward`` compares; the completion if not given.
+        reward: scores the model's answers to held-out prompts, for an accuracy next to the loss; as
+            for :class:`GRPO`. It is not used for training.
+        folder: folder of the run; ``outputs/sft/<date>/<time>`` if not given.
+        keys: the recipe's other keys, as for :class:`GRPO`.
 
     Attributes:
-        config: the settings that were given; printed, it is the command that does the same.
-        folder: of the run.
+        config: the given settings; its text is the equivalent command.
+        folder: folder of the run.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or settings that do not go together.
@@ -451,16 +451,16 @@ class DPO(_Recipe):
         prompt: column with the user's message.
         chosen: column with the better answer.
         rejected: column with the worse one.
-        completion: column with the one answer of a row, for ``loss="kto"``.
-        label: column that says whether that is a good one.
+        completion: column with the single answer of a row, for ``loss="kto"``.
+        label: column that tells whether this answer is good.
         loss: name of a loss (``"dpo"``, ``"cpo"``, ``"simpo"``, ``"orpo"``, ``"kto"``), or a dict
             of its settings with ``type``.
-        folder: of the run; ``outputs/dpo/<date>/<time>`` if not given.
-        keys: the recipe's other keys, as of :class:`GRPO`.
+        folder: folder of the run; ``outputs/dpo/<date>/<time>`` if not given.
+        keys: the recipe's other keys, as for :class:`GRPO`.
 
     Attributes:
-        config: the settings that were given; printed, it is the command that does the same.
-        folder: of the run.
+        config: the given settings; its text is the equivalent command.
+        folder: folder of the run.
 
     Raises:
         ConfigError: an unknown key, a value of the wrong type, or settings that do not go together.
@@ -520,7 +520,7 @@ def _model_and_data(model: str | Path | None, data: Any, eval_data: Any) -> dict
 
 
 def _source(data: Any) -> Any:
-    """What names data: itself where it is a path, or a path to the object."""
+    """The source of data: the path itself, or a path to the object."""
     if data is None or isinstance(data, (str, Path)):
         return None if data is None else str(data)
     if isinstance(data, (list, tuple)) and data and isinstance(data[0], (str, Path)):

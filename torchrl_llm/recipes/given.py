@@ -1,8 +1,8 @@
-"""Functions and rows of the user's Python, under names that a configuration can hold.
+"""Functions and rows from the user's Python program, under names for a configuration.
 
-A configuration is plain text, which can be saved, compared and typed. What is given to
-:class:`~torchrl_llm.GRPO` as an object gets a path to import it by: its own where it has one, else
-a name in this module, which this process alone can import.
+A configuration is plain text, which can be saved, compared and typed. An object that is passed to
+:class:`~torchrl_llm.GRPO` gets an import path: its own if it has one, else a name in this module,
+which only this process can import.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 def path_of(thing: Any) -> str:
-    """A path that imports an object in this process.
+    """Import path of an object in this process.
 
     Args:
-        thing: a text, which is its own path; a function or class; or anything else, which becomes
-            a name of this module.
+        thing: a text, which already is a path; a function or class; or any other object, which
+            becomes a name in this module.
 
     Example:
         >>> path_of("rewards.py:exactly"), path_of(json.dumps)
@@ -45,14 +45,14 @@ def path_of(thing: Any) -> str:
 
 
 def rows_path(rows: Any) -> str:
-    """A path that imports rows in this process; equal ones have the same.
+    """Import path of rows in this process; equal rows have the same path.
 
     Args:
-        rows: a list of dicts, a ``datasets.Dataset``, or whatever else may be rows.
+        rows: a list of dicts, a ``datasets.Dataset``, or any other kind of rows.
     """
     known = getattr(rows, "_fingerprint", None)
     if known is None and not isinstance(rows, (list, tuple)):
-        return keep(rows, "rows")  # it may compute its rows, or read them
+        return keep(rows, "rows")  # it may compute or read its rows
     if known is None:
         text = json.dumps(rows, default=str)
         known = xxhash.xxh64_hexdigest(text.encode())
@@ -61,11 +61,11 @@ def rows_path(rows: Any) -> str:
 
 
 def keep(thing: Any, name: str) -> str:
-    """Make an object a name of this module.
+    """Store an object under a name in this module.
 
     Args:
         thing: the object.
-        name: for it; a number is added where another object has it.
+        name: its name; a number is added if a different object has this name.
 
     Returns:
         Its path.
@@ -81,10 +81,10 @@ def keep(thing: Any, name: str) -> str:
 
 
 def only_here(path: str) -> bool:
-    """Whether another process could not import a path.
+    """Whether only this process can import a path.
 
     Args:
-        path: as of :func:`path_of`.
+        path: a path from :func:`path_of`.
     """
     return path.startswith((f"{__name__}:", "__main__:"))
 

@@ -32,28 +32,28 @@ class EnvConfig(ReadsOnce, key="env"):
     """Task and prompts.
 
     Attributes:
-        dataset: name of the task (``torchrl-llm list tasks``), or ``module:class`` of your own.
+        dataset: name of the task (``torchrl-llm list tasks``), or your own ``module:class``.
         data_files: CSV, JSON, JSON-lines or Parquet file (``.gz`` too) with the training problems;
             ``None`` for the task's own source (a generator, or the hub).
         eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
             or with ``data_files`` the last ``eval.num_prompts`` problems of that file, which are
             then not trained on.
-        repeats: samples a prompt, the size of a group; 1 where ``advantage`` compares none.
+        repeats: samples per prompt, the size of a group; 1 if ``advantage`` compares none.
         options: settings of the task itself, arguments of its class (the ``difficulty`` of
             ``letter_counting``, for instance); those left out keep the class's defaults.
         system_prompt: first message of every conversation; ``None`` for the task's own.
-        max_steps: steps of an episode, turns that only call tools to think not counted; ``None``
+        max_steps: most steps of an episode, without turns that only call thinking tools; ``None``
             for the task's own limit.
-        tools: tools that the model has besides those of the task: names of registered tools, or
-            ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without arguments that
-            it needs, or an instance) or of a function with type hints and a docstring.
-        max_tool_turns: most turns in a row that only call those tools; each is a turn of the model
-            and no step of the episode.
-        max_prompt_length: tokens that a prompt may have; ``None`` for what the model's context
-            leaves next to ``inference_model.max_tokens``.
-        on_overlong: what becomes of a longer first prompt of an episode: an error, a row that is
-            not answered nor trained, or a prompt cut from the left. Counted in ``train/overlong``.
-            A conversation that grows longer ends its episode (``train/out_of_context``).
+        tools: tools in addition to those of the task: names of registered tools, or
+            ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without required
+            arguments, or an instance) or of a function with type hints and a docstring.
+        max_tool_turns: most turns in a row that only call those tools; each is a turn of the model,
+            but not a step of the episode.
+        max_prompt_length: tokens that a prompt may have; ``None`` for the model's context less
+            ``inference_model.max_tokens``.
+        on_overlong: handling of a longer first prompt of an episode: raise an error, neither answer
+            nor train the row, or cut the prompt from the left. Counted in ``train/overlong``. A
+            conversation that grows longer ends its episode (``train/out_of_context``).
     """
 
     dataset: str = "arithmetic"
@@ -73,7 +73,7 @@ class EnvConfig(ReadsOnce, key="env"):
 
         Args:
             path: one of the two.
-            columns: that rows must have.
+            columns: columns that rows must have.
 
         Raises:
             DataError: missing or malformed data.
@@ -91,14 +91,14 @@ class EnvConfig(ReadsOnce, key="env"):
 
 
 def check_device(name: str, key: str) -> None:
-    """Refuse what is no name of a device, whether this machine has one or not.
+    """Reject an invalid name of a device, independent of the devices of this machine.
 
     Args:
         name: as ``torch.device`` takes it, or ``auto``.
         key: dotted key of the setting.
 
     Raises:
-        ConfigError: no such kind of device.
+        ConfigError: unknown kind of device.
     """
     try:
         known = name == "auto" or torch.device(name).type != "meta"
@@ -115,9 +115,9 @@ class ModelNameConfig(Group, key="model"):
 
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
-        quantization: round the weights of linear layers to ``4bit`` or ``8bit`` as they are read
-            (needs the extra ``quantization``); to train, LoRA adapters over them. Checkpoints hold
-            the adapter alone. ``None`` for weights as they are.
+        quantization: round the weights of linear layers to ``4bit`` or ``8bit`` while reading them
+            (needs the extra ``quantization``); training needs LoRA adapters over them. Checkpoints
+            hold only the adapter. ``None`` for unchanged weights.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
         template_kwargs: variables of the template by name, ``enable_thinking: false`` for example.
     """
@@ -137,7 +137,7 @@ class ModelNameConfig(Group, key="model"):
 
     @property
     def template(self) -> dict[str, Any]:
-        """Arguments of a policy or a formatter that say which template, and its variables."""
+        """Arguments of a policy or a formatter for the template and its variables."""
         return {
             "chat_template_name": self.chat_template_name,
             "template_kwargs": self.template_kwargs or None,
@@ -148,49 +148,48 @@ class ModelConfig(ModelNameConfig):
     """The policy.
 
     Attributes:
-        show_tools: whether the prompt describes the task's tools, in the way of the chat template;
-            ``None``: where ``name`` is given. The model that ships with the package, and what was
-            trained from it, knows its tool without.
+        show_tools: whether the prompt describes the task's tools, in the format of the chat
+            template; ``None``: if ``name`` is given. The model that ships with the package, and
+            models trained from it, know their tool without a description.
     """
 
     show_tools: bool | None = None
 
     @property
     def is_told_of_tools(self) -> bool:
-        """Whether the prompt describes the tools of a task that has some."""
+        """Whether the prompt describes the tools of a task with tools."""
         return self.name is not None if self.show_tools is None else self.show_tools
 
 
 class ForwardConfig(Group, key="train"):
-    """How rows go through the model that is trained, in any recipe.
+    """How the trained model computes rows, in any recipe.
 
     Attributes:
-        micro_token_budget: tokens in one forward, with the padding where ``packing`` is
-            ``padded``; ``None`` for no cut. The result does not depend on it, only memory and
-            speed do.
+        micro_token_budget: most tokens in one forward, with the padding if ``packing`` is
+            ``padded``; ``None`` for no limit. It changes memory and speed, but not the result.
         packing: how rows of different length are laid out in a forward: ``padded``; ``bucketed``,
-            several forwards of rows of like length; ``packed``, one row after the other without
-            padding; ``shared``, that and the prompt of a group once; ``auto``, the cheapest of
-            those that the model can have. Memory and speed depend on it, the result does not.
-        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for any
-            (in supervised training, for the model's context).
-        on_overlong: what becomes of a longer row: an error that names it, a row that is not
-            trained, or one whose end is cut off. Counted in ``train/overlong_rows`` (in supervised
-            training, ``train/overlong``).
+            several forwards of rows of similar length; ``packed``, one row after the other without
+            padding; ``shared``, also with the prompt of a group only once; ``auto``, the cheapest
+            that the model supports. It changes memory and speed, but not the result.
+        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for no
+            limit (in supervised training, for the model's context).
+        on_overlong: handling of a longer row: raise an error that names it, do not train it, or cut
+            off its end. Counted in ``train/overlong_rows`` (in supervised training,
+            ``train/overlong``).
         kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
-        device: ``auto`` for CUDA when there is one.
-        num_threads: threads of torch on the CPU; ``None`` for torch's choice, and 1 for the model
-            that ships with the package, and others as small in a folder: they gain little from a
-            second one, which waits at full load where cores are shared.
+        device: ``auto`` for CUDA if available.
+        num_threads: threads of torch on the CPU; ``None`` for torch's choice, or 1 for the model
+            that ships with the package and for similarly small models in a folder: they gain little
+            from a second thread, which busy-waits if cores are shared.
         parallel: how the processes that ``torchrun`` starts train together: ``ddp``, the whole
             model in each; ``fsdp2``, a part of its weights, gradients and optimizer in each;
-            ``none`` for one process. All numbers of rows and prompts are those of all together.
-        gathers: with ``fsdp2``, how much of the weights is whole in a process that samples or
-            scores: ``layer``, one layer at a time, for which all wait at each layer of each token;
-            ``model``, all of them, from their first use to the next update.
-        timeout_s: most seconds that one of them waits for another.
+            ``none`` for one process. All numbers of rows and prompts are totals over all processes.
+        gathers: with ``fsdp2``, the weights that are gathered in a process that samples or scores:
+            ``layer``, one layer at a time, for which all processes wait at each layer of each
+            token; ``model``, all layers, from their first use to the next update.
+        timeout_s: most seconds that a process waits for the others.
     """
 
     micro_token_budget: Count | None = 16384
@@ -215,14 +214,14 @@ class ForwardConfig(Group, key="train"):
 
 
 class TrainConfig(ForwardConfig):
-    """The loop.
+    """The training loop.
 
     Attributes:
         max_steps: training steps (one batch collected, ``epochs`` passes over it).
-        prompts_per_batch: distinct prompts a step; ``env.repeats`` responses each.
+        prompts_per_batch: distinct prompts per step; ``env.repeats`` responses each.
         epochs: passes over a batch.
-        optim_batch_size: responses an optimizer step; ``None`` for the whole batch.
-        no_signal_steps: steps in a row in which all rewards are equal, after which that is said,
+        optim_batch_size: responses per optimizer step; ``None`` for the whole batch.
+        no_signal_steps: steps in a row with only equal rewards, after which a message reports it
             with two answers; ``None`` for never.
     """
 
@@ -242,7 +241,7 @@ class TrainConfig(ForwardConfig):
 
     @property
     def length_rule(self) -> LengthRule | None:
-        """The rule that ``max_seq_len`` and ``on_overlong`` say; ``None`` for any length."""
+        """The rule from ``max_seq_len`` and ``on_overlong``; ``None`` for any length."""
         if self.max_seq_len is None:
             return None
         return LengthRule(max_seq_len=self.max_seq_len, on_overlong=self.on_overlong)
@@ -252,11 +251,11 @@ _USUAL_LORA = {"r": 8, "alpha": 16}
 
 
 class LoraConfig(Group, key="train_model.lora"):
-    """LoRA adapters (needs the extra ``peft``); the other keys count only when enabled.
+    """LoRA adapters (needs the extra ``peft``); the other keys have an effect only when enabled.
 
     Attributes:
         enabled: train adapters and leave the model's own weights alone.
-        r: rank; ``None`` for 8, or for that of the adapter which ``model.name`` is.
+        r: rank; ``None`` for 8, or for the rank of the adapter that ``model.name`` names.
         alpha: scale, applied as ``alpha / r``; ``None`` for 16, or likewise.
         dropout: on the adapters' input.
         target_modules: names of the linear layers, or a regular expression of whole names; ``None``
@@ -292,10 +291,10 @@ class LoraConfig(Group, key="train_model.lora"):
         }
 
     def settle(self, model: ModelNameConfig) -> None:
-        """Choose what is not given: as of an adapter that goes on training, or as usual.
+        """Choose missing values: from a loaded adapter that is trained further, or the defaults.
 
         Args:
-            model: what is trained.
+            model: the trained model.
 
         Raises:
             ConfigError: a key contradicts the adapter.
@@ -320,16 +319,16 @@ class LoraConfig(Group, key="train_model.lora"):
 
 
 class TrainModelConfig(Group, key="train_model"):
-    """How the policy is held for training.
+    """How the policy is stored for training.
 
     Attributes:
-        dtype: of the weights.
+        dtype: type of the weights.
         gradient_checkpointing: trade compute for memory in the backward.
-        offload_activations: keep what the backward needs of a forward in the memory of the CPU,
-            and copy it back when its turn comes; gradients are the same.
+        offload_activations: keep the activations for the backward in CPU memory, and copy them back
+            when the backward needs them; gradients are the same.
         attn_implementation: as in ``transformers``; ``None`` for its choice.
-        logprob_chunk_size: logits that are held at once, tokens times vocabulary entries; ``None``
-            to choose by device.
+        logprob_chunk_size: logits in memory at once, tokens times vocabulary entries; ``None`` to
+            choose by device.
         lora: adapters.
     """
 
@@ -349,15 +348,15 @@ class TrainModelConfig(Group, key="train_model"):
 class InferenceModelConfig(Group, key="inference_model"):
     """How responses are sampled; the sampler shares the policy's weights.
 
-    With ``top_p``, ``top_k`` or ``min_p`` the ids that each token was drawn from are kept with the
-    rows, and losses score on them: ratios stay those of what was sampled.
+    With ``top_p``, ``top_k`` or ``min_p`` the rows keep the candidate ids of each token, and losses
+    score over these candidates: ratios refer to the distribution that was sampled.
 
     Attributes:
         max_tokens: tokens a response may have.
-        temperature: of sampling; recorded with every row and applied when it is scored.
-        top_p: draw from the fewest tokens that reach this probability; 1 for all.
-        top_k: draw from so many of the most probable tokens; 0 for all.
-        min_p: draw from tokens at least this probable, relative to the most probable; 0 for all.
+        temperature: sampling temperature; recorded with every row and applied when it is scored.
+        top_p: sample from the fewest tokens that reach this probability; 1 for all.
+        top_k: sample from this many most probable tokens; 0 for all.
+        min_p: sample from tokens at least this probable, relative to the most probable; 0 for all.
     """
 
     max_tokens: Count = 32
@@ -393,10 +392,11 @@ class RefModelConfig(Group, key="ref_model"):
     """The reference of the KL terms (``train.kl_to_ref_coeff``, ``reward.kl_coeff``).
 
     Attributes:
-        name: folder or hub name; ``None`` for the policy as it was before training. With LoRA that
-            is the policy with its adapters off, or with the adapter as ``model.name`` has it, and
-            no second model.
-        num_devices: GPUs for it alone: 0 puts it on the policy's, 1 on the GPU after the policy's.
+        name: folder or hub name; ``None`` for the policy as it was before training. With LoRA this
+            is the policy with its adapters disabled, or with the adapter that ``model.name`` names,
+            without a second model.
+        num_devices: GPUs only for the reference: 0 puts it on the policy's, 1 on the GPU after the
+            policy's.
     """
 
     name: str | None = None
@@ -411,14 +411,14 @@ class RefModelConfig(Group, key="ref_model"):
 
 
 class LearningRates(NamedTuple):
-    """Learning rates of AdamW where none is given.
+    """Default learning rates of AdamW.
 
-    A third of a million parameters take a hundred times what half a billion take.
+    A third of a million parameters needs a hundred times the rate of half a billion.
 
     Attributes:
-        embedded: of the model that ships with the package.
-        lora: of adapters.
-        usual: of all weights of other models.
+        embedded: rate for the model that ships with the package.
+        lora: rate for adapters.
+        usual: rate for all weights of other models.
     """
 
     embedded: float
@@ -427,10 +427,10 @@ class LearningRates(NamedTuple):
 
 
 REINFORCEMENT_RATES = LearningRates(4e-4, 1e-5, 1e-6)
-"""Of the recipes whose models learn from rewards."""
+"""Rates of the recipes whose models learn from rewards."""
 
 SUPERVISED_RATES = LearningRates(1e-3, 1e-4, 1e-5)
-"""Of supervised fine-tuning, whose gradients are less noisy."""
+"""Rates of supervised fine-tuning, whose gradients are less noisy."""
 
 
 _ARGUMENTS = ("weight_decay", "eps", "betas", "momentum")
@@ -440,17 +440,17 @@ class OptimizerConfig(Group, key="optimizer"):
     """Optimizer and schedule.
 
     Attributes:
-        name: a class of ``torch.optim``, or ``"module:Class"`` of another package or your own, as
-            ``bitsandbytes.optim:AdamW8bit``. ``Muon`` has the matrices of the layers, and AdamW all
-            other parameters.
-        lr: learning rate; 0 runs everything and changes nothing, ``None`` chooses by model, see
-            ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
+        name: a class of ``torch.optim``, or ``"module:Class"`` of a different package or your own,
+            for example ``bitsandbytes.optim:AdamW8bit``. ``Muon`` updates the matrices of the
+            layers, and AdamW all other parameters.
+        lr: learning rate; 0 runs everything without changing weights, ``None`` chooses by model,
+            see ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
         betas: ``None`` for the optimizer's default.
         momentum: ``None`` for the optimizer's default.
         options: further arguments of the class, by name.
-        on_cpu: keep the optimizer's states in the memory of the CPU, and step there.
+        on_cpu: keep the optimizer's states in CPU memory, and update there.
         clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
         scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
             ``SCHEDULES``.
@@ -490,19 +490,19 @@ class OptimizerConfig(Group, key="optimizer"):
         train_model: TrainModelConfig,
         rates: LearningRates = REINFORCEMENT_RATES,
     ) -> None:
-        """Choose the learning rate where none is given.
+        """Choose the learning rate if none is given.
 
         Args:
-            model: what is trained.
-            train_model: whether by LoRA.
-            rates: those of the recipe.
+            model: the trained model.
+            train_model: its settings, which tell whether LoRA is used.
+            rates: default rates of the recipe.
         """
         if self.lr is None:
             usual = rates.lora if train_model.lora.enabled else rates.usual
             self.lr = rates.embedded if model.name is None else usual
 
     def check_warmup(self, num_updates: int) -> None:
-        """Refuse a warm-up that is longer than the run.
+        """Reject a warm-up that is longer than the run.
 
         Args:
             num_updates: optimizer steps of the whole run.
@@ -524,20 +524,20 @@ class OptimizerConfig(Group, key="optimizer"):
 
 
 class EngineConfig(InferenceModelConfig):
-    """What samples, and how; the keys of the engine count with ``backend=vllm`` only.
+    """Sampler and sampling; the keys of the engine have an effect only with ``backend=vllm``.
 
     Attributes:
         backend: ``transformers`` samples with the trained module (a copy of it in each collector of
-            the asynchronous recipe), ``vllm`` with an engine; or ``"module:class"`` of a
-            :class:`~torchrl_llm.modules.Backend` of your own, which is made of ``model.name`` and
-            the keyword ``tokenizer``.
-        num_devices: GPUs of one engine (tensor parallel), each with its own process; on the
-            CPU so many processes.
+            the asynchronous recipe), ``vllm`` with an engine; or ``"module:class"`` of your own
+            :class:`~torchrl_llm.modules.Backend`, which is constructed with ``model.name`` and the
+            keyword ``tokenizer``.
+        num_devices: GPUs of one engine (tensor parallel), each with its own process; on the CPU the
+            number of processes.
         gpu_memory_utilization: fraction of a GPU's memory that an engine may take; ``None`` for
-            vLLM's default. Lower it where trainer and engine share a GPU.
+            vLLM's default. Lower it if trainer and engine share a GPU.
         enforce_eager: no CUDA graphs.
-        enable_prefix_caching: keep the cache of prompts that begin alike.
-        enable_fp32_lm_head: logits in float32 whatever the type of the weights.
+        enable_prefix_caching: share the cache of prompts with the same beginning.
+        enable_fp32_lm_head: logits in float32 for any type of the weights.
         max_model_len: most tokens of prompt and response; ``None`` for the model's context.
     """
 
@@ -572,13 +572,12 @@ class EngineConfig(InferenceModelConfig):
 
 
 class SleepingEngineConfig(EngineConfig):
-    """What samples, next to the trainer.
+    """Sampler next to the trainer.
 
     Attributes:
-        sleep: the vLLM engine gives back all of its GPU memory while the trainer trains, and gets
-            the weights when it wakes; for one GPU that does not hold both. With
-            ``weight_sync.type=shared`` it gives back its cache alone. On the CPU no memory is given
-            back.
+        sleep: the vLLM engine frees all of its GPU memory while the trainer trains, and gets the
+            weights when it wakes; for one GPU that cannot hold both. With
+            ``weight_sync.type=shared`` it frees only its cache. On the CPU no memory is freed.
     """
 
     sleep: bool = False
@@ -590,21 +589,21 @@ class SleepingEngineConfig(EngineConfig):
 
 
 class WeightSyncConfig(Group, key="weight_sync"):
-    """How the weights that were trained get into an engine of this process.
+    """How trained weights get into an engine of this process.
 
     Attributes:
         type: ``shared`` keeps one copy of the weights for trainer and engine, ``load`` copies all
-            of them after each step, ``delta`` those that changed, ``adapter`` the LoRA adapter
-            alone, ``files`` writes all to a folder, from which the engine reads; or
-            ``"module:class"`` of an updater of your own, which is made of the engine's backend and
-            the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA, ``shared`` on
-            the CPU with ``inference_model.num_devices=1``, else ``load``, also with
+            of them after each step, ``delta`` copies changed weights, ``adapter`` only the LoRA
+            adapter, ``files`` writes all to a folder, from which the engine reads; or
+            ``"module:class"`` of your own updater, which is constructed with the engine's backend
+            and the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA, ``shared``
+            on the CPU with ``inference_model.num_devices=1``, else ``load``, also with
             ``inference_model.sleep``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
-            and stop where more than rounding is between them.
-        fingerprint: with ``load``, hash all weights at each update: half of the copy on the CPU;
-            on a GPU they have to be copied to the CPU for it.
-        folder: with ``files``, where they are.
+            and stop if they differ by more than rounding.
+        fingerprint: with ``load``, hash all weights at each update, which takes half the time of
+            the copy on the CPU; on a GPU this needs a copy to the CPU.
+        folder: with ``files``, their folder.
     """
 
     type: str = "auto"
@@ -633,19 +632,18 @@ def _check_folder(type_: str, folder: str | None) -> None:
 
 
 class AsyncWeightSyncConfig(Group, key="weight_sync"):
-    """How the weights that were trained get to the collectors; a LoRA adapter is merged into them.
+    """How trained weights get to the collectors; a LoRA adapter is merged into them.
 
     Attributes:
-        type: ``ray`` puts them into Ray's object store, where each machine holds them once;
-            ``files`` into a folder that all machines see; ``nccl`` sends them from the trainer's
-            GPU to those of the collectors, and ``ipc`` to collectors that share its GPU, both by
-            vLLM's own weight transfer (never run on a GPU).
-        folder: with ``files``, where they are.
-        in_flight: what new weights do with conversations that are being collected: ``wait`` until
-            all have their present answer, and go on with the new weights; ``keep`` what is there
-            of the answers too (each token knows its version); or ``abort``: drop them and begin
-            others.
-        verify: as in the recipe of one process; each collector compares its own engine. Needs
+        type: ``ray`` puts them into Ray's object store, one copy per machine; ``files`` into a
+            folder that all machines see; ``nccl`` sends them from the trainer's GPU to those of the
+            collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
+            transfer (never run on a GPU).
+        folder: with ``files``, their folder.
+        in_flight: effect of new weights on running conversations: ``wait`` until all have finished
+            their current answer, then continue with the new weights; ``keep`` also partial answers
+            (each token records its version); or ``abort``: drop them and begin new ones.
+        verify: as in the synchronous recipe; each collector compares its own engine. Needs
             ``inference_model.backend=vllm`` to have an effect.
     """
 
@@ -660,12 +658,12 @@ class AsyncWeightSyncConfig(Group, key="weight_sync"):
 
 
 class AsyncTrainConfig(TrainConfig):
-    """The training loop, next to which responses are collected.
+    """The training loop, with asynchronous collection of responses.
 
     Attributes:
         max_policy_age: updates that the weights may have moved since a token was sampled.
-        on_stale: what happens where that would be exceeded: collectors ``wait``; or they run on,
-            and older rows are dropped (``drop``) or their older tokens not trained (``mask``).
+        on_stale: action at this limit: collectors ``wait``; or they continue, and older rows are
+            dropped (``drop``) or their older tokens are not trained (``mask``).
         weight_update_frequency: training steps between two updates of the collectors' weights.
     """
 
@@ -675,19 +673,19 @@ class AsyncTrainConfig(TrainConfig):
 
     @property
     def staleness(self) -> StalenessRule:
-        """The rule that the keys say."""
+        """The rule from the keys."""
         return StalenessRule(max_policy_age=self.max_policy_age, on_stale=self.on_stale)
 
 
 class AsyncTrainModelConfig(TrainModelConfig):
-    """How the policy is held for training, and which GPUs are its own.
+    """How the policy is stored for training, and its own GPUs.
 
     Attributes:
         num_devices: GPUs that no collector of this machine gets, with ``ray.address=null``: 1 for
-            the policy (the one of ``train.device``), 0 where it shares its GPU with them (then give
-            ``ray.gpus_per_collector``, a part of 1, and
-            ``inference_model.gpu_memory_utilization``). A cluster that runs already was told which
-            GPUs it has.
+            the policy (the one of ``train.device``), 0 if it shares its GPU with them (then set
+            ``ray.gpus_per_collector``, a fraction of 1, and
+            ``inference_model.gpu_memory_utilization``). A running cluster already has its list of
+            GPUs.
     """
 
     num_devices: int = 1
@@ -702,23 +700,21 @@ class AsyncTrainModelConfig(TrainModelConfig):
 
 
 class RayConfig(Group, key="ray"):
-    """Where the collectors run.
+    """Resources of the collectors.
 
     Attributes:
-        address: of a cluster, ``auto`` for the one this machine belongs to; ``None`` starts Ray on
-            this machine alone.
-        num_cpus: CPUs that Ray may count on with ``address=null``; ``None`` for those it needs or
-            finds, whichever are more.
-        num_collectors: collectors side by side, each an actor with environments and sampler of its
-            own.
+        address: address of a cluster, ``auto`` for this machine's cluster; ``None`` starts Ray only
+            on this machine.
+        num_cpus: CPUs for Ray with ``address=null``; ``None`` for the CPUs it needs or finds,
+            whichever is more.
+        num_collectors: collectors in parallel, each an actor with its own environments and sampler.
         prompts_per_claim: prompts that a collector answers at a time; ``None`` for an equal share
             of ``train.prompts_per_batch``.
-        cpus_per_collector: CPUs of each.
-        gpus_per_collector: GPUs of each; ``None`` for none on the CPU, else
+        cpus_per_collector: CPUs per collector.
+        gpus_per_collector: GPUs per collector; ``None`` for none on the CPU, else
             ``inference_model.num_devices``. With 0 a collector samples on the CPU.
-        max_restarts: times that a collector which died is restarted.
-        timeout_s: seconds without rows, or without a heartbeat of a collector, after which it is
-            given up.
+        max_restarts: most restarts of a collector that died.
+        timeout_s: seconds without rows, or without a heartbeat, after which a collector is dropped.
     """
 
     address: str | None = None

@@ -1,4 +1,4 @@
-"""Configuration of the GRPO recipes as a whole: what cannot go together, and how it is loaded."""
+"""Complete configuration of the GRPO recipes: invalid combinations, and loading."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from torchrl_llm.trainers.run_config import LoggingConfig
 
 
 class GRPOGroups(SampledConfig):
-    """What ``grpo-sync.py`` and ``grpo-async.py`` can both be told."""
+    """Settings that ``grpo-sync.py`` and ``grpo-async.py`` share."""
 
     curriculum: CurriculumConfig
     inference_model: groups.EngineConfig
@@ -38,25 +38,25 @@ class GRPOGroups(SampledConfig):
 
     @property
     def merges(self) -> str | None:
-        """What brings whole weights to a sampler, adapters merged; ``None`` where nothing does."""
+        """The part that sends merged whole weights to a sampler; ``None`` if none does."""
         return "this recipe, which sends whole weights to its collectors"
 
     @property
     def num_players(self) -> int:
-        """Rows of an episode; more than one where players share it."""
+        """Rows per episode; more than one if players share it."""
         return task_class(self.env.dataset).num_players(self.env.options)
 
     @property
     def group_size(self) -> int:
-        """Responses that are compared: those of one player to a prompt."""
+        """Responses that are compared: the responses of one player to a prompt."""
         return self.env.repeats // self.num_players
 
     @property
     def stores_proximal(self) -> bool:
         """Whether the trainer's own log-probs must be kept from before the first update.
 
-        A correction compares with them; while a batch is used for one update only, they are those
-        of the policy that the loss scores anyway.
+        A correction compares with them. If a batch is used for only one update, the loss computes
+        the same log-probs anyway.
         """
         return self.correction.enabled and self.updates_per_batch > 1
 
@@ -73,7 +73,7 @@ class GRPOGroups(SampledConfig):
             actor: the policy.
 
         Raises:
-            ConfigError: arguments of the loss that are impossible or without effect.
+            ConfigError: impossible arguments of the loss, or arguments without effect.
         """
         if self.loss.compares_pairs:
             return self.loss.build(actor)
@@ -88,10 +88,11 @@ class GRPOGroups(SampledConfig):
         return self.loss.build(actor, **given)
 
     def build_credit(self) -> CreditAssigner:
-        """The configured advantage estimator, with what ``filter`` says about groups.
+        """The configured advantage estimator, with the settings of ``filter`` for groups.
 
         Raises:
-            ConfigError: arguments of the estimator that are impossible, or a filter that it lacks.
+            ConfigError: impossible arguments of the estimator, or a filter that it does not
+                support.
         """
         keep, bounds = self.filter.zero_variance == "keep", self.filter.return_bounds
         if self.advantage.compares_group:
@@ -177,7 +178,7 @@ class GRPOGroups(SampledConfig):
             not (self.train_model.dtype == "bfloat16" and self.train.mixed_precision == "float32"),
             "train_model.dtype=bfloat16 cannot train with train.mixed_precision=float32",
         )
-        # The constructors know best which of their arguments go together.
+        # The constructors check the combinations of their arguments.
         parts = {"loss": partial(self.build_loss, _NoActor()), "advantage": self.build_credit}
         for group, build in (parts | {"agent": self.agent.build}).items():
             with naming(f"{group}={getattr(self, group).type}"):
@@ -221,7 +222,7 @@ class GRPOGroups(SampledConfig):
         )
 
     def _check_pairs(self) -> None:
-        """A loss of pairs needs both answers of each, whole and in one update."""
+        """A loss of pairs needs both answers of each pair, complete and in one update."""
         loss, train, filter_ = self.loss, self.train, self.filter
         which = f"advantage={self.advantage.type}"
         ensure(
@@ -265,7 +266,7 @@ class GRPOGroups(SampledConfig):
 
 
 class GRPOConfig(GRPOGroups):
-    """Everything that ``grpo-sync.py`` can be told."""
+    """All settings of ``grpo-sync.py``."""
 
     inference_model: groups.SleepingEngineConfig
     weight_sync: groups.WeightSyncConfig
@@ -317,7 +318,7 @@ class GRPOConfig(GRPOGroups):
         )
 
     def _check_parallel(self) -> None:
-        """Each rank has rows, a tracker and an engine of its own."""
+        """Each rank has its own rows, tracker and engine."""
         parallel, kind = f"train.parallel={self.train.parallel}", self.advantage.type
         ensure(
             kind != "spo",
@@ -354,7 +355,7 @@ class GRPOConfig(GRPOGroups):
 
 
 class AsyncGRPOConfig(GRPOGroups):
-    """Everything that ``grpo-async.py`` can be told."""
+    """All settings of ``grpo-async.py``."""
 
     train: groups.AsyncTrainConfig
     train_model: groups.AsyncTrainModelConfig
@@ -363,7 +364,7 @@ class AsyncGRPOConfig(GRPOGroups):
 
     @property
     def rows_per_claim(self) -> int:
-        """Responses that a collector samples at a time, in whole groups."""
+        """Responses that a collector samples at once, in whole groups."""
         prompts = self.ray.prompts_per_claim
         return (prompts or self.train.prompts_per_batch // self.ray.num_collectors) * (
             self.env.repeats
@@ -424,7 +425,7 @@ class AsyncGRPOConfig(GRPOGroups):
 
 
 class _NoActor(TokenScorer):
-    """Stands for the policy while the arguments of a loss are checked."""
+    """Placeholder for the policy while the arguments of a loss are checked."""
 
     def token_scores(self, *args: Any, **kwargs: Any) -> TokenScores:
         raise RuntimeError("this actor scores nothing")
@@ -441,7 +442,8 @@ def load_config(values: Mapping[str, Any], schema: type[Config] = GRPOConfig) ->
         schema: :class:`GRPOConfig` or :class:`AsyncGRPOConfig`.
 
     Raises:
-        ConfigError: an unknown or renamed key, a value of the wrong type, an impossible pair.
+        ConfigError: an unknown or renamed key, a value of the wrong type, or an invalid
+            combination.
 
     Example:
         >>> load_config({"train": {"max_steps": 5}, "optimizer": {"lr": 0}}).train.max_steps
@@ -456,7 +458,7 @@ responses (train.prompts_per_batch=16 x env.repeats=8)
 
 
 def _elsewhere(schema: type[GRPOGroups]) -> dict[str, str]:
-    """Keys that the other recipe has."""
+    """Messages for keys of the other recipe."""
     other, name = {
         GRPOConfig: (AsyncGRPOConfig, "grpo-async.py"),
         AsyncGRPOConfig: (GRPOConfig, "grpo-sync.py"),

@@ -9,18 +9,18 @@ from typing import Any
 from torchrl_llm._run_log import display_path
 
 PROGRESS = "logging.progress"
-"""Key without which a run says neither its first line nor how far it is."""
+"""Key that turns on the first line and the progress of a run."""
 
 _LOSS = ("loss.type", "loss.function", "loss.estimator")
 
 
 def introduction(recipe: str, settings: Mapping[str, Any], folder: str | Path) -> str:
-    """The line with which a run begins.
+    """The first line of a run.
 
     Args:
-        recipe: its name.
-        settings: flat, dotted key to value; a recipe without a key has nothing to say of it.
-        folder: of the run.
+        recipe: name of the recipe.
+        settings: flat, dotted key to value; missing keys are left out of the line.
+        folder: folder of the run.
 
     Example:
         >>> settings = {"model.name": None, "env.dataset": "gsm8k", "loss.type": "grpo"}

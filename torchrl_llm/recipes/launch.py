@@ -48,17 +48,17 @@ PAGES = Path(__file__).parents[1] / "sota"
 """Folder of the recipes: ``sota-implementations``, which is part of the installed package."""
 
 TRACEBACK_VARIABLE = "TORCHRL_LLM_TRACEBACK"
-"""Environment variable that shows where an error of ours was raised, if it is ``1``."""
+"""Environment variable: ``1`` shows the traceback of this package's errors."""
 
 _FAILED = 1
 _SWEEP = ("-m", "--multirun")
-# The first line, from where it is said to where run.log is open.
+# The first line, kept from its output until run.log is open.
 _first_line: list[str] = []
-# What Hydra and the first step write, and the errors of a disk that takes no more.
+# Bytes that Hydra and the first step write, and the errors of a full or read-only disk.
 _FIRST_BYTES = 64 << 10
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
-# Where loggers write that print to standard output by themselves, unless they are told otherwise.
+# Streams of loggers that print to standard output by default.
 _TO_STDERR = {"TORCHRL_CONSOLE_STREAM": "stderr", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
 
@@ -70,15 +70,15 @@ def begin(
     siblings: Mapping[str, str] | None = None,
     check: Callable[[list[str]], None] | None = None,
 ) -> None:
-    """Answer ``--help`` and refuse unknown keys; ends the process where either happens.
+    """Answer ``--help`` and reject unknown keys; both end the process.
 
     Args:
-        page: ``__file__`` of the page, beside which the folder ``config`` is.
-        name: of the file in it that composes the others.
-        open_keys: as of :meth:`~torchrl_llm.recipes.command_keys.KeyTable.read`.
-        siblings: other files of the folder that compose recipes, with the page of each: their keys
-            are known, and told apart.
-        check: looks at the arguments first, and may refuse them.
+        page: ``__file__`` of the page, next to the folder ``config``.
+        name: name of the file in it that composes the others.
+        open_keys: as for :meth:`~torchrl_llm.recipes.command_keys.KeyTable.read`.
+        siblings: other files of the folder that compose recipes, with the page of each: an error
+            for one of their keys names that page.
+        check: called with the arguments first; it may reject them.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -100,10 +100,10 @@ def begin(
 
 
 def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
-    """Say the first line, unless a flag of Hydra's changes what it composes.
+    """Print the first line, unless a flag of Hydra changes the composition.
 
     Returns:
-        The arguments, with the folder that the line names: Hydra's own would have a later time.
+        The arguments, with the folder that the line names; Hydra's folder would have a later time.
     """
     from omegaconf.errors import OmegaConfBaseException
 
@@ -116,7 +116,7 @@ def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
     key = "hydra.sweep.dir" if is_sweep else "hydra.run.dir"
     try:
         folder = str((config.hydra.sweep if is_sweep else config.hydra.run).dir)
-    except OmegaConfBaseException:  # it depends on what only Hydra knows
+    except OmegaConfBaseException:  # it depends on values that only Hydra has
         return arguments
     settings = _flat(config)
     if is_sweep and f"{PROGRESS}=false" not in overrides:
@@ -129,9 +129,9 @@ def _introduced(page: Path, name: str, arguments: list[str]) -> list[str]:
 
 
 def _introduce(config: Any) -> None:
-    """Say the first line of a run that Hydra has begun, or log the one that was said before."""
+    """Print the first line of a run started by Hydra, or log the line that was printed before."""
     hydra, settings = _hydra(), _flat(config)
-    if hydra.mode is not None and hydra.mode.name == "MULTIRUN":  # the command of this job alone
+    if hydra.mode is not None and hydra.mode.name == "MULTIRUN":  # the command of only this job
         sys.argv[1:] = hydra.overrides.task
     if _first_line:
         terminal.log_only(_first_line.pop())
@@ -144,14 +144,14 @@ def _is_main() -> bool:
 
 
 def _flat(config: Any) -> dict[str, Any]:
-    """Dotted key to value of what Hydra composed."""
+    """Hydra's composed configuration as dotted key to value."""
     from omegaconf import OmegaConf
 
     return dotted(OmegaConf.to_container(config, resolve=False))
 
 
 def _of_other_ranks(arguments: Iterable[str]) -> list[str]:
-    """What keeps Hydra from making a folder for each process that torchrun has started."""
+    """Arguments that keep Hydra from making a folder for each process started by torchrun."""
     if _is_main():
         return []
     given = any(argument.startswith("hydra.run.dir=") for argument in arguments)
@@ -159,7 +159,7 @@ def _of_other_ranks(arguments: Iterable[str]) -> list[str]:
 
 
 def _loggers_to_stderr() -> None:
-    """Standard output is for results. Hydra is told to leave loggers as they are."""
+    """Redirect loggers, because standard output is for results."""
     for name, value in _TO_STDERR.items():
         os.environ.setdefault(name, value)
     handler = logging.StreamHandler()
@@ -177,14 +177,14 @@ def check_arguments(
     open_keys: Iterable[str] = (),
     siblings: Mapping[str, str] | None = None,
 ) -> list[str]:
-    """Refuse unknown keys and group values among overrides.
+    """Reject unknown keys and group values among overrides.
 
     Args:
-        arguments: of the command line.
+        arguments: arguments of the command line.
         folder: the recipe's ``config``.
-        name: as of :func:`begin`.
-        open_keys: as there.
-        siblings: as there.
+        name: as for :func:`begin`.
+        open_keys: as for :func:`begin`.
+        siblings: as for :func:`begin`.
 
     Returns:
         The arguments for Hydra.
@@ -208,21 +208,21 @@ def check_arguments(
 def compose_files(
     folder: Path, name: str, overrides: Iterable[str], *, page: str | None = None
 ) -> Any:
-    """What a recipe's files say with these overrides, as Hydra composes them.
+    """Compose a recipe's files with these overrides, like Hydra.
 
-    Nothing of Hydra's is left behind, and a program that uses Hydra itself goes on with its own.
+    Hydra's global state is restored, so a program that uses Hydra itself is not affected.
 
     Args:
         folder: the recipe's ``config``.
-        name: as of :func:`begin`.
-        overrides: as of Hydra.
-        page: name of the recipe's page, for Hydra's own settings as well, under ``hydra``.
+        name: as for :func:`begin`.
+        overrides: overrides of Hydra.
+        page: name of the recipe's page, to include Hydra's own settings, under ``hydra``.
 
     Returns:
         An ``omegaconf.DictConfig``.
 
     Raises:
-        ConfigError: Hydra refuses an override.
+        ConfigError: Hydra rejects an override.
     """
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -241,7 +241,7 @@ def compose_files(
 
 
 def _check_syntax(arguments: Iterable[str]) -> None:
-    """Refuse what Hydra cannot read, and several values where there is no sweep."""
+    """Reject overrides that Hydra cannot read, and several values without a sweep."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -271,14 +271,14 @@ def _check_syntax(arguments: Iterable[str]) -> None:
 
 
 def check_folder(folder: Path, key: str) -> None:
-    """Refuse a folder of a run that cannot be made.
+    """Reject a folder of a run that cannot be made.
 
     Args:
-        folder: of the run.
-        key: what it was given by.
+        folder: folder of the run.
+        key: key or argument that set it.
 
     Raises:
-        ConfigError: it is a file, or nothing can be written there.
+        ConfigError: it is a file, or it is not writable.
     """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     why = None if there.is_dir() else f"{there} is no folder"
@@ -293,7 +293,7 @@ def check_folder(folder: Path, key: str) -> None:
 
 
 def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:
-    """Folders of settings that the command line adds, and whether those are all."""
+    """Folders of settings that the command line adds, and whether this list is complete."""
     found, listed, last = [], True, ""
     for argument in arguments:
         key, _, value = argument.partition("=")
@@ -311,11 +311,11 @@ def _further_folders(arguments: Iterable[str]) -> tuple[list[Path], bool]:
 
 
 def show_help(page: Path, name: str) -> None:
-    """Print what a recipe does, how it is called, and all of its keys with what they mean.
+    """Print the description of a recipe, its command, and all of its keys with their meaning.
 
     Args:
         page: file of the page.
-        name: as of :func:`begin`.
+        name: as for :func:`begin`.
     """
     folder = page.parent / "config"
     table = KeyTable.read(folder, name)
@@ -340,7 +340,7 @@ def show_help(page: Path, name: str) -> None:
 
 
 def _without_hydra(lines: Iterable[str]) -> list[str]:
-    """The lines of a file that are keys of the recipe, and what is said of them."""
+    """The lines of a file with keys of the recipe and their comments."""
     kept, ours = [], True
     for line in lines:
         if line and not line.startswith((" ", "#")):
@@ -351,15 +351,15 @@ def _without_hydra(lines: Iterable[str]) -> list[str]:
 
 
 def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make an error that this package raises on purpose a paragraph on the terminal, without trace.
+    """Show errors that this package raises on purpose as a message without a traceback.
 
-    The process ends with exit code 1, also where code of the user's would end it with 0. With
-    ``TORCHRL_LLM_TRACEBACK=1`` the error is raised as it is. What nobody foresaw keeps its
-    traceback. Where Hydra has made a folder for the run, its ``run.log`` holds all of it, and what
-    the terminal says until then.
+    The process ends with exit code 1, also if user code would end it with 0. With
+    ``TORCHRL_LLM_TRACEBACK=1`` the error is raised unchanged. Unexpected errors keep their
+    traceback. If Hydra has made a folder for the run, its ``run.log`` contains the full error and
+    the output of the terminal until then.
 
     Args:
-        function: of a command.
+        function: main function of a command.
     """
 
     @functools.wraps(function)
@@ -379,7 +379,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 words, is_foreseen = _last_words(error)
                 if not is_foreseen and _hydra() is None:
                     raise
-                if not is_foreseen:  # Hydra would print the whole command with it
+                if not is_foreseen:  # Hydra would also print the whole command
                     words = "".join(traceback.format_exception(error)).rstrip()
                 if words is not None:
                     sys.stdout.flush()
@@ -389,7 +389,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
                 *_, (last, _) = traceback.walk_tb(ended.__traceback__)
                 if last.f_code.co_filename.startswith((str(PAGES.parent), argparse.__file__)):
                     _end_ranks(is_last_word=True)
-                    raise  # help that was shown, a run that was stopped by a signal
+                    raise  # after --help, or a run stopped by a signal
                 from torchrl_llm.data.failures import place_of
 
                 sys.stdout.flush()
@@ -401,7 +401,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _last_words(error: Exception) -> tuple[str | None, bool]:
-    """What is said of an error, ``None`` where another rank says it; whether that is all of it."""
+    """The message of an error, ``None`` if a different rank prints it; whether it is complete."""
     is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
     is_ours = isinstance(error, TorchRLLLMError) or is_full
     if os.environ.get("WORLD_SIZE", "1") == "1":
@@ -415,7 +415,7 @@ def _last_words(error: Exception) -> tuple[str | None, bool]:
 
 
 def _end_ranks(*, is_last_word: bool = False) -> None:
-    """Leave the others; an error of theirs is not repeated where this rank has said why it ends."""
+    """Leave the other ranks; does not repeat their error if this rank has printed why it ends."""
     if "torchrl_llm.trainers.ranks" in sys.modules:
         from torchrl_llm.trainers.ranks import end_ranks, speaks_of_others
 
@@ -427,7 +427,7 @@ def _end_ranks(*, is_last_word: bool = False) -> None:
 
 
 def _run_log() -> AbstractContextManager[Any]:
-    """The log of the folder that Hydra has made, unless it was told to leave nothing there."""
+    """The log in the folder that Hydra has made, unless Hydra is set to write nothing there."""
     config = _hydra()
     if config is None:
         return nullcontext()
@@ -436,14 +436,14 @@ def _run_log() -> AbstractContextManager[Any]:
 
 
 def _hydra() -> Any:
-    """What Hydra says of the run that it has begun; ``None`` where it has not."""
+    """Hydra's configuration of the run that it has started; ``None`` without Hydra."""
     hydra = sys.modules.get("hydra.core.hydra_config")
     started = hydra is not None and hydra.HydraConfig.initialized()
     return hydra.HydraConfig.get() if started else None
 
 
 def _mask_saved(config: Any) -> None:
-    """Hydra writes what was typed before anyone here sees it; passwords do not stay there."""
+    """Remove passwords from the overrides that Hydra has already written."""
     folder = Path(config.runtime.output_dir, config.output_subdir or "")
     for file in (*folder.glob("*.yaml"), Path(config.sweep.dir or "", "multirun.yaml")):
         with suppress(OSError, yaml.YAMLError):
@@ -454,7 +454,7 @@ def _mask_saved(config: Any) -> None:
 
 
 def load_page(path: str) -> ModuleType:
-    """Import a recipe's page, and with it what lies beside it.
+    """Import a recipe's page, and make the modules in its folder importable.
 
     Args:
         path: below ``sota-implementations``, as ``"grpo/grpo-sync.py"``.

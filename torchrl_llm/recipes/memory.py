@@ -1,11 +1,11 @@
-"""Memory of a run in bytes, by formula: from its settings and the model's ``config.json`` alone.
+"""Memory of a run in bytes, by formula: only from its settings and the model's ``config.json``.
 
-No weights are read. Parameters are counted exactly, on the model's layers without their numbers
+No weights are read. Parameters are counted exactly, on the model's layers without weight values
 (:func:`~torchrl_llm.modules.empty_model`); so are the states of the optimizer, which takes a step
 on them. Activations and the cache of sampling are formulas for a decoder of the Llama family
-(Llama, Qwen2, Mistral, ...), with attention that does not hold its scores. What torch, CUDA and
-Python take for themselves is not counted; on a GPU, leave a GB for it. With
-``train.parallel`` it is the memory of one process, which has its share of the rows.
+(Llama, Qwen2, Mistral, ...), with attention that does not store its scores. The memory of torch,
+CUDA and Python themselves is not counted; on a GPU, leave a GB for it. With ``train.parallel`` it
+is the memory of one process, which has its share of the rows.
 
 Next: ``torchrl-llm memory`` prints it; :doc:`/howto/hardware_and_memory`.
 """
@@ -97,10 +97,10 @@ class DecoderShape(NamedTuple):
 
 
 def tensor_bytes(tensors: Iterable[Tensor]) -> int:
-    """Bytes of tensors; one that is there twice, as a tied embedding, counts once.
+    """Bytes of tensors; a shared tensor, such as a tied embedding, counts once.
 
     Args:
-        tensors: of any device, ``meta`` included.
+        tensors: tensors on any device, including ``meta``.
 
     Example:
         >>> tensor_bytes(modules.empty_model().parameters())
@@ -110,7 +110,7 @@ def tensor_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that take gradients.
+    """The parameters that require gradients.
 
     Args:
         model: the policy.
@@ -121,11 +121,11 @@ def trained(model: nn.Module) -> list[nn.Parameter]:
 def optimizer_bytes(
     parameters: nn.Module | Iterable[nn.Parameter], arguments: Mapping[str, Any]
 ) -> int:
-    """Bytes of the states of an optimizer after its first step, wherever they are.
+    """Bytes of the states of an optimizer after its first step, on any device.
 
     Args:
-        parameters: those that are trained, or their module.
-        arguments: of :func:`~torchrl_llm.trainers.make_optimizer`.
+        parameters: the trained parameters, or their module.
+        arguments: arguments of :func:`~torchrl_llm.trainers.make_optimizer`.
 
     Raises:
         ConfigError: the optimizer's memory depends on more than shapes.
@@ -158,13 +158,13 @@ def optimizer_bytes(
 def cache_bytes(shape: DecoderShape, num_tokens: int, precision: Precision) -> int:
     """Bytes of the keys and values of tokens in all layers: ``layers x kv_heads x head_dim`` each.
 
-    With autocast keys are float32, for the rotation of positions makes them so, and values
+    With autocast keys are float32, because the rotary embedding returns float32, and values
     bfloat16.
 
     Args:
-        shape: of the model.
+        shape: shape of the model.
         num_tokens: tokens of all rows together.
-        precision: of sampling.
+        precision: precision of sampling.
 
     Example:
         >>> cache_bytes(DecoderShape.of(modules.empty_model()), 1, "float32")
@@ -182,18 +182,18 @@ def activation_bytes(
     gradient_checkpointing: bool = False,
     adapter_width: int = 0,
 ) -> int:
-    """Bytes that a forward of the layers keeps for its backward; the head's logits are not here.
+    """Bytes that a forward of the layers keeps for its backward, without the head's logits.
 
-    A layer keeps, a token, with ``d`` the hidden width, ``q`` that of the queries, ``k`` that of
-    the keys, ``f`` the intermediate one: what the two norms need, ``4 d`` in float32; the inputs of
-    the projections, ``2 d``; queries, keys, values and the result of attention, ``2 q + 2 k``; and
-    the feed-forward part, ``4 f``. Autocast keeps an input once for each projection, ``5 d``. With
-    gradient checkpointing a layer keeps its input, ``d``.
+    A layer keeps, per token, with ``d`` the hidden width, ``q`` the width of the queries, ``k`` of
+    the keys, and ``f`` the intermediate width: the saved tensors of the two norms, ``4 d`` in
+    float32; the inputs of the projections, ``2 d``; queries, keys, values and the result of
+    attention, ``2 q + 2 k``; and the feed-forward part, ``4 f``. Autocast keeps an input once for
+    each projection, ``5 d``. With gradient checkpointing a layer keeps its input, ``d``.
 
     Args:
-        shape: of the model.
-        num_tokens: tokens of the forward, with its padding.
-        precision: of training.
+        shape: shape of the model.
+        num_tokens: tokens of the forward, including padding.
+        precision: precision of training.
         gradient_checkpointing: whether layers are computed again in the backward.
         adapter_width: sum of the ranks of all LoRA adapters; 0 without.
 
@@ -205,7 +205,8 @@ def activation_bytes(
         2052
     """
     size = _FLOAT32 if precision == "float32" else _BFLOAT16
-    # A frozen norm keeps what it normalises alone; else also the result, in the type of weights.
+    # A frozen norm keeps only its input; a trained norm also its result, in the type of the
+    # weights.
     norm = shape.hidden * _FLOAT32 + _FLOAT32
     if not adapter_width:
         norm += shape.hidden * (_BFLOAT16 if precision == "bfloat16" else _FLOAT32)
@@ -222,17 +223,17 @@ def activation_bytes(
 def working_bytes(
     shape: DecoderShape, num_tokens: int, precision: Precision, *, offloads: bool = False
 ) -> int:
-    """Bytes that the backward of a layer takes besides what waits for it.
+    """Bytes that the backward of a layer needs in addition to the saved activations.
 
-    The most are in that of the gated product: the gradients of its two factors, its own in the
-    place of the product, ``2 f``, and that of the hidden states. Where activations wait on the CPU,
-    the product and its factors are there too, ``5 f``.
+    The peak is in the backward of the gated product: the gradients of its two factors (its own
+    gradient replaces the product), ``2 f``, and the gradient of the hidden states. With activations
+    on the CPU, the product and its factors are added, ``5 f``.
 
     Args:
-        shape: of the model.
-        num_tokens: tokens of the forward, with its padding.
-        precision: of training.
-        offloads: whether activations wait on the CPU.
+        shape: shape of the model.
+        num_tokens: tokens of the forward, including padding.
+        precision: precision of training.
+        offloads: whether activations are kept on the CPU.
 
     Example:
         >>> working_bytes(DecoderShape.of(modules.empty_model()), 1, "float32")
@@ -245,20 +246,19 @@ def working_bytes(
 
 Moment = Literal["sample", "head", "first", "last", "host", "disk"]
 """When a part is held: in sampling; at the head of a forward, with the logits; in the backward of
-the first layer, or of the last one, when gradients are there. ``host``: in the memory of the CPU
-next to a GPU."""
+the first layer, or of the last one, with all gradients. ``host``: in CPU memory next to a GPU."""
 
 TRAIN: tuple[Moment, ...] = ("head", "first", "last")
 BOTH: tuple[Moment, ...] = ("sample", *TRAIN)
 
 
 def scoring_bytes(shape: DecoderShape, num_tokens: int, dtype: str) -> int:
-    """Bytes that a forward without a backward has at once: ``3 f`` and ``4 d``.
+    """Peak bytes of a forward without a backward: ``3 f`` and ``4 d``.
 
     Args:
-        shape: of the model.
-        num_tokens: tokens of the forward, with its padding.
-        dtype: of the weights.
+        shape: shape of the model.
+        num_tokens: tokens of the forward, including padding.
+        dtype: type of the weights.
     """
     size = _BFLOAT16 if dtype == "bfloat16" else _FLOAT32
     return num_tokens * (3 * shape.intermediate + 4 * shape.hidden) * size
@@ -269,10 +269,10 @@ class MemoryPart:
     """A line of the table.
 
     Attributes:
-        name: what takes the memory.
-        num_bytes: how much; ``None`` where it cannot be known.
-        where: the moments in which it is held.
-        note: what it was counted from.
+        name: name of the part.
+        num_bytes: its size; ``None`` if unknown.
+        where: the moments at which it is in memory.
+        note: basis of the count.
     """
 
     name: str
@@ -283,12 +283,12 @@ class MemoryPart:
 
 class _Forward(NamedTuple):
     tokens: int
-    scored: int  # of which the head makes logits: answers alone
-    is_one_of_many: bool  # of an update
+    scored: int  # tokens with logits: only answers
+    is_one_of_many: bool  # forwards per update
 
 
 class _Counts:
-    """The models of a configuration, without their numbers, and what they are trained on."""
+    """The models of a configuration, without weight values, and their training data."""
 
     def __init__(self, config: grpo_config.GRPOGroups, prompt_tokens: int, processes: int) -> None:
         self.config, self.processes = config, processes
@@ -314,28 +314,28 @@ class _Counts:
 
     @property
     def part(self) -> str:
-        """What a note says of what is spread over the processes."""
+        """Note for a part that is spread over the processes."""
         return f"; a part of {self.processes}, train.parallel=fsdp2" if self.is_spread else ""
 
     def spread(self, size: int) -> int:
-        """Bytes that each process has, of so many in one."""
+        """Bytes per process of a part with the given size."""
         return ceil_div(size, self.processes) if self.is_spread else size
 
     @property
     def trained_rows(self) -> int:
-        """Conversations of a step that one process learns from: whole groups."""
+        """Conversations per step on which one process trains: whole groups."""
         prompts = self.config.train.prompts_per_batch
         return ceil_div(prompts, self.processes) * self.config.env.repeats
 
     @property
     def sampled_rows(self) -> int:
-        """Conversations of a step that are sampled here, or by all collectors."""
+        """Conversations per step that are sampled here, or by all collectors."""
         is_async = isinstance(self.config, grpo_config.AsyncGRPOConfig)
         return self.config.rows_per_batch if is_async else self.trained_rows
 
     @property
     def forward(self) -> _Forward:
-        """What one forward in training has."""
+        """Tokens of one forward in training."""
         train = self.config.train
         size = train.optim_batch_size
         rows = self.trained_rows if size is None else ceil_div(size, self.processes)
@@ -348,10 +348,10 @@ class _Counts:
 
 
 def num_processes(config: TrainedConfig) -> int:
-    """Processes that train together: those that were started, else one for each GPU that is here.
+    """Processes that train together: the started processes, else one for each local GPU.
 
     Args:
-        config: of a recipe that trains.
+        config: configuration of a training recipe.
 
     Example:
         >>> num_processes(grpo_config.GRPOConfig())
@@ -364,11 +364,11 @@ def num_processes(config: TrainedConfig) -> int:
 
 
 def ceil_div(total: int, number: int) -> int:
-    """The largest of so many shares that are as equal as they can be.
+    """The largest share if a total is divided as equally as possible.
 
     Args:
-        total: what is shared.
-        number: of shares.
+        total: the total.
+        number: number of shares.
 
     Example:
         >>> ceil_div(7, 2)
@@ -380,17 +380,16 @@ def ceil_div(total: int, number: int) -> int:
 def memory_parts(
     config: grpo_config.GRPOGroups, *, prompt_tokens: int, processes: int | None = None
 ) -> list[MemoryPart]:
-    """What a run needs, part by part; of several processes, what one needs.
+    """The memory of a run by parts; with several processes, of one process.
 
     Args:
-        config: of ``grpo`` or ``grpo-async``.
+        config: configuration of ``grpo`` or ``grpo-async``.
         prompt_tokens: tokens of a prompt; a conversation of several turns has ``max_tokens`` more
             for each.
-        processes: that train together with ``train.parallel``; ``None`` for
-            :func:`num_processes`.
+        processes: number of processes with ``train.parallel``; ``None`` for :func:`num_processes`.
 
     Raises:
-        ConfigError: no such model, or one of unknown shape.
+        ConfigError: the model does not exist, or has an unknown shape.
 
     Example:
         >>> parts = memory_parts(grpo_config.GRPOConfig(), prompt_tokens=64)
@@ -404,11 +403,11 @@ def memory_parts(
 
 
 def peak_bytes(parts: Collection[MemoryPart], where: Literal["train", "sample", "host"]) -> int:
-    """The most that is held at once.
+    """The peak memory.
 
     Args:
-        parts: from :func:`memory_parts`.
-        where: in training, in sampling, or in the memory of the CPU next to a GPU.
+        parts: result of :func:`memory_parts`.
+        where: in training, in sampling, or in CPU memory next to a GPU.
     """
     moments = TRAIN if where == "train" else (where,)
     held = [[part.num_bytes or 0 for part in parts if each in part.where] for each in moments]
@@ -416,7 +415,7 @@ def peak_bytes(parts: Collection[MemoryPart], where: Literal["train", "sample", 
 
 
 def _held(counts: _Counts) -> tuple[Moment, ...]:
-    """Where trainer and sampler are one process, its weights are there while it samples."""
+    """If trainer and sampler are one process, its weights are also in memory while it samples."""
     is_async = isinstance(counts.config, grpo_config.AsyncGRPOConfig)
     return TRAIN if is_async else BOTH
 
@@ -431,7 +430,7 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
     how = f"{total:,} parameters, {kind}{part}"
     yield MemoryPart("weights", counts.spread(weights), here, how)
     how = f"{of_training:,} parameters are trained{part}"
-    # Those of one forward come while its activations go.
+    # With one forward, its gradients replace its activations one by one.
     when: tuple[Moment, ...] = TRAIN if counts.forward.is_one_of_many else ("last",)
     yield MemoryPart("gradients", counts.spread(tensor_bytes(counts.trained)), when, how)
     states = None if states is None else counts.spread(states)
@@ -448,7 +447,7 @@ def _weights(counts: _Counts) -> Iterable[MemoryPart]:
 
 
 def _whole(counts: _Counts, weights: int) -> Iterable[MemoryPart]:
-    """What is whole of spread weights, and when."""
+    """Memory of gathered weights, and when it is needed."""
     by_layer, how = counts.config.train.gathers == "layer", "what is in no layer, and two layers"
     here = _held(counts)
     yield MemoryPart("gathered weights", _gathered(counts.model), here if by_layer else TRAIN, how)
@@ -463,7 +462,7 @@ def _whole(counts: _Counts, weights: int) -> Iterable[MemoryPart]:
 
 
 def _gathered(model: nn.Module) -> int:
-    """Bytes that FSDP2 has whole at once: the root, a layer, and the next one on its way."""
+    """Bytes that FSDP2 gathers at once: the root, a layer, and the next layer in flight."""
     sizes = sorted(tensor_bytes(layer.parameters()) for layer in blocks_of(model))
     return tensor_bytes(model.parameters()) - sum(sizes) + sum(sizes[-2:])
 
@@ -518,7 +517,7 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
             for n, m in linear.items()
             if not n.endswith("lm_head") and id(m.weight) not in left_out
         )
-    # Of frozen weights nothing but the activations has them.
+    # Only the activations keep the copies of frozen weights.
     if cast and not (wanted.lora.enabled and (again or offloads)):
         when = tuple(each for each in _held(counts) if each in ("sample", "head") or not again)
         if counts.is_spread and config.train.gathers == "layer":  # autocast keeps none
@@ -537,7 +536,7 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
             adapter_width=width * layers // shape.layers,
         )
         if counts.bits == "4bit" and counts.precision == "mixed" and not again:
-            # bitsandbytes answers in float32: the gated product and its factors.
+            # bitsandbytes returns float32: the gated product and its factors.
             size += 3 * (_FLOAT32 - _BFLOAT16) * layers * shape.intermediate * tokens
         return size
 
@@ -571,7 +570,7 @@ def _sampling(counts: _Counts) -> Iterable[MemoryPart]:
     config = counts.config
     backend = config.inference_model.backend
     asleep = getattr(config.inference_model, "sleep", False)
-    # Of a process of its own nothing is in the trainer's; an engine holds all until it sleeps.
+    # A separate process uses no memory of the trainer; an engine keeps all memory until it sleeps.
     alone = isinstance(config, grpo_config.AsyncGRPOConfig)
     held: tuple[Moment, ...] = ("sample",) if asleep or alone else BOTH
     size, dtype, how = 0, counts.precision, "the trained weights themselves"
@@ -607,13 +606,13 @@ def _engine_dtype(counts: _Counts) -> str:
 
 
 def _model_bytes(counts: _Counts, backend: str) -> int:
-    """A model with its adapters merged, in the type that it is sampled in."""
+    """Bytes of a model with merged adapters, in the type of sampling."""
     dtype = _engine_dtype(counts) if backend == "vllm" else counts.config.train_model.dtype
     return weight_bytes(modules.empty_model(counts.config.model.name, dtype=dtype), counts.bits)
 
 
 def _rewards(counts: _Counts) -> Iterable[MemoryPart]:
-    """Models that score, next to the environments: in this process, or in each collector."""
+    """Reward models, next to the environments: in this process, or in each collector."""
     config = counts.config
     when, copies = BOTH, 1
     if isinstance(config, grpo_config.AsyncGRPOConfig):
@@ -641,13 +640,13 @@ def _rewards(counts: _Counts) -> Iterable[MemoryPart]:
 
 
 def _checkpoint(counts: _Counts) -> MemoryPart:
-    """The model as others open it, which is resumed from too, adapters twice, the optimizer."""
+    """Checkpoint: the model for other programs and for a resume, adapters twice, the optimizer."""
     config, states = counts.config, _states(counts)
     size = 0
     if counts.bits is None:
         plain = modules.empty_model(config.model.name, dtype=config.train_model.dtype)
         size = tensor_bytes(plain.parameters())
-    if config.train_model.lora.enabled:  # alone for PEFT, and exactly
+    if config.train_model.lora.enabled:  # once for PEFT, and once exactly
         size += 2 * tensor_bytes(trained(counts.model))
     kept = config.checkpoint.keep_last
     how = f"each; checkpoint.keep_last={kept} and the one that is being written"
@@ -658,7 +657,7 @@ def show_bytes(num_bytes: int | None) -> str:
     """A number of bytes with three figures.
 
     Args:
-        num_bytes: how many; ``None`` where it is not known.
+        num_bytes: number of bytes; ``None`` if unknown.
 
     Example:
         >>> show_bytes(18_484), show_bytes(1_353_216), show_bytes(None)

@@ -1,7 +1,8 @@
 """Groups of a recipe's keys that make the algorithm: loss, advantage, correction, reward, filter.
 
 ``loss`` and ``advantage`` are :class:`~torchrl_llm.recipes.strict_config.Component` groups: their
-keys are the arguments of the class that ``type`` names. Any loss goes with any advantage estimator.
+keys are the arguments of the class that ``type`` names. Any loss can be combined with any advantage
+estimator.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torchrl_llm.recipes.strict_config import Component, Variants, variant
 class LossConfig(Component):
     """The objective; ``type`` names it, and its constructor's arguments are the keys.
 
-    What the recipe gives itself is no key here: the actor, the correction (group ``correction``),
+    Arguments set by the recipe are not keys here: the actor, the correction (group ``correction``),
     the weight of the reference (``train.kl_to_ref_coeff``), and which tokens count.
     """
 
@@ -30,15 +31,15 @@ class LossConfig(Component):
 
     @property
     def compares_pairs(self) -> bool:
-        """Whether it reads pairs, and no advantages."""
+        """Whether it reads pairs instead of advantages."""
         return isinstance(self.target, type) and issubclass(self.target, PairLoss)
 
 
 class AdvantageConfig(Component):
     """The advantage estimator; ``type`` names it, and its constructor's arguments are the keys.
 
-    What the recipe gives itself is no key here: the size of a group (``env.repeats``), the keys of
-    the rows, and what is filtered (group ``filter``).
+    Arguments set by the recipe are not keys here: the size of a group (``env.repeats``), the keys
+    of the rows, and the filters (group ``filter``).
     """
 
     default = "group"
@@ -51,12 +52,12 @@ class AdvantageConfig(Component):
 
     @property
     def reads_tokens(self) -> bool:
-        """Whether it reads the reward of each token, where rows have one."""
+        """Whether it reads per-token rewards if rows have them."""
         return getattr(self.target, "reads_tokens", False)
 
     @property
     def makes_pairs(self) -> bool:
-        """Whether it marks pairs, and leaves nothing else of a group."""
+        """Whether it marks pairs and drops the other rows of a group."""
         return isinstance(self.target, type) and issubclass(self.target, BestWorst)
 
 
@@ -65,11 +66,11 @@ _LOSS_GIVEN = (
     "correction",
     "critic_network",  # the actor has a value head
     "device",
-    "entropy_bonus",  # entropy_coeff says it
+    "entropy_bonus",  # set by entropy_coeff
     "kl_to_ref_coeff",
     "masking_strategy",
-    "reduction",  # aggregation says it
-    "sft_tokens",  # nothing but what was sampled is trained
+    "reduction",  # set by aggregation
+    "sft_tokens",  # only sampled tokens are trained
     # TorchRL's, without effect.
     "clip_value",
     "gamma",
@@ -82,17 +83,17 @@ _CREDIT_GIVEN = (
     "group_size",
     "grpo_size",
     "max_queued_groups",
-    "selectors",  # the group `filter` says what takes part
+    "selectors",  # set by the group `filter`
     "keep_return_bounds",
     "keep_zero_variance",
     "candidate_group_size",  # env.repeats is sampled, and all of it trained
     "candidate_selection_min_size",
     "candidate_selector",
     "verbose",
-    # The return of a trajectory is the sum of its turns, and a cut one counts as it stands.
+    # The return of a trajectory is the sum of its turns; a cut trajectory counts unchanged.
     "trajectory_return",
     "truncated",
-    # Where the rows of the recipe have what.
+    # Keys in the rows of the recipe.
     "advantage_key",
     "done_key",
     "fallback_key",
@@ -112,13 +113,13 @@ def _loss(name: str) -> type[Component]:
 
 def _credit(name: str) -> type[Component]:
     target = find("advantages", name)
-    # The discount of a turn, too; that of GAE is one of a token.
+    # The discount per turn, too; GAE's discount is per token.
     given = _CREDIT_GIVEN if target is GAEAdvantage else (*_CREDIT_GIVEN, "gamma")
     return variant(AdvantageConfig, name, target, given=given)
 
 
 class PreferenceLossConfig(Component):
-    """How answers are compared; ``type`` names the loss, and its arguments are the keys."""
+    """The loss for compared answers; ``type`` names it, and its arguments are the keys."""
 
     default = "dpo"
 
@@ -145,7 +146,7 @@ class SFTLossConfig(Group, key="loss"):
         function: ``sft``, or ``minor_sft``, whose pull weakens the further an answer is above the
             reference (arXiv:2408.10642).
         beta: slope of ``minor_sft``; ``None`` for 0.1, and with ``sft``.
-        reduction: ``mean`` over rows, of each the mean of its tokens; or ``token_mean``.
+        reduction: ``mean`` over rows of their token means; or ``token_mean``.
     """
 
     function: Literal["sft", "minor_sft"] = "sft"
@@ -169,7 +170,7 @@ class SFTLossConfig(Group, key="loss"):
         return self.function == "minor_sft" or kl_to_ref_coeff > 0
 
     def check_reference(self, kl_to_ref_coeff: float, ref_model: RefModelConfig) -> None:
-        """Refuse a reference that nothing reads, and one that is read twice.
+        """Reject a reference that is not used, or used twice.
 
         Args:
             kl_to_ref_coeff: ``train.kl_to_ref_coeff``.
@@ -207,15 +208,15 @@ class SFTLossConfig(Group, key="loss"):
 class CorrectionConfig(Group, key="correction"):
     """Importance weights for a sampler that differs from the trainer.
 
-    With a correction the loss's ratio is the current policy over the trainer's own before the
-    update, and each token's loss is multiplied by a bounded weight of that policy over the sampler.
-    See :class:`~torchrl_llm.objectives.Correction`.
+    With a correction the loss's ratio is the current policy over the trainer's policy before the
+    update. Each token's loss is multiplied by a bounded weight: the trainer's policy before the
+    update over the sampler. See :class:`~torchrl_llm.objectives.Correction`.
 
     Attributes:
         type: ``none``; ``tis``, cut to the bounds; ``mis``, zero outside of them; ``icepop``, the
             same per token with two bounds.
-        level: whose ratio the weight is: the token's, the product over its row (``sequence``), or
-            the geometric mean over its row.
+        level: ratio of the weight: per token, the product over the row (``sequence``), or the
+            geometric mean over the row.
         bounds: ``[low, high]`` of the weight; ``None`` for the type's own.
         sequence_bounds: rows whose geometric mean ratio is outside are masked, whatever the type.
     """
@@ -236,30 +237,31 @@ class CorrectionConfig(Group, key="correction"):
         return self.type != "none" or self.sequence_bounds is not None
 
     def build(self, *, stored: bool) -> Correction | None:
-        """The correction of a loss; ``None`` when nothing is corrected.
+        """The correction of a loss; ``None`` without a correction.
 
         Args:
-            stored: take the trainer's own log-probs from the rows. Otherwise they are those of the
-                current policy, which is the same where a batch is used for one update only.
+            stored: whether to read the trainer's own log-probs from the rows. Otherwise the
+                log-probs of the current policy are used, which are the same if a batch is used for
+                only one update.
         """
         correction = Correction(**vars(self), proximal="stored" if stored else "current")
         return correction if self.enabled else None
 
 
 class RewardComponentsConfig(Group, key="reward"):
-    """What the reward of a step is made of, in training and in evaluation.
+    """Components of the reward of a step, in training and in evaluation.
 
     Attributes:
         components: parts of the reward besides the task's own, by name, each with the keys that
             :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms of a
             :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length``, ``judge`` or
-            ``model``, by default the name) or ``_target_``; and the arguments of what scores.
-            ``task.weight`` weighs the task's own reward. What is a success is the task's to say.
-        function: the reward instead of the task's own: a registered one by name, or
-            ``file.py:name`` or ``module:name`` of a function of ``(response, answer)`` or
-            ``(response, row)``. ``reward=NAME`` says the same; ``None`` keeps the task's own.
-        on_all_invalid: what a step means in which no answer has a valid reward: ``error`` saves and
-            ends the run, ``continue`` goes on.
+            ``model``, by default the name) or ``_target_``; and the arguments of the scorer.
+            ``task.weight`` weighs the task's own reward. The task decides what counts as a success.
+        function: replaces the task's own reward: name of a registered reward, or ``file.py:name``
+            or ``module:name`` of a function of ``(response, answer)`` or ``(response, row)``.
+            ``reward=NAME`` does the same; ``None`` keeps the task's own reward.
+        on_all_invalid: effect of a step in which no answer has a valid reward: ``error`` saves and
+            ends the run, ``continue`` continues.
     """
 
     components: dict[str, dict[str, Any]] = own()
@@ -275,7 +277,7 @@ class RewardComponentsConfig(Group, key="reward"):
 
     @property
     def changes_the_reward(self) -> bool:
-        """Whether a component does more than be recorded."""
+        """Whether a component is not only recorded."""
         return any(part.get("weight", 1.0) != 0 for part in self.components.values())
 
     @property
@@ -285,22 +287,23 @@ class RewardComponentsConfig(Group, key="reward"):
 
 
 class RewardConfig(RewardComponentsConfig):
-    """The reward of a step, and what is added to it before credit sees it.
+    """The reward of a step, and penalties added before the advantages are computed.
 
-    ``train/reward`` is the reward with what is added, ``train/success`` knows nothing of it.
+    ``train/reward`` includes these penalties, ``train/success`` does not depend on them.
 
     Attributes:
-        cut_penalty: what is taken off the reward of an answer that ``inference_model.max_tokens``
-            has cut.
+        cut_penalty: subtracted from the reward of an answer that ``inference_model.max_tokens`` has
+            cut.
         overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
             falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
-        kl_coeff: weight of the divergence from ``ref_model`` that is taken off the reward; 0 for
-            none. ``train.kl_to_ref_coeff`` puts it into the loss instead.
-        kl_reduction: what is taken off: the ``sum`` over the response's tokens, their ``mean``, or
-            from each ``token`` its own, which makes the reward one per token.
-        kl_target: divergence that the weight is steered to (arXiv:1909.08593, section 2.2), nats a
-            response, or a token with ``kl_reduction=mean``; ``None`` keeps the weight constant.
-        kl_horizon: responses over which an error of the divergence counts in full.
+        kl_coeff: weight of the divergence from ``ref_model`` that is subtracted from the reward; 0
+            for none. ``train.kl_to_ref_coeff`` puts it into the loss instead.
+        kl_reduction: subtract the ``sum`` over the response's tokens, their ``mean``, or from each
+            ``token`` its own divergence, which gives per-token rewards.
+        kl_target: target divergence of the adaptive weight (arXiv:1909.08593, section 2.2), nats
+            per response, or per token with ``kl_reduction=mean``; ``None`` keeps the weight
+            constant.
+        kl_horizon: responses over which a deviation of the divergence counts in full.
     """
 
     cut_penalty: Annotated[float, Ge(0)] = 0.0
@@ -322,16 +325,16 @@ class FilterConfig(Group, key="filter"):
     """Rows that are not trained on, each counted in the token ledger.
 
     Attributes:
-        zero_variance: groups whose rewards are all equal: ``keep`` lets them count in the
-            denominator of the loss, ``drop`` takes them out, ``resample`` also collects further
-            prompts until the batch is full.
+        zero_variance: groups whose rewards are all equal: ``keep`` counts them in the denominator
+            of the loss, ``drop`` takes them out, ``resample`` also collects further prompts until
+            the batch is full.
         return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group; others are
             filtered like those of equal rewards (dynamic sampling, arXiv:2503.14476); ``None`` for
             no bounds.
         truncated: responses cut by ``inference_model.max_tokens``, or rows by
-            ``train.max_seq_len``: ``keep`` trains them, ``mask`` keeps them in their group's mean
-            only, ``drop`` takes them out of that too.
-        max_resamples: batches that ``resample`` may add before it goes on with what it has.
+            ``train.max_seq_len``: ``keep`` trains them, ``mask`` keeps them only in their group's
+            mean, ``drop`` removes them from the mean, too.
+        max_resamples: most batches that ``resample`` may add.
     """
 
     zero_variance: Literal["keep", "drop", "resample"] = "keep"
@@ -346,5 +349,5 @@ class FilterConfig(Group, key="filter"):
 
     @property
     def resamples(self) -> int:
-        """Batches that a step may collect in addition."""
+        """Additional batches that a step may collect."""
         return self.max_resamples if self.zero_variance == "resample" else 0

@@ -1,11 +1,11 @@
-"""Names that users of TorchRL's recipe, TRL, verl, prime-rl and OpenRLHF type, and ours for them.
+"""Keys of TorchRL's recipe, TRL, verl, prime-rl and OpenRLHF, and this package's keys for them.
 
-An unknown key is looked up here before anything is suggested by its spelling. A name is refused,
-never accepted as an alias: no two keys mean the same.
+An unknown key is looked up here before a suggestion by spelling. A name is rejected, never accepted
+as an alias: no two keys mean the same.
 
-The two tables are text files beside this one, a line each: the name, then our key. In
-``other_names.txt`` two keys are joined by "and"; several lines of one name are those of recipes
-with other keys; "=" shows the value, and any other sentence is said as it is.
+The two tables are text files in this folder, one line per entry: the name, then our key. In
+``other_names.txt`` "and" joins two keys; several lines for one name are for recipes with different
+keys; "=" shows the value, and any other sentence is shown unchanged.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _read(file: str) -> dict[str, str]:
 
 
 RENAMED: Mapping[str, str] = _read("renamed_keys.txt")
-"""Keys of TorchRL's recipe and former ones of this: the new key, or what became of it."""
+"""Keys of TorchRL's recipe and former keys of this package: the new key, or an explanation."""
 
 OTHER_NAMES: Mapping[str, str] = _read("other_names.txt")
-"""Name of another library's, with as many of its groups as it takes to be told apart, to ours."""
+"""Key of a different library, with as many groups as needed to be unique, to the key here."""

@@ -1,6 +1,6 @@
-"""What a recipe does where several processes train together: its beginning, shares, what learns.
+"""Parallel training of a recipe: start of the processes, their shares, and the learner.
 
-:mod:`torchrl_llm.trainers.ranks` knows processes and weights, and no configuration.
+:mod:`torchrl_llm.trainers.ranks` handles processes and weights, independent of configurations.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ from torchrl_llm.trainers.ranks import Ranks, begin_ranks, check_equal, shard
 
 Config = TypeVar("Config", bound=TrainedConfig)
 
-# Between the seeds of two ranks, so that those of runs with neighbouring seeds differ.
+# Distance between the seeds of two ranks, so that runs with neighboring seeds share none.
 _SEED_STEP = 1_000_003
 
 
 def begin(config: TrainedConfig) -> Ranks:
-    """Join the processes that train together; threads and seeds of each, the same for all.
+    """Join the processes that train together; sets threads and seeds, the same for all.
 
-    Models that are built next are equal in all ranks. From :func:`make_learner` on each draws
-    random numbers of its own.
+    Models that are built next are equal in all ranks. From :func:`make_learner` on, each process
+    has its own random numbers.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
 
     Raises:
-        ConfigError: the process was started in another way than ``train.parallel`` says, or ranks
-            were told different things.
+        ConfigError: the process was not started as ``train.parallel`` requires, or ranks have
+            different settings.
     """
     set_threads(config)
     name = config.train.device
-    # Looking for the device by name would take memory of the first GPU in every process.
+    # Checking the device by name would use memory of the first GPU in every process.
     device = device_of(config) if name == "auto" else torch.device(name)
     ranks = begin_ranks(config.train.parallel, device=device, timeout_s=config.train.timeout_s)
     check_equal(config.flat(), ranks)
     if ranks.rank:
         set_process_number(ranks.rank)
-        logger.setLevel(logging.ERROR)  # what rank 0 says too
+        logger.setLevel(logging.ERROR)  # rank 0 reports it as well
     seed_everything(config.seed)
     return ranks
 
 
 def of_rank(config: Config, ranks: Ranks) -> Config:
-    """The configuration of one rank: its own share of the prompts, and of an optimizer step.
+    """The configuration of one rank: its share of the prompts and of an optimizer step.
 
     Args:
         config: the recipe's, whose numbers count all ranks.
@@ -82,12 +82,12 @@ def make_learner(
 ) -> TransformersWrapper:
     """The policy whose weights are trained.
 
-    It is ``policy`` itself, except with ``train.parallel=fsdp2``: then it is a twin whose weights
-    are spread over the ranks, and ``policy`` gathers them while it runs, so that each rank samples
-    and scores with it at a pace of its own.
+    It is ``policy`` itself, except with ``train.parallel=fsdp2``: then it is a copy whose weights
+    are sharded over the ranks, and ``policy`` gathers them while it runs, so that each rank samples
+    and scores at its own pace.
 
     Args:
-        config: the recipe's ``train`` and ``seed``.
+        config: configuration with ``train`` and ``seed``.
         policy: the same in all ranks.
         ranks: the processes.
     """
@@ -109,10 +109,10 @@ def make_learner(
 
 
 def twin_of(*modules: Any) -> Any:
-    """Copies of modules over the same weights, for :func:`spread`.
+    """Copies of modules that share their weights, for :func:`spread`.
 
     Args:
-        *modules: of one model; ``None`` is left as it is.
+        *modules: modules of one model; ``None`` is returned unchanged.
     """
     every = (each.parameters() for each in modules if each is not None)
     same = {id(parameter): parameter for part in every for parameter in part}
@@ -120,11 +120,11 @@ def twin_of(*modules: Any) -> Any:
 
 
 def spread(config: TrainedConfig, learner: CausalScorer, scorer: CausalScorer) -> None:
-    """Spread the weights of what learns over the ranks; its twin gathers them while it runs.
+    """Shard the learner's weights over the ranks; the scorer gathers them while it runs.
 
     Args:
-        config: the recipe's ``train``.
-        learner: over a :func:`twin_of` the other's model.
+        config: configuration with ``train``.
+        learner: over a :func:`twin_of` the scorer's model.
         scorer: samples or scores.
     """
     shard(learner, learner.model, device=device_of(config))
@@ -134,14 +134,14 @@ def spread(config: TrainedConfig, learner: CausalScorer, scorer: CausalScorer) -
 
 
 def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:
-    """The environment, which draws every so manieth prompt of an order that all ranks share.
+    """The environment, changed to draw this rank's part of an order that all ranks share.
 
     Args:
-        env: at the start of its data.
+        env: environment at the start of its data.
         ranks: the processes.
 
     Raises:
-        ConfigError: its data comes from a loader of its own.
+        ConfigError: its data comes from its own loader.
     """
     if ranks.world > 1:
         loader = env.primer.dataloader
@@ -158,10 +158,10 @@ def share_prompts(env: TaskEnv, ranks: Ranks) -> TaskEnv:
 
 
 def folder_of(folder: str | Path, ranks: Ranks) -> Path:
-    """The folder of the run: that of rank 0.
+    """The folder of the run: rank 0's folder.
 
     Args:
-        folder: of this rank; its name may hold another second.
+        folder: folder of this rank; the time in its name may differ by a second.
         ranks: the processes.
     """
     return Path(folder) if ranks.world == 1 else ranks.from_main(Path(folder).absolute())

@@ -1,7 +1,7 @@
 """Collectors of an asynchronous recipe: Ray actors behind one channel.
 
-What the actors build, they build themselves: they are sent the configuration, which says what to
-build (:func:`of_collectors`), and never a model or an environment.
+The actors build models and environments themselves, from the configuration that they receive
+(:func:`of_collectors`).
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ Config = TypeVar("Config", bound=GRPOGroups)
 
 
 def of_collectors(config: Config, *, device: Literal["auto", "cpu"]) -> Config:
-    """A recipe's configuration as a collector builds from it, whose batch is a claim.
+    """A recipe's configuration, changed for a collector, whose batch is a claim.
 
-    Adapters and checkpointing of gradients are the trainer's alone: collectors get merged weights,
-    and have no gradients. So is its GPU.
+    Adapters, gradient checkpointing and the trainer's GPU are removed: collectors get merged
+    weights, and have no gradients.
 
     Args:
-        config: the recipe's, which says ``rows_per_claim``.
-        device: of the collectors; ``auto`` for the GPU that they see, if they see one.
+        config: configuration of the recipe, with ``rows_per_claim``.
+        device: device of the collectors; ``auto`` for their visible GPU, if any.
     """
     made, prompts = copy.copy(config), config.rows_per_claim // config.env.repeats
     alone = {"parallel": "none", "timeout_s": groups.ForwardConfig.timeout_s}
@@ -62,16 +62,16 @@ def of_collectors(config: Config, *, device: Literal["auto", "cpu"]) -> Config:
 
 
 def make_collecting_policy(config: GRPOGroups) -> LLMWrapperBase:
-    """The policy of a collector, in its own process; its first weights are the model's own.
+    """The policy of a collector, in its own process; it starts with the model's weights.
 
-    Objects that exist by then are taken out of the search for garbage, as in the trainer: half a
-    million of the imports, at every few batches.
+    Garbage collection then skips existing objects, as in the trainer: otherwise it would visit half
+    a million objects of the imports every few batches.
 
-    Two collectors must not sample the same, nor a restarted one what it sampled before:
-    each takes a random seed.
+    Each collector takes a random seed, so that two collectors sample differently, and a restarted
+    collector differently than before.
 
     Args:
-        config: what to build.
+        config: configuration of the collectors.
     """
     builders.set_threads(config)
     builders.seed_everything(secrets.randbits(32))
@@ -94,10 +94,10 @@ def _policy(config: GRPOGroups) -> LLMWrapperBase:
 
 
 def sent_dtype(config: GRPOGroups) -> torch.dtype | None:
-    """The type in which weights go to collectors; ``None`` for that in which they are trained.
+    """The type of the weights sent to collectors; ``None`` for the type of the trained weights.
 
     Args:
-        config: what the collectors build.
+        config: configuration of the collectors.
     """
     if config.inference_model.backend != "vllm":
         return None
@@ -108,9 +108,9 @@ def make_collecting_env(config: GRPOGroups, prompts: str | None = None) -> TaskE
     """The environments of a collector, in its own process.
 
     Args:
-        config: what to build.
-        prompts: name of the actor that all collectors draw prompts from, where the order is that
-            of all together; ``None`` where each has one of its own.
+        config: configuration of the collectors.
+        prompts: name of the actor from which all collectors draw prompts, if they share one order;
+            ``None`` if each has its own order.
     """
     tokenizer = load_tokenizer(config.model.name)
     if prompts is None:
@@ -124,35 +124,35 @@ def make_collecting_env(config: GRPOGroups, prompts: str | None = None) -> TaskE
 def rollout_options(config: AsyncGRPOConfig) -> dict[str, Any]:
     """Arguments of a collector whose batches are the trajectories that it claims.
 
-    Where episodes take one turn, that is a number of turns; where they take more, all that its
-    environments begin together.
+    For single-turn episodes a batch is a number of turns; for longer episodes it is all episodes
+    that its environments begin together.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
     """
     if builders.max_turns(config) == 1:
         return {"dialog_turns_per_batch": config.rows_per_claim}
     return {"reset_at_each_iter": True}
 
 
-# Deliveries that may wait for each collector, before it waits itself.
+# Deliveries per collector that may wait before it waits itself.
 _WAITING = 4
 
 
 class RayCollection(ChannelCollector):
     """Collectors of Ray, and the learner's end of the channel that they fill.
 
-    It goes on while any of them lives, and raises what ended the last one.
+    It continues while any of them is alive, and raises the error of the last one.
 
     Args:
         members: collectors that were built with ``queue=channel`` and not started.
-        channel: theirs.
+        channel: their channel.
         batch_rows: see :class:`~torchrl_llm.collectors.ChannelCollector`.
         pacer: see there.
         timeout_s: see there.
-        dtype: of the weights that are sent, see :func:`~torchrl_llm.weights.engine_weights`.
-        primer: draws the prompts of all collectors; ``None`` where each draws its own.
-        carrier: files or GPUs that the weights go by; ``None`` for Ray's object store.
+        dtype: type of the sent weights, see :func:`~torchrl_llm.weights.engine_weights`.
+        primer: draws the prompts of all collectors; ``None`` if each draws its own.
+        carrier: sends the weights by files or GPUs; ``None`` for Ray's object store.
     """
 
     def __init__(
@@ -175,12 +175,12 @@ class RayCollection(ChannelCollector):
             pacer=pacer,
             publish=self._send,
             timeout_s=timeout_s,
-            # The collectors are watched one by one; this is for those that are no longer watched.
+            # The collectors are watched individually; this limit is for removed collectors.
             worker_timeout_s=2 * timeout_s,
         )
 
     def start(self, weights: nn.Module | TensorDictBase | Mapping[str, Any]) -> None:
-        """Give all collectors the weights of the present version, and start them.
+        """Send the current weights to all collectors, and start them.
 
         Args:
             weights: the trained module, its state dict, or a tensordict of its weights.
@@ -219,7 +219,7 @@ class RayCollection(ChannelCollector):
             return [receipt for part in told for receipt in part]
 
     def _all_there(self) -> bool:
-        """Whether no collector is being restarted, who would come too late for a transfer."""
+        """Whether all collectors run; a restarting one would be too late for a transfer."""
         try:
             return all(member.pid() for member in self.members)
         except WorkerError:
@@ -234,12 +234,12 @@ class RayCollection(ChannelCollector):
             try:
                 member.check()
             except Exception as error:
-                # The others have its claims; only without any there is nothing to go on with.
+                # The other collectors take over its claims; only the last one cannot be replaced.
                 self.members.remove(member)
                 if not self.members:
                     raise
                 logger.warning(
-                    f"going on with {len(self.members)} collectors, without {member.worker_name}: "
+                    f"continuing with {len(self.members)} collectors without {member.worker_name}: "
                     f"{type(error).__name__}: {error}"
                 )
                 member.shutdown(raise_on_error=False)
@@ -259,19 +259,19 @@ class RayCollection(ChannelCollector):
 
 @contextmanager
 def ray_collection(config: AsyncGRPOConfig) -> Iterator[RayCollection]:
-    """The configured collectors, built and not started; Ray is started where it does not run.
+    """The configured collectors, built but not started; starts Ray if it is not running.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
 
     Yields:
-        To be started with the weights that are trained, and iterated.
+        A collection to start with the trained weights and to iterate.
 
     Raises:
         MissingExtraError: Ray is not installed.
         ResourceError: it has fewer CPUs or GPUs than the collectors need.
         WorkerError: a collector did not start in time.
-        Exception: what building environment or policy raised in the actor.
+        Exception: an error in the actor while it builds environment or policy.
     """
     ray = require_ray("grpo-async.py", running=False)
     number = config.ray.num_collectors
@@ -283,16 +283,16 @@ def ray_collection(config: AsyncGRPOConfig) -> Iterator[RayCollection]:
     try:
         check_resources("grpo-async.py", [bundle] * number)
         channel = RayChannel(_WAITING * number, timeout_s=config.ray.timeout_s)
-        # The GPU that Ray gives them, or the CPU.
+        # The GPU that Ray assigns, or the CPU.
         device = "auto" if config.gpus_per_collector else "cpu"
         what = of_collectors(config, device=device)
         make_env = partial(make_collecting_env, what)
-        # Names of this run: those of the run that it continues are in its accounts already.
+        # Unique names for this run, because the ledger has the names of the resumed run.
         run = secrets.token_hex(3)
         carrier = _carrier(config, ray)
         primer = None
         if config.curriculum.order != "shuffle":
-            # The actor ends with the process that starts it, which is the learner's.
+            # The actor ends with the process that starts it, so the learner starts it.
             make_env = partial(make_env, prompts=f"prompts-{run}")
             primer = make_env().primer
         make_policy = partial(make_collecting_policy, what)
@@ -342,14 +342,14 @@ def _init_options(config: AsyncGRPOConfig) -> dict[str, Any]:
     if number is None:
         needed = math.ceil(config.ray.num_collectors * config.ray.cpus_per_collector)
         number = max(needed, os.cpu_count() or 1)
-    # Here the collectors share the cores with the trainer. Ray's workers would give way to it
-    # (niceness 15), and it would wait for them.
+    # The collectors share the cores with the trainer. With Ray's default niceness 15 they would get
+    # less CPU time than the trainer, which waits for them.
     return {**options, "num_cpus": number, "_system_config": {"worker_niceness": 0}}
 
 
 @contextmanager
 def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
-    """Ray of this machine counts the GPUs other than those of policy and reference."""
+    """Hide the GPUs of policy and reference from a Ray started on this machine."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     kept = _trainers_gpus(config)
     if config.ray.address is None and kept and config.gpus_per_collector:
@@ -367,12 +367,12 @@ def _visible_gpus(config: AsyncGRPOConfig) -> Iterator[None]:
 
 
 def _trainers_gpus(config: AsyncGRPOConfig) -> set[int]:
-    """Places of the GPUs of policy and reference among those that this process sees."""
+    """Indices of the GPUs of policy and reference among the visible GPUs."""
     policy = builders.device_of(config)
     if policy.type != "cuda":
         return set()
     kept = {policy.index or 0} if config.train_model.num_devices else set()
-    if kept and config.train.parallel != "none":  # each rank has one, from the first on
+    if kept and config.train.parallel != "none":  # one per rank, starting with the first
         kept = set(range(int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
     if config.ref_model.num_devices:
         kept.add(builders.reference_device(config).index)

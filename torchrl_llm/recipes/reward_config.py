@@ -1,10 +1,9 @@
-"""Rewards next to a task's own, from a recipe's ``reward.components``.
+"""Rewards next to a task's own reward, from a recipe's ``reward.components``.
 
-Each component is a group of keys under a name that its user chooses: the terms of a
+Each component is a group of keys under a user-defined name: the terms of a
 :class:`~torchrl_llm.rewards.Component` (``weight``, ``optional``, ``run``, ``num_workers``,
-``timeout``), what scores, and the arguments of that. What scores is a registered reward by
-``type``, or anything that can be imported by ``_target_``. The component ``task`` is the task's
-own reward and is always there.
+``timeout``), the scorer, and its arguments. The scorer is a registered reward by ``type``, or an
+import path by ``_target_``. The component ``task`` is the task's own reward and always exists.
 
 Next: :mod:`torchrl_llm.rewards.composite_reward` adds them up.
 """
@@ -41,10 +40,10 @@ _Terms = make_dataclass("_Terms", [(name, *term) for name, term in _TERMS.items(
 
 
 def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
-    """Refuse settings that no reward can be made of.
+    """Reject settings that cannot make a reward.
 
-    Registered scorers are made and thrown away. A scorer of the user is imported, and its
-    arguments are looked at, but it is not made: it may load a model.
+    Registered scorers are constructed for the check. A user-defined scorer is imported and its
+    arguments are checked, but it is not constructed, because it may load a model.
 
     Args:
         settings: name to the keys of a component.
@@ -74,15 +73,15 @@ def check_components(settings: Settings) -> dict[str, dict[str, Any]]:
 
 
 def make_reward(config: Any, *, alone: bool) -> Any:
-    """The reward that a task is given instead of its own; ``None`` to keep that.
+    """The reward that replaces the task's own; ``None`` to keep the task's.
 
     Args:
         config: the group ``reward``.
-        alone: the task has no reward of its own, so that without ``reward.function`` the components
-            are the reward, the first of them the task.
+        alone: whether the task has no own reward, so that without ``reward.function`` the
+            components are the reward; the first component counts as the task's.
 
     Returns:
-        What :func:`~torchrl_llm.rewards.as_reward` takes.
+        An argument for :func:`~torchrl_llm.rewards.as_reward`.
 
     Raises:
         ConfigError: see :func:`check_components` and :func:`check_function`.
@@ -103,7 +102,7 @@ def check_function(name: str) -> rewards.RewardParser:
             function or a class.
 
     Raises:
-        ConfigError: nothing has that name, or it cannot be a reward.
+        ConfigError: the name is unknown, or the object cannot be a reward.
 
     Example:
         >>> type(check_function("exact")).__name__
@@ -124,7 +123,7 @@ def check_function(name: str) -> rewards.RewardParser:
 
 
 def known_scorers(settings: Settings) -> dict[str, Any]:
-    """What scores besides the task, by name; a class of the user's is not made.
+    """Scorers besides the task, by name; a user-defined class is not constructed.
 
     Args:
         settings: name to the keys of a component.
@@ -147,9 +146,9 @@ def add_components(env: TaskEnv, settings: Settings) -> TaskEnv:
     """Append the configured components to an environment that has a reward.
 
     Args:
-        env: a task; its own reward becomes the component ``task``, and still says what is a success
-            and when an episode ends.
-        settings: name to the keys of a component; nothing is changed where there are none.
+        env: a task; its own reward becomes the component ``task``, and still defines success and
+            the end of an episode.
+        settings: name to the keys of a component; without any, the environment is not changed.
 
     Returns:
         The same environment.
@@ -189,7 +188,7 @@ def _component(name: str, settings: Mapping[str, Any], *, make: bool) -> rewards
 
 
 def _target(name: str, settings: Mapping[str, Any]) -> Any:
-    """What a component names, imported or registered: not called, its arguments not checked."""
+    """The imported or registered object of a component; it is not called or checked."""
     path, kind = settings.get("_target_"), settings.get("type")
     ensure(path is None or kind is None, "type and _target_ both say what scores; pass one")
     if path is not None:
@@ -219,13 +218,13 @@ def _of_user(path: str, target: Any, options: Mapping[str, Any], *, make: bool) 
     if not inspect.isroutine(target):
         ensure(not options, f"{path} is an object already and takes no arguments: {options}")
         return target
-    # What else it needs, Component finds by its signature: an answer, a row.
+    # Component passes further inputs by signature: an answer, a row.
     _check_call(target, options, None, whole=False)
     return partial(target, **options) if options else target
 
 
 def _in_place_of(target: type) -> Any:
-    """A scorer of the same kind as a class whose own constructor may take long."""
+    """A placeholder of the same kind as a scorer class, whose constructor may take long."""
     if issubclass(target, rewards.BatchScorer):
         return rewards.JudgeReward(list)
     ensure(
@@ -238,7 +237,7 @@ def _in_place_of(target: type) -> Any:
 def _check_call(
     target: Callable[..., Any], options: Mapping[str, Any], *before: Any, whole: bool = True
 ) -> None:
-    """Refuse arguments that a target does not take, and, if they are all, too few of them."""
+    """Reject arguments that a target does not take and, if they are complete, missing ones."""
     signature = inspect.signature(target)
     try:
         (signature.bind if whole else signature.bind_partial)(*before, **options)
@@ -249,7 +248,7 @@ def _check_call(
 
 
 def _import(path: Any) -> Any:
-    """What ``package.module:name``, ``package.module.name`` or ``file.py:name`` stands for."""
+    """The object of ``package.module:name``, ``package.module.name`` or ``file.py:name``."""
     ensure(isinstance(path, str), f"_target_ must be a text, got {path!r}")
     try:
         return import_named(path)
@@ -258,7 +257,7 @@ def _import(path: Any) -> Any:
 
 
 def _absolute(name: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings that mean the same in a process with another working folder."""
+    """Settings that are valid in a process with a different working folder."""
     ensure(hasattr(settings, "items"), f"{_PATH} has groups of keys, got {settings!r}")
     settings = dict(settings)
     if settings.get("type", name) == "model" and Path(str(settings.get("name"))).is_dir():

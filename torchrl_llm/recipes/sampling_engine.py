@@ -1,4 +1,4 @@
-"""Sampler of a recipe of one process: the trained module, or a vLLM engine next to it."""
+"""Sampler of a single-process recipe: the trained module, or a vLLM engine next to it."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from torchrl_llm.weights import (
     WeightUpdater,
 )
 
-# The ranks that vLLM has kernels for.
+# LoRA ranks for which vLLM has kernels.
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-# Kernels of a GPU may compute float32 with 10 bits (TF32).
+# GPU kernels may compute float32 with 10 bits (TF32).
 _TF32_NATS = 1e-3
 
 
 def sync_type(config: GRPOConfig) -> str:
-    """How weights get into the engine, ``auto`` resolved.
+    """Type of the weight update, with ``auto`` resolved.
 
     Args:
-        config: its ``weight_sync.type``.
+        config: configuration with ``weight_sync.type``.
     """
     if config.weight_sync.type != "auto":
         return config.weight_sync.type
@@ -48,27 +48,27 @@ def sync_type(config: GRPOConfig) -> str:
 
 
 def engine_arguments(config: GRPOConfig, sync: str) -> dict[str, Any]:
-    """Options of the engine that the configuration asks for.
+    """Options of the configured engine.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
         sync: how it gets its weights, see :func:`sync_type`.
 
     Returns:
         Options of :func:`~torchrl_llm.modules.backends.vllm.build_engine`.
 
     Raises:
-        ConfigError: a LoRA rank that the engine has no kernels for, or four bits in float32.
+        ConfigError: the engine has no kernels for the LoRA rank, or four bits in float32.
     """
     options = config.inference_model.engine_options
-    # Shared memory has one type; else the engine samples in the precision of the autocast.
+    # Shared weights have one type; otherwise the engine samples in autocast's precision.
     low = builders.samples_in_bfloat16(config) and sync != "shared"
     options["dtype"] = "bfloat16" if low else config.train_model.dtype
     if config.train.parallel != "none":
-        # An engine for each rank, on the rank's own device, within the group that there is.
+        # One engine per rank, on the rank's device, in the existing process group.
         options["distributed_executor_backend"] = "external_launcher"
     if sync == "shared":
-        options["load_format"] = "dummy"  # it gets the trainer's weights at once
+        options["load_format"] = "dummy"  # it gets the trainer's weights immediately
     if sync == "adapter":
         rank = config.train_model.lora.r
         if rank > _RANKS[-1]:
@@ -89,11 +89,11 @@ def engine_arguments(config: GRPOConfig, sync: str) -> dict[str, Any]:
 
 
 def make_canary(config: GRPOConfig, policy: TransformersWrapper, sync: str) -> CanaryCheck:
-    """Compares the engine that the configuration asks for with the trained policy.
+    """A canary that compares the configured engine with the trained policy.
 
     Args:
-        config: the recipe's.
-        policy: what is trained.
+        config: configuration of the recipe.
+        policy: the trained policy.
         sync: how the engine gets its weights, see :func:`sync_type`.
     """
     is_vllm = config.inference_model.backend == "vllm"
@@ -106,15 +106,15 @@ def make_canary(config: GRPOConfig, policy: TransformersWrapper, sync: str) -> C
 
 
 def canary_metrics(canary: CanaryCheck | None) -> dict[str, float]:
-    """How far the engine was from the trainer at the last update; nothing without a canary.
+    """Difference between engine and trainer at the last update; empty without a canary.
 
     Args:
-        canary: what checked it.
+        canary: the canary that measured it.
 
     Returns:
         ``train/canary_rounding``, about 1 (see
-        :class:`~torchrl_llm.weights.CanaryReport`); and ``train/canary_distinct``, 1 where
-        the new weights could be told from older ones, 0 where the digest alone proves them.
+        :class:`~torchrl_llm.weights.CanaryReport`); and ``train/canary_distinct``, 1 if it could
+        distinguish the new weights from older ones, 0 if only the digest proves them.
     """
     report = None if canary is None else canary.report
     if report is None:
@@ -131,22 +131,21 @@ def make_sampler(
     learner: TransformersWrapper,
     name: str = "policy",
 ) -> tuple[LLMWrapperBase, WeightUpdater]:
-    """What the collector samples with, and what brings it new weights.
+    """The collector's policy, and the updater of its weights.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
         policy: samples and scores in this process.
-        learner: what is trained, see :func:`~torchrl_llm.recipes.parallel.make_learner`.
-        name: of the policy among those of this run.
+        learner: the trained policy, see :func:`~torchrl_llm.recipes.parallel.make_learner`.
+        name: name of the policy, unique in this run.
 
     Returns:
-        The policy itself, whose weights are those that are trained; or a
-        :class:`~torchrl_llm.modules.vLLMWrapper` over an engine of this process, whose first
-        weights come with the first update.
+        The policy itself, whose weights are trained; or a :class:`~torchrl_llm.modules.vLLMWrapper`
+        over an engine of this process, which gets its first weights with the first update.
 
     Raises:
-        MissingExtraError: vLLM is asked for and not installed.
-        ConfigError: settings that engine and model cannot have.
+        MissingExtraError: vLLM is configured but not installed.
+        ConfigError: settings that engine and model do not support.
         ResourceError: the engine does not fit.
     """
     if config.inference_model.backend == "transformers":
@@ -162,10 +161,10 @@ def make_sampler(
     canary = None
     if config.weight_sync.verify:
         canary = make_canary(config, policy, sync)
-    gathers = learner is not policy and sync != "adapter"  # of an adapter its shards are enough
+    gathers = learner is not policy and sync != "adapter"  # an adapter is sent from its shards
     model = policy.model if gathers else learner.model
     if sync == "shared":
-        # The version is proven by the canary; hashing all weights as well would double the cost.
+        # The canary proves the version; also hashing all weights would double the cost.
         return sampler, SharedEngineWeights(model, backend, fingerprint=False, canary=canary)
     given: dict[str, Any] = {}
     if sync == "load":

@@ -1,7 +1,7 @@
-"""Keys that recipes have in common: all that train a model, and those that learn from samples.
+"""Shared keys of all recipes that train a model, and of those that learn from samples.
 
-A recipe is a subclass with the groups of its own; where it has a group with other defaults, or a
-larger one, it names that group again.
+A recipe is a subclass with its own groups; it redeclares a group that has different defaults or
+more keys.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_llm.trainers.run_config import (
 
 
 class TrainedConfig(Group):
-    """What every recipe that trains a model can be told.
+    """Settings of every recipe that trains a model.
 
     Attributes:
         seed: seeds weights of adapters, prompts and sampling.
@@ -61,7 +61,7 @@ class TrainedConfig(Group):
 
 
 class SampledConfig(TrainedConfig):
-    """What every recipe whose model learns from what it samples can be told."""
+    """Settings of every recipe whose model learns from its samples."""
 
     agent = AgentConfig.of()
 
@@ -80,7 +80,7 @@ class SampledConfig(TrainedConfig):
 
     @property
     def rows_per_policy(self) -> int:
-        """Of these the responses that one policy is trained on."""
+        """Responses per step on which one policy is trained."""
         return self.rows_per_batch
 
     @property

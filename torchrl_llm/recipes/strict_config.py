@@ -1,13 +1,13 @@
-"""Strict configuration: a nested mapping becomes dataclasses, or an error that names the right key.
+"""Strict configuration: turns a nested mapping into dataclasses; errors name the correct key.
 
-It is not the schema of a recipe (see :mod:`torchrl_llm.recipes`) and knows nothing of Hydra: any
-nested mapping will do. An unknown key is refused with the nearest valid one, an old name with the
-new one, and a value of the wrong type with the type that was expected.
+It is not the schema of a recipe (see :mod:`torchrl_llm.recipes`) and does not depend on Hydra: any
+nested mapping is valid. The error for an unknown key names the nearest valid key, the error for an
+old name the new one, and the error for a value of the wrong type the expected type.
 
 A group such as ``loss`` is a :class:`Component`: its ``type`` names a class, and the arguments of
-that class are its keys. Each class that the group offers is a *variant*: a dataclass read off the
-signature, so that a key exists exactly where the constructor has an argument of that name, with the
-default that is written there. A key of another variant is an error that says whose it is.
+that class are its keys. Each class that the group offers is a *variant*: a dataclass derived from
+the signature, so that a key exists exactly if the constructor has an argument of that name, with
+the same default. For a key of a different variant the error names that variant.
 """
 
 from __future__ import annotations
@@ -61,13 +61,13 @@ class Component:
         """An instance of a variant.
 
         Args:
-            type: its name; the group's default when left out.
+            type: name of the variant; the group's default if left out.
             **options: arguments of its constructor.
         """
         return cls.variants[cls.default if type is None else type](**options)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Variants are made, not imported: another process makes its own.
+        # Variants are made at runtime, not imported: a different process makes its own.
         group = next(each for each in type(self).__mro__ if "variants" in vars(each))
         return _remade, (group, self.type, self.options)
 
@@ -77,11 +77,11 @@ class Component:
         return {entry.name: getattr(self, entry.name) for entry in fields(self)[1:]}
 
     def build(self, *args: Any, **given: Any) -> Any:
-        """Construct what is configured.
+        """Construct the configured object.
 
         Args:
-            *args: positional arguments that no key stands for.
-            **given: further ones; they replace what is configured under the same name.
+            *args: positional arguments without a key.
+            **given: further arguments; they replace configured arguments of the same name.
         """
         return type(self).target(*args, **{**self.options, **given})
 
@@ -91,11 +91,11 @@ def _remade(group: type[Component], type_: str, options: Mapping[str, Any]) -> C
 
 
 class Variants(Mapping[str, type[Component]]):
-    """The variants of a group: whatever is registered of a kind, each made when it is asked for.
+    """The variants of a group: all registered objects of a kind, each made on first use.
 
     Args:
-        kind: as of ``register``.
-        make: makes the variant of a name; ``"module:name"`` of the user's own is one, too.
+        kind: as for ``register``.
+        make: makes the variant of a name; a user-defined ``"module:name"`` is valid, too.
     """
 
     def __init__(self, kind: str, make: Callable[[str], type[Component]]) -> None:
@@ -129,14 +129,14 @@ def variant(
         group: the group.
         name: the variant's ``type``.
         target: a class, or a function that makes an instance.
-        given: arguments that are no keys: whoever calls ``build`` passes them, or nobody does.
+        given: arguments that are not keys: the caller of ``build`` may pass them.
 
     Returns:
-        A keyword-only dataclass. Of arguments that take plain values as well as objects, only the
-        plain ones can be configured; those that take objects only are no keys.
+        A keyword-only dataclass. Of arguments that take plain values as well as objects, only plain
+        values can be configured; arguments that take only objects are not keys.
 
     Raises:
-        TypeError: an argument that is neither given nor has a default.
+        TypeError: an argument is neither given nor has a default.
     """
     entries: list[tuple[str, Any, Any]] = [("type", Literal[name], field(default=name))]
     for key, parameter in constructor_arguments(target).items():
@@ -147,7 +147,7 @@ def variant(
             raise TypeError(f"{target.__name__} needs {key}, which must be given or have a default")
         hint = _plain(parameter.annotation)
         if hint is None:
-            continue  # takes objects only, which no file can write
+            continue  # takes only objects, which a file cannot contain
         value = field(default_factory=default.copy) if isinstance(default, list) else default
         entries.append((key, hint, value))
     made = make_dataclass(
@@ -162,7 +162,7 @@ def variant(
 
 
 def _plain(hint: Any) -> Any:
-    """The part of a type hint that a configuration file can write; ``None`` for nothing of it."""
+    """The part of a type hint that a configuration file can contain; ``None`` if there is none."""
     origin, options = get_origin(hint), get_args(hint)
     if hint in _PLAIN or origin is Literal:
         return hint
@@ -185,7 +185,7 @@ def from_mapping(
 
     Args:
         schema: a dataclass type whose fields are plain values, lists, other dataclasses, or dicts
-            whose keys only their user knows.
+            with user-defined keys.
         values: any nested mapping, a ``DictConfig`` too.
         renamed: old dotted key -> what to use instead, a key or a sentence.
 
@@ -193,8 +193,8 @@ def from_mapping(
         An instance of ``schema``; keys that ``values`` lacks keep their defaults.
 
     Raises:
-        ConfigError: an unknown or renamed key, a value of the wrong type, or whatever a
-            ``__post_init__`` of the schema refuses.
+        ConfigError: an unknown or renamed key, a value of the wrong type, or values that a
+            ``__post_init__`` of the schema rejects.
 
     Example:
         >>> from dataclasses import field, make_dataclass
@@ -215,7 +215,7 @@ def valid_keys(schema: type, prefix: str = "") -> Iterator[str]:
     """Every dotted key of a nested dataclass, groups included, in the order of declaration.
 
     Args:
-        schema: a dataclass type; of a :class:`Component`, the keys of all its variants, each once.
+        schema: a dataclass type; for a :class:`Component`, the keys of all its variants, each once.
         prefix: put before each key, with its trailing dot.
     """
     made = schema.variants.values() if _is_component(schema) else [schema]
@@ -232,13 +232,13 @@ def _hints(schema: type) -> list[tuple[str, Any]]:
 
 
 def _is_component(schema: Any) -> bool:
-    """Whether it stands for variants, and is not one of them."""
+    """Whether a type is a group of variants, and not a variant."""
     is_group = isinstance(schema, type) and issubclass(schema, Component)
     return is_group and "target" not in vars(schema)
 
 
 def _check_effect(group: type[Component], chosen: type[Component], name: str, path: str) -> None:
-    """Refuse a key of another variant, and say whose it is."""
+    """Reject a key of a different variant; the error names that variant."""
     if name in {entry.name for entry in fields(chosen)}:
         return
     owners = [

@@ -1,4 +1,4 @@
-"""What the recipes share that learn from rows of a table, and not from samples."""
+"""Shared parts of the recipes that learn from rows of a table instead of samples."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from torchrl_llm.trainers.kept_rollouts import Kept
 from torchrl_llm.trainers.run_config import LoggingConfig
 
 READ_FIRST = 10_000
-"""Rows that are read before the first step, which takes a few seconds; the others are looked at
-when it is their turn."""
+"""Rows that are checked before the first step, which takes a few seconds; the others are checked
+when they are trained."""
 
 
 class TrainConfig(ForwardConfig):
-    """The loop.
+    """The training loop.
 
     Attributes:
         max_steps: optimizer steps; ``None`` for as many as ``max_epochs`` takes.
         max_epochs: passes over the rows; ``None`` for as many as ``max_steps`` takes, and 1 without
-            it. With both the run ends with what comes first.
-        batch_size: rows an optimizer step.
+            it. With both the run ends with whichever comes first.
+        batch_size: rows per optimizer step.
     """
 
     max_steps: Count | None = None
@@ -38,7 +38,7 @@ class TrainConfig(ForwardConfig):
         """Optimizer steps of the whole run.
 
         Args:
-            num_rows: of the data.
+            num_rows: number of training rows.
         """
         epochs = self.max_epochs or (1 if self.max_steps is None else None)
         limits = [self.max_steps, epochs and epochs * -(-num_rows // self.batch_size)]
@@ -46,10 +46,10 @@ class TrainConfig(ForwardConfig):
 
 
 class NumbersConfig(LoggingConfig):
-    """Where numbers go.
+    """Logging of metrics.
 
     Attributes:
-        samples: always ``None``; no answers are sampled to learn from.
+        samples: always ``None``; training does not sample answers.
         rollouts: always ``none``, likewise.
     """
 
@@ -65,7 +65,7 @@ class NumbersConfig(LoggingConfig):
 
 
 class Parts(NamedTuple):
-    """Rows of a run as they are learned, and those that are held out (``None`` for none)."""
+    """Training rows of a run, and held-out rows (``None`` for none)."""
 
     train: Any
     held_out: Any
@@ -79,15 +79,15 @@ def parts_of(
     *,
     read_first: int = READ_FIRST,
 ) -> Parts:
-    """Read the rows of a run, and look at the first of both parts.
+    """Read the rows of a run, and check the first rows of both parts.
 
     Args:
-        data: where they come from.
-        num_prompts: rows that are held out, as ``eval.num_prompts``.
-        make: makes a part of its rows, whose attribute ``rows`` they are; also takes ``name``, and
-            of held-out rows ``first_row`` and ``held_out``.
-        asked: what a row asks, to find prompts that both parts have.
-        read_first: rows of each part that are looked at; 0 to look at nothing.
+        data: source of the rows.
+        num_prompts: number of held-out rows, as ``eval.num_prompts``.
+        make: makes a part from its rows, with these rows in the attribute ``rows``; also takes
+            ``name``, and for held-out rows ``first_row`` and ``held_out``.
+        asked: returns the prompt of a row, to find prompts that are in both parts.
+        read_first: number of rows of each part to check; 0 for no check.
 
     Raises:
         DataError: missing or malformed data, or a row that cannot be learned from.
@@ -128,14 +128,14 @@ def _first(rows: Sequence[Row], number: int | None) -> Sequence[Row]:
 
 
 def batches(loader: RowLoader) -> Iterator[list[Any]]:
-    """The batches of one epoch after the other, from where the loader is."""
+    """The batches of all further epochs, from the loader's position on."""
     return chain.from_iterable(repeat(loader))
 
 
 def batch_metrics(
     batch: Sequence[Demonstration], loader: RowLoader, ranks: Ranks
 ) -> dict[str, float]:
-    """Tokens of a batch, rows that were too long, and how many epochs are done."""
+    """Tokens of a batch, number of overlong rows, and finished epochs."""
     counts = {
         "train/tokens": sum(len(each.token_ids) for each in batch),
         "train/tokens_trained": sum(int(each.learned.sum()) for each in batch),

@@ -18,13 +18,14 @@ from torchrl_llm.tools.tool_transform import as_tool
 
 
 def check_task(name: str) -> None:
-    """Refuse the name of a task that there is not.
+    """Reject the name of an unknown task.
 
     Args:
-        name: a registered task, or ``"module:class"`` of a task of your own.
+        name: a registered task, or ``"module:class"`` of your own task.
 
     Raises:
-        ConfigError: for another name, a module that cannot be imported, or a class that is no task.
+        ConfigError: an unknown name, a module that cannot be imported, or a class that is not a
+            task.
     """
     task_class(name)
 
@@ -33,15 +34,15 @@ def task_class(name: str) -> type[TaskEnv] | ChatEnvTask:
     """The environment of a task.
 
     Args:
-        name: a registered task, or ``"module:class"`` of a task of your own.
+        name: a registered task, or ``"module:class"`` of your own task.
 
     Returns:
-        A class; that of a :class:`~torchrl_llm.envs.Session` or of the rules of a game is made
-        here; of a plain :class:`~torchrl_llm.envs.DatasetChatEnv`, or a function that makes one,
-        a :class:`~torchrl_llm.recipes.chat_env_task.ChatEnvTask`.
+        A class. For a :class:`~torchrl_llm.envs.Session` or the rules of a game this function makes
+        the class; for a plain :class:`~torchrl_llm.envs.DatasetChatEnv`, or a function that makes
+        one, it returns a :class:`~torchrl_llm.recipes.chat_env_task.ChatEnvTask`.
 
     Raises:
-        ConfigError: as :func:`check_task`.
+        ConfigError: as for :func:`check_task`.
 
     Example:
         >>> task_class("arithmetic").__name__
@@ -62,16 +63,16 @@ def task_class(name: str) -> type[TaskEnv] | ChatEnvTask:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """The settings that a task has besides those of every task.
+    """The settings of a task besides those of every task.
 
     Args:
-        name: as of :func:`task_class`.
+        name: as for :func:`task_class`.
 
     Returns:
         Names of keyword arguments of its class, in their order.
 
     Raises:
-        ConfigError: as :func:`check_task`.
+        ConfigError: as for :func:`check_task`.
 
     Example:
         >>> task_options("countdown")
@@ -87,16 +88,15 @@ def task_options(name: str) -> tuple[str, ...]:
 
 
 def check_options(name: str, options: Mapping[str, Any], *, path: str = "env.options") -> None:
-    """Refuse settings that a task does not have; without any, the task is not imported.
+    """Reject settings that a task does not have; without settings the task is not imported.
 
     Args:
-        name: as of :func:`task_class`.
+        name: as for :func:`task_class`.
         options: settings by name, the keys below ``env.options`` in a recipe.
-        path: those keys' prefix, for the error.
+        path: prefix of these keys, for the error.
 
     Raises:
-        ConfigError: for a setting that the task does not have, or a value other than the few that
-            it can have.
+        ConfigError: the task does not have the setting, or the setting does not allow the value.
 
     Example:
         >>> check_options("gsm8k", {"answer_format": "automatic"})
@@ -120,9 +120,9 @@ def check_options(name: str, options: Mapping[str, Any], *, path: str = "env.opt
 
 
 def _words(hint: Any) -> list[Any]:
-    """The few values that a setting can have in a file; none where it can have others.
+    """The values of a setting with a fixed list of values; empty for other settings.
 
-    A class beside them, such as a parser, is for Python only.
+    A class in the same type hint, such as a parser, is only for Python.
     """
     parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     literals = [part for part in parts if get_origin(part) is Literal]
@@ -131,7 +131,7 @@ def _words(hint: Any) -> list[Any]:
 
 
 def _keywords(cls: type) -> list[str]:
-    """Arguments that a class's constructor takes by name alone."""
+    """Keyword-only arguments of a class's constructor."""
     if "__init__" not in vars(cls):
         return []
     parameters = inspect.signature(cls.__init__).parameters.values()
@@ -139,13 +139,14 @@ def _keywords(cls: type) -> list[str]:
 
 
 def check_tools(names: Sequence[str]) -> None:
-    """Refuse names that no tool can be made of; no tool is started.
+    """Reject names that do not make a tool; does not start tools.
 
     Args:
-        names: registered names, or ``"module:name"`` of a tool or function of the user's.
+        names: registered names, or ``"module:name"`` of a user-defined tool or function.
 
     Raises:
-        ConfigError: an unknown name, what is no tool, arguments that it needs, or a name twice.
+        ConfigError: an unknown name, an object that is not a tool, missing arguments, or a name
+            twice.
 
     Example:
         >>> check_tools(["calculator"])
@@ -157,18 +158,18 @@ def check_tools(names: Sequence[str]) -> None:
 
 
 def add_tools(env: DatasetChatEnv, names: Sequence[str], *, max_turns: int) -> DatasetChatEnv:
-    """Append the tools to an environment, in front of its reward; nothing without any.
+    """Insert the tools into an environment, before its reward; without tools it is not changed.
 
     Args:
         env: a task.
-        names: as of :func:`check_tools`.
+        names: as for :func:`check_tools`.
         max_turns: most turns in a row that only call tools.
 
     Returns:
         The same environment.
 
     Raises:
-        ConfigError: as :func:`check_tools`.
+        ConfigError: as for :func:`check_tools`.
     """
     if names:
         insert_tools(env, tool_transform(names, max_turns=max_turns))
@@ -176,14 +177,14 @@ def add_tools(env: DatasetChatEnv, names: Sequence[str], *, max_turns: int) -> D
 
 
 def tool_transform(names: Sequence[str], *, max_turns: int) -> ToolTransform:
-    """Tools by name, as an environment takes them.
+    """The transform of tools by name, for an environment.
 
     Args:
-        names: as of :func:`check_tools`.
-        max_turns: as of :func:`add_tools`.
+        names: as for :func:`check_tools`.
+        max_turns: as for :func:`add_tools`.
 
     Raises:
-        ConfigError: as :func:`check_tools`.
+        ConfigError: as for :func:`check_tools`.
     """
     return ToolTransform([_make(name) for name in names], max_auxiliary_turns=max_turns)
 

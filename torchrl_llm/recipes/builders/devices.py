@@ -34,10 +34,10 @@ def seed_everything(seed: int) -> None:
 
 
 def set_threads(config: TrainedConfig) -> None:
-    """Give torch the configured number of CPU threads, or what :func:`spare_threads` leaves.
+    """Set torch's number of CPU threads as configured, or with :func:`spare_threads`.
 
     Args:
-        config: its ``train.num_threads`` and ``model.name``.
+        config: configuration with ``train.num_threads`` and ``model.name``.
     """
     if config.train.num_threads is not None:
         torch.set_num_threads(config.train.num_threads)
@@ -46,11 +46,11 @@ def set_threads(config: TrainedConfig) -> None:
 
 
 def spare_threads(name: str | Path | None) -> None:
-    """Leave torch one CPU thread for a tiny model: a second one mostly waits, at full load.
+    """Limit torch to one CPU thread for a tiny model: a second thread mostly busy-waits.
 
     Args:
-        name: folder or hub name; ``None`` for the model of the package. Others than tiny ones in a
-            folder keep torch's choice.
+        name: folder or hub name; ``None`` for the model of the package. For other models that are
+            not tiny models in a folder, torch's choice does not change.
     """
     weights = Path(name or embedded_model_path()) / "model.safetensors"
     if weights.is_file() and weights.stat().st_size < _TINY_BYTES:
@@ -58,13 +58,13 @@ def spare_threads(name: str | Path | None) -> None:
 
 
 def device_of(config: TrainedConfig) -> torch.device:
-    """CUDA where there is one, unless the configuration says otherwise.
+    """The configured device; with ``auto`` CUDA if available.
 
     Args:
-        config: its ``train.device``.
+        config: configuration with ``train.device``.
 
     Raises:
-        ResourceError: this machine does not have it.
+        ResourceError: this machine does not have the device.
     """
     return present_device(config.train.device, "train.device")
 
@@ -73,7 +73,7 @@ def device_kind(config: TrainedConfig) -> str:
     """Kind of the device, ``"cpu"`` or ``"cuda"``, whether or not this machine has it.
 
     Args:
-        config: its ``train.device``.
+        config: configuration with ``train.device``.
     """
     name = config.train.device
     return device_of(config).type if name == "auto" else torch.device(name).type
@@ -84,18 +84,18 @@ def present_device(name: str, key: str) -> torch.device:
     """A device of this machine.
 
     Args:
-        name: as ``torch.device`` takes it, or ``auto`` for CUDA where there is one.
+        name: as ``torch.device`` takes it, or ``auto`` for CUDA if available.
         key: dotted key of the setting.
 
     Raises:
-        ResourceError: this machine does not have it.
+        ResourceError: this machine does not have the device.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     device = torch.device(name)
     try:
         torch.empty(0, device=device)
-    except Exception as error:  # each kind of device fails in a way of its own
+    except Exception as error:  # each kind of device fails in its own way
         raise ResourceError(
             f"{key}={name!r}: torch cannot use it here ({str(error).splitlines()[0]}); it finds "
             f"{torch.cuda.device_count()} CUDA devices; choose another, or auto"
@@ -104,13 +104,13 @@ def present_device(name: str, key: str) -> torch.device:
 
 
 def reference_device(config: TrainedConfig) -> torch.device:
-    """Where the reference is: on the policy's device, or on the GPU after the policy's.
+    """Device of the reference: the policy's device, or the GPU after it.
 
     Args:
-        config: its ``ref_model.num_devices`` and ``train.device``.
+        config: configuration with ``ref_model.num_devices`` and ``train.device``.
 
     Raises:
-        ResourceError: it is to have a GPU of its own, and there is none.
+        ResourceError: it needs its own GPU, and this machine has no further GPU.
     """
     device = device_of(config)
     if not config.ref_model.num_devices:
@@ -132,27 +132,28 @@ def reference_device(config: TrainedConfig) -> torch.device:
 
 @contextmanager
 def autocast(config: TrainedConfig) -> Iterator[None]:
-    """A context for sampling and scoring in the configured precision.
+    """Context for sampling and scoring in the configured precision.
 
-    With ``train_model.offload_activations`` what the backward needs goes to the CPU meanwhile.
+    With ``train_model.offload_activations`` the activations for the backward are kept on the CPU.
 
     Args:
-        config: its ``train.mixed_precision`` and ``train_model``.
+        config: configuration with ``train.mixed_precision`` and ``train_model``.
     """
     device, low = device_of(config).type, samples_in_bfloat16(config)
     offloads = config.train_model.offload_activations
     kept = ActivationsOnCpu() if offloads else nullcontext()
-    # Autocast would keep a copy of each weight, though the weight itself is there for a moment.
+    # Autocast would cache a copy of each weight, although the gathered weight is only needed
+    # briefly.
     caches = config.train.parallel != "fsdp2" or config.train.gathers == "model"
     with kept, torch.autocast(device, torch.bfloat16, enabled=low, cache_enabled=caches):
         yield
 
 
 class ActivationsOnCpu(saved_tensors_hooks):
-    """A context: what autograd keeps of a forward waits in the memory of the CPU for the backward.
+    """Context that keeps autograd's saved tensors in CPU memory until the backward.
 
-    Weights stay where they are, and a tensor that several operations keep is copied once. Gradients
-    are the same, bit for bit.
+    Weights are not moved, and a tensor that several operations save is copied once. Gradients are
+    bitwise identical.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))
@@ -172,7 +173,7 @@ class ActivationsOnCpu(saved_tensors_hooks):
         if isinstance(owner, nn.Parameter):
             return lambda: tensor
         storage = tensor.untyped_storage()
-        # A weak reference frees the memory, and keeps its address from being used again.
+        # A weak reference lets the memory be freed, and prevents reuse of its address as a key.
         key = (StorageWeakRef(storage), tensor.dtype, tensor._version)
         if key not in self.copies:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
@@ -182,19 +183,19 @@ class ActivationsOnCpu(saved_tensors_hooks):
         return lambda: kept.to(device, non_blocking=True, copy=True).as_strided(*place)
 
     def room(self, like: Tensor) -> Tensor:
-        """Memory of the CPU for a copy, pinned next to a GPU so that copies need not be waited for.
+        """CPU memory for a copy; pinned for a GPU tensor, so that copies are asynchronous.
 
         Args:
-            like: of its size and type.
+            like: tensor with the size and type of the copy.
         """
         return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
 
 def samples_in_bfloat16(config: TrainedConfig) -> bool:
-    """Whether sampling and scoring are in bfloat16, over weights of whatever type.
+    """Whether sampling and scoring are in bfloat16, for weights of any type.
 
     Args:
-        config: its ``train.mixed_precision`` and ``train.device``.
+        config: configuration with ``train.mixed_precision`` and ``train.device``.
     """
     precision = config.train.mixed_precision
     return precision == "bfloat16" or (precision == "auto" and device_kind(config) == "cuda")

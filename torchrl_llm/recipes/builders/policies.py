@@ -26,10 +26,10 @@ from torchrl_llm.trainers.gathered_model import GatheredModel, whole_weights
 
 
 def wrapper_options(config: SampledConfig) -> dict[str, Any]:
-    """Options of a policy that samples: templates, long prompts, arguments of generation.
+    """Options of a sampling policy: templates, handling of long prompts, generation arguments.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
     """
     return {
         **config.model.template,
@@ -41,12 +41,12 @@ def wrapper_options(config: SampledConfig) -> dict[str, Any]:
 
 
 def _tool_schemas(config: SampledConfig) -> list[dict[str, Any]] | None:
-    """The task's tools as chat templates take them, where the model is to be told of them."""
+    """Tool schemas of the task for the chat template, if the prompt describes the tools."""
     task = task_class(config.env.dataset)
     has_tools = (
         task.make_tools is not TaskEnv.make_tools
         or task.tool_schemas is not TaskEnv.tool_schemas
-        or isinstance(task, ChatEnvTask)  # its transforms say
+        or isinstance(task, ChatEnvTask)  # its transforms define them
         or bool(config.env.tools)
         or config.agent.type != AgentConfig.default
     )
@@ -55,7 +55,7 @@ def _tool_schemas(config: SampledConfig) -> list[dict[str, Any]] | None:
     own, made = config.env.dataset == ROWS, list(config.agent.build().make_transforms())
     if own and config.env.tools:
         made.insert(0, tool_transform(config.env.tools, max_turns=config.env.max_tool_turns))
-    if own and made:  # rows have no tools of their own, so that no environment is needed to ask
+    if own and made:  # rows have no own tools, so no environment is needed
         told = [each for each in made if isinstance(each.parser, MessageCallParser)]
         return [schema for each in told for schema in each.schemas] or None
     env = with_agent(config, task(**task_rows(config, task)[0], **task_settings(config)))
@@ -68,17 +68,17 @@ def _tool_schemas(config: SampledConfig) -> list[dict[str, Any]] | None:
 def make_tokenizer(
     name: str | None, max_tokens: int, *, key: str = "inference_model.max_tokens"
 ) -> Any:
-    """The tokenizer of ``model.name``, after a look at what says how long its context is.
+    """The tokenizer of ``model.name``, after a check of the model's context length.
 
-    Neither takes long, so that what is wrong with them is told before any weights are read.
+    Both are fast, so that errors in them are raised before any weights are read.
 
     Args:
-        name: the model, as ``model.name`` gives it.
+        name: value of ``model.name``.
         max_tokens: tokens that a response may have.
-        key: dotted key of that.
+        key: dotted key of ``max_tokens``.
 
     Raises:
-        ConfigError: no such model, no tokenizer with it, or no room in its context.
+        ConfigError: the model does not exist, has no tokenizer, or has no room in its context.
     """
     with naming("model.name"):
         tokenizer, context = modules.load_tokenizer(name), modules.context_length(name)
@@ -91,13 +91,13 @@ def make_tokenizer(
 
 
 def longest_row(config: TrainedConfig) -> int | None:
-    """Tokens that a row may have: ``train.max_seq_len``, or else what the model's context holds.
+    """Tokens that a row may have: ``train.max_seq_len``, or else the model's context length.
 
     Args:
-        config: its ``model.name`` and ``train``.
+        config: configuration with ``model.name`` and ``train``.
 
     Raises:
-        ConfigError: longer rows are allowed than there can be.
+        ConfigError: ``train.max_seq_len`` is longer than the model's context.
     """
     context, longest = modules.context_length(config.model.name), config.train.max_seq_len
     ensure(
@@ -108,11 +108,11 @@ def longest_row(config: TrainedConfig) -> int | None:
 
 
 def make_policy(config: SampledConfig, *, with_values: bool = False) -> modules.TransformersWrapper:
-    """The policy that samples and is trained; both use its one module.
+    """The policy for sampling and training, which use the same module.
 
     Args:
-        config: the recipe's.
-        with_values: give it a value head.
+        config: configuration of the recipe.
+        with_values: whether to add a value head.
     """
     _tell_small_model(config)
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
@@ -125,20 +125,20 @@ def make_policy(config: SampledConfig, *, with_values: bool = False) -> modules.
 def load_policy(
     config: TrainedConfig, tokenizer: Any, *, with_values: bool = False, **options: Any
 ) -> modules.TransformersWrapper:
-    """The model that is trained, in a wrapper that samples with it.
+    """The trained model, in a wrapper that samples with it.
 
     Args:
-        config: its ``model``, ``train`` and ``train_model``.
-        tokenizer: of the model.
-        with_values: give it a value head.
-        options: of the wrapper.
+        config: configuration with ``model``, ``train`` and ``train_model``.
+        tokenizer: tokenizer of the model.
+        with_values: whether to add a value head.
+        options: options of the wrapper.
     """
     wanted = config.train_model
     adapter = modules.find_adapter(config.model.name)
     if adapter is not None and not wanted.lora.enabled:
         logger.warning(
             f"model.name={adapter.name} is an adapter of {adapter.base}: it is merged, and all "
-            "weights are trained; train_model.lora.enabled=true goes on with the adapter alone"
+            "weights are trained; train_model.lora.enabled=true trains only the adapter"
         )
     model = modules.load_model(
         config.model.name,
@@ -163,7 +163,7 @@ def load_policy(
 
 
 def _tell_small_model(config: SampledConfig) -> None:
-    """Say where a task is too hard for the model that is taken because none was named."""
+    """Warn if the task is too hard for the default model."""
     task = task_class(config.env.dataset)
     if config.model.name is not None or not task.NEEDS_LARGER_MODEL:
         return
@@ -178,15 +178,15 @@ def _tell_small_model(config: SampledConfig) -> None:
 
 
 def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -> TokenScorer:
-    """The policy that divergences are measured from.
+    """The reference policy of the divergences.
 
     Args:
-        config: the recipe's; ``ref_model.name`` is another model.
-        policy: with LoRA, and no other name, it is the reference itself, with its adapters off, or
-            with the adapter that ``model.name`` is.
+        config: configuration of the recipe; ``ref_model.name`` may name a different model.
+        policy: with LoRA and without ``ref_model.name`` it is the reference itself, with its
+            adapters disabled, or with the adapter that ``model.name`` names.
 
     Raises:
-        ConfigError: no such model, or one with another vocabulary.
+        ConfigError: the model does not exist, or has a different vocabulary.
     """
     if config.train_model.lora.enabled and config.ref_model.name is None:
         if modules.find_adapter(config.model.name) is not None:
@@ -201,7 +201,7 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
             model.requires_grad_(False), layout=config.train.packing
         )
         if config.ref_model.name is not None:
-            with suppress(ConfigError):  # a folder of weights alone: their number of ids is known
+            with suppress(ConfigError):  # a folder without a tokenizer: vocabulary size is known
                 reference.tokenizer = modules.load_tokenizer(name)
             check_same_vocabulary(policy, reference, names=("the policy", "its reference"))
     if config.train.parallel == "fsdp2":
@@ -211,10 +211,10 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
 
 
 def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:
-    """How many prompts of this step were too long; counting starts over.
+    """Number of overlong prompts in this step; resets the count.
 
     Args:
-        policy: the policy that was asked.
+        policy: the policy that counted them.
     """
     counts = policy.overlong_counts
     total = sum(counts.values())

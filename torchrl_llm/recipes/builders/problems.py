@@ -1,4 +1,4 @@
-"""Rows of a configuration: the problems of its task, and what is trained of a step."""
+"""Rows of a configuration: the problems of its task, and the mini-batches of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrl_llm.trainers.reward_watch import RewardWatch
 def task_rows(
     config: SampledConfig, task: type[TaskEnv] | ChatEnvTask
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the two environments that say where their problems come from."""
+    """Arguments of the two environments for the source of their problems."""
     if config.env.dataset == ROWS:
         rows, held_out = config.data.load(), config.data.load_held_out()
         if held_out is None:
@@ -50,7 +50,7 @@ def task_rows(
 
 
 def task_settings(config: SampledConfig) -> dict[str, Any]:
-    """The task's own settings, and what replaces its limit of steps, system prompt and reward."""
+    """The task's settings, with the configured limit of steps, system prompt and reward."""
     own = config.env.dataset == ROWS
     reward = make_reward(config.reward, alone=own)
     if own and reward is None and config.agent.owns_loop:
@@ -66,14 +66,14 @@ def task_settings(config: SampledConfig) -> dict[str, Any]:
 
 
 def check_problems(config: SampledConfig) -> None:
-    """Look at data files and columns before any weights are read.
+    """Check data files and columns before any weights are read.
 
     Args:
-        config: the recipe's.
+        config: configuration of the recipe.
 
     Raises:
         DataError: missing or malformed data.
-        ConfigError: the problems do not suffice, or only a program can play the task.
+        ConfigError: there are too few problems, or only a program can play the task.
     """
     task, name = task_class(config.env.dataset), config.env.dataset
     ensure(
@@ -94,11 +94,11 @@ def check_problems(config: SampledConfig) -> None:
 
 
 def make_watch(config: SampledConfig, *, reads_reward: bool = True) -> RewardWatch:
-    """What looks at the rewards of each step.
+    """The watch over the rewards of each step.
 
     Args:
-        config: its ``reward.on_all_invalid`` and ``train.no_signal_steps``.
-        reads_reward: whether the reward is learned from; otherwise equal ones are nothing to say.
+        config: configuration with ``reward.on_all_invalid`` and ``train.no_signal_steps``.
+        reads_reward: whether training uses the reward; otherwise equal rewards are not reported.
     """
     return RewardWatch(
         on_all_invalid=config.reward.on_all_invalid,
@@ -107,10 +107,10 @@ def make_watch(config: SampledConfig, *, reads_reward: bool = True) -> RewardWat
 
 
 def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensorDict]:
-    """The rows of an optimizer step at a time, each row that trains once an epoch.
+    """Yields the rows of one optimizer step at a time; every training row comes once per epoch.
 
     Args:
-        buffer: iterated once an epoch; it may be empty.
+        buffer: iterated once per epoch; it may be empty.
         epochs: passes over it.
     """
     for _ in range(epochs if len(buffer) else 0):

@@ -1,7 +1,8 @@
 """Search for the largest ``train.micro_token_budget``: by doubling, then bisection.
 
-The search is a function of what fits. Of several ranks each tries for itself, and all go on with
-what fits on every one, so that none waits for another that ran out of memory.
+The search depends only on whether a budget fits. With several ranks each rank tries a budget
+itself, and all continue with a budget that fits on every rank, so that no rank waits for one that
+ran out of memory.
 """
 
 from __future__ import annotations
@@ -23,16 +24,17 @@ from torchrl_llm.trainers.optimizers import in_training
 def largest(
     fits: Callable[[int], bool], low: int, high: int, *, agree: Callable[[bool], bool] = bool
 ) -> int:
-    """The largest budget that fits, to an eighth.
+    """The largest budget that fits, within an eighth.
 
     Args:
         fits: tries a budget, on this rank.
-        low: smallest budget that is of use, at most ``high``.
-        high: largest one.
-        agree: whether all ranks say yes, from the answer of this one; called once after each try.
+        low: smallest useful budget, at most ``high``.
+        high: largest budget.
+        agree: returns whether it fits on all ranks, from the result of this rank; called once after
+            each try.
 
     Returns:
-        A budget that fits; 0 where not even ``low`` does.
+        A budget that fits; 0 if not even ``low`` fits.
 
     Example:
         >>> largest(lambda budget: budget <= 700, 64, 4096)
@@ -56,10 +58,10 @@ def largest(
 
 
 def all_ranks(fine: bool) -> bool:
-    """Whether every rank of ``torchrun`` says yes; the answer itself without it.
+    """Whether it fits on every rank of ``torchrun``; without it, the result of this process.
 
     Args:
-        fine: what this rank says.
+        fine: result of this rank.
     """
     world = int(os.environ.get("WORLD_SIZE", 1))
     if world > 1 and not dist.is_initialized():
@@ -68,12 +70,12 @@ def all_ranks(fine: bool) -> bool:
 
 
 class Trial:
-    """Forward, backward and optimizer step of so many tokens; the learning rate is 0.
+    """Forward, backward and optimizer step with a given number of tokens; learning rate 0.
 
     Args:
-        config: of a recipe that trains.
-        policy: what is trained.
-        row_tokens: tokens of a row.
+        config: configuration of a training recipe.
+        policy: the trained policy.
+        row_tokens: tokens per row.
     """
 
     def __init__(self, config: Any, policy: Any, row_tokens: int) -> None:
@@ -86,7 +88,7 @@ class Trial:
         try:
             self._train(budget)
             return True
-        except (MemoryError, RuntimeError) as error:  # of a GPU, and of a CPU
+        except (MemoryError, RuntimeError) as error:  # on a GPU, and on a CPU
             if not re.search("out of memory|can't allocate memory", str(error)):
                 raise
         finally:

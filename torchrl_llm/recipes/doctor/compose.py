@@ -14,19 +14,19 @@ from torchrl_llm.recipes import launch
 from torchrl_llm.recipes.command_keys import KeyTable, check_option
 from torchrl_llm.trainers.run_folder import CONFIG_FILE, read_mapping
 
-# Keys of ``evaluate`` with names of its user, whose value in the file is not empty.
+# Keys of ``evaluate`` with user-defined names, whose value in the file is not empty.
 _OPEN = {"evaluate": ("data_files", "options")}
 _SIBLINGS = {"grpo": "grpo-async", "grpo-async": "grpo"}
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Nested values of a YAML file, or of the one in a run's folder.
+    """Nested values of a YAML file, or of the file in a run's folder.
 
     Args:
         path: the file or the folder.
 
     Raises:
-        DataError: it is not there, or is no YAML mapping.
+        DataError: the file does not exist, or is not a YAML mapping.
     """
     file = path / CONFIG_FILE if path.is_dir() else path
     try:
@@ -36,10 +36,10 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def recipe_of(path: Path, pages: Mapping[str, str]) -> str:
-    """The recipe that a file is of: one of its own, or the first that has most of the keys.
+    """The recipe of a file: named by its path, or else the first with most of its keys.
 
     Args:
-        path: of the file, or of a run's folder.
+        path: path of the file, or of a run's folder.
         pages: name of a recipe to its page.
 
     Raises:
@@ -63,17 +63,17 @@ def recipe_of(path: Path, pages: Mapping[str, str]) -> str:
 def compose(
     name: str, page: str, overrides: Sequence[str], file: Path | None = None
 ) -> tuple[Any, ModuleType]:
-    """The configuration that a run would have, and the module of the page that would run it.
+    """The configuration of a run, and the module of its page.
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
         page: path of its page, below ``sota-implementations``.
-        overrides: of the command line, which win.
-        file: its values replace the recipe's; one with a list of ``defaults`` is composed by Hydra
-            in its own folder.
+        overrides: overrides of the command line, which take precedence.
+        file: its values replace the recipe's; a file with a list of ``defaults`` is composed by
+            Hydra in its own folder.
 
     Raises:
-        ConfigError: what any run with it would be refused for.
+        ConfigError: a run would raise the same error.
         DataError: as :func:`read_file`.
     """
     from omegaconf import OmegaConf
@@ -112,7 +112,7 @@ def _folder(page: str) -> Path:
 
 
 def _files(values: dict[str, Any], table: KeyTable, typed: set[str]) -> dict[str, str]:
-    """Options that the values choose for groups; what they say of a group that is typed goes."""
+    """Options that the values choose for groups; drops their values of groups typed by the user."""
     files = {}
     for group, options in table.groups.items():
         value = values.get(group)
@@ -129,11 +129,11 @@ def _files(values: dict[str, Any], table: KeyTable, typed: set[str]) -> dict[str
 
 
 def _merged(composed: Any, values: dict[str, Any], others: set[str], typed: set[str]) -> Any:
-    """The values of a file over the defaults, and what was typed over both."""
+    """Merges the defaults, the values of a file, and the typed values; later ones win."""
     from omegaconf import OmegaConf
 
     below = OmegaConf.to_container(composed)
-    # A loss or an estimator of the user's has keys of its own.
+    # A user-defined loss or estimator has its own keys.
     below |= {group: {} for group in others & values.keys() if "type" in (values[group] or ())}
     merged = OmegaConf.merge(OmegaConf.create(below), OmegaConf.create(values))
     for key in typed:

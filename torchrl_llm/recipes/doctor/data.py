@@ -1,4 +1,4 @@
-"""Checks of the data: lengths of prompts, empty answers, prompts that are held out and trained."""
+"""Checks of the data: lengths of prompts, empty answers, held-out prompts in the training data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrl_llm.recipes.doctor.subject import Subject
 from torchrl_llm.recipes.tasks import task_class
 from torchrl_llm.rewards import RewardParser
 
-# Rows that are read, and for how long, of a dataset of any size.
+# Number of rows to read from a dataset of any size, and the time limit.
 _MOST_ROWS, _SECONDS = 20_000, 2.0
 _FATES = {
     "error": "the run ends at the first",
@@ -29,7 +29,7 @@ _FATES = {
 
 
 def prompt_lengths(subject: Subject) -> Iterator[Finding]:
-    """Prompts fit, and so do the answers behind them."""
+    """Prompts fit into the context, together with their answers."""
     key = "env.on_overlong" if "env.on_overlong" in subject.keys else "eval.on_overlong"
     fate, room = subject.flat[key], subject.flat["inference_model.max_tokens"]
     context = subject.context
@@ -58,7 +58,7 @@ def prompt_lengths(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(subject: Subject) -> Iterator[Finding]:
-    """Rows have answers where the reward compares with one."""
+    """Rows have answers if the reward compares with them."""
     for task in subject.tasks:
         rewards = [each for each in task.env.transform if isinstance(each, RewardParser)]
         if not any(each.needs_answer for each in rewards):
@@ -75,7 +75,7 @@ def answers(subject: Subject) -> Iterator[Finding]:
 
 
 def overlap(subject: Subject) -> Iterator[Finding]:
-    """No held-out prompt is one that is trained on; the task is one for this model."""
+    """No held-out prompt is a training prompt; the task suits this model."""
     (task,) = subject.tasks
     if subject.config.model.name is None and task_class(task.name).NEEDS_LARGER_MODEL:
         yield warning(
@@ -84,15 +84,15 @@ def overlap(subject: Subject) -> Iterator[Finding]:
         )
     if task.held_out is not None:
         parts = (_some(_rows(env)) for env in (task.env, task.held_out))
-        # Games begin alike, with an empty query, and differ in the rest of their rows.
+        # Games have the same empty query and differ in the other columns of their rows.
         asked = ([row.get("query") or row for row in rows] for rows in parts)
         yield from _overlap(*asked, task.data_key)
 
 
 def demonstrations(subject: Subject) -> Iterator[Finding]:
-    """Rows of a recipe that learns from written answers: they can be read, and are apart."""
+    """Rows of a recipe that learns from written answers are readable and do not overlap."""
     if "data.chosen" in subject.keys:
-        return  # pairs looks at them
+        return  # checked by pairs
     train, held_out = subject.demonstrations
     seen = _some(train)
     lengths = sorted(len(each.token_ids) for each in seen if len(each.token_ids))
@@ -112,7 +112,7 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
 
 
 def pairs(subject: Subject) -> Iterator[Finding]:
-    """Answers that are compared can be read, fit, and differ; held-out prompts are apart."""
+    """Compared answers are readable, fit, and differ; held-out prompts are not trained on."""
     prompts: list[list[str]] = []
     for part in filter(None, subject.pairs):
         seen, faults = _readable(part)
@@ -150,7 +150,7 @@ def _ids(answer: Demonstration) -> tuple[int, ...]:
 
 
 def _readable(rows: Sequence[Any]) -> tuple[list[Any], list[list[str]]]:
-    """The first rows, and what is wrong with others of them: the same fault in one list."""
+    """The readable rows among the first, and the faults of the others, grouped by fault."""
     faults = defaultdict(list)
 
     def read(at: int) -> Any:
@@ -171,12 +171,12 @@ def _overlap(train: list[Any], held_out: list[Any], key: str) -> Iterator[Findin
 
 
 def _rows(env: Any) -> Sequence[Any]:
-    """The rows of an environment; none where it reads something else than a sequence."""
+    """The rows of an environment; none if it does not read a sequence."""
     return getattr(env.primer.dataloader, "rows", ())
 
 
 def _some(rows: Sequence[Any]) -> list[Any]:
-    """The first rows, as many as there is time for."""
+    """The first rows, up to the time limit."""
     end, found = time.monotonic() + _SECONDS, []
     for at in range(min(len(rows), _MOST_ROWS)):
         found.append(rows[at])

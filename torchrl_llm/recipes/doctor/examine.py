@@ -1,4 +1,4 @@
-"""The checks in their order, and what runs them."""
+"""The checks in their order, and the function that runs them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 
 class Check(NamedTuple):
-    """What yields findings; the key to name if it cannot ("" for the data's); what needs it."""
+    """A function that yields findings; the key for its errors ("": the data's); its condition."""
 
     run: Callable[[Subject], Iterable[Finding]]
     key: str
@@ -61,11 +61,11 @@ def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Fi
         only: names of checks; ``None`` for all.
 
     Returns:
-        What they found, the worst first.
+        Their findings, the worst first.
     """
     found: list[Finding] = []
     before = logger.level
-    logger.setLevel(logging.CRITICAL)  # what a run would warn of is found here
+    logger.setLevel(logging.CRITICAL)  # warnings of a run become findings here
     try:
         for check in CHECKS:
             name = check.run.__name__
@@ -77,10 +77,10 @@ def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Fi
 
 
 def _made(check: Check, subject: Subject) -> Iterator[Finding]:
-    """What a check finds; an error that it meets is one as well."""
+    """The findings of a check; an error in the check is a finding, too."""
     try:
         yield from check.run(subject)
-    except Exception as why:  # of a user's task, tool or model: the other checks go on
+    except Exception as why:  # error of a user's task, tool or model: the other checks continue
         known = isinstance(why, TorchRLLLMError)
         named = (key for key in _KEY.findall(str(why)) if known and key in subject.keys)
         key = check.key or subject.data_key

@@ -1,4 +1,4 @@
-"""Finding of a check, and how findings are shown."""
+"""Findings of checks, and their text."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _WIDTH = 100
 
 
 class Finding(NamedTuple):
-    """What a check has to say.
+    """A finding of a check.
 
     Attributes:
         level: ``error``, the run fails or learns nothing; ``warning``, it may mislead or waste;
-            ``note``, worth knowing; ``ok``, a measurement and no finding.
+            ``note``, worth knowing; ``ok``, a measurement without a problem.
         key: dotted key to change, or to look at.
-        text: what was measured, and what to do.
+        text: the measurement, and the advice.
         check: name of the check.
     """
 
@@ -32,10 +32,10 @@ error, warning, note, ok = (partial(Finding, level) for level in LEVELS)
 
 
 def by_level(findings: Iterable[Finding]) -> list[Finding]:
-    """The worst first, each text once.
+    """Sort by level, the worst first, each text once.
 
     Args:
-        findings: of any checks.
+        findings: findings of any checks.
     """
     unique: dict[tuple[str, str], Finding] = {}
     for each in findings:
@@ -44,10 +44,10 @@ def by_level(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def shown(findings: Sequence[Finding]) -> str:
-    r"""Findings as text, and how many there are of each level.
+    r"""Findings as text, with the number of findings per level.
 
     Args:
-        findings: in the order in which they are shown.
+        findings: findings in the order of the text.
 
     Example:
         >>> print(shown([error("env", "It is gone.\nLook."), ok("seed", "It is 0.")]))
@@ -63,7 +63,7 @@ def shown(findings: Sequence[Finding]) -> str:
             lines += textwrap.wrap(f"ok       {key}: {text}", _WIDTH, subsequent_indent=" " * 9)
             continue
         lines.append(f"{level:8} {key or check}")
-        for line in text.splitlines():  # what a traceback quotes keeps its indentation
+        for line in text.splitlines():  # code lines of a traceback keep their indentation
             indent = " " * (4 + len(line) - len(line.lstrip()))
             lines += textwrap.wrap(
                 line.strip(), _WIDTH, initial_indent=indent, subsequent_indent=indent

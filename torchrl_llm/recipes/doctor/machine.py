@@ -1,6 +1,6 @@
 """Checks of the machine: packages, devices, memory, disk; and of the learning rate.
 
-Memory is counted by formula; with ``--calibrate`` it is tried.
+Memory is estimated by a formula; ``--calibrate`` measures it.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ BUDGET = "train.micro_token_budget"
 _SMALLEST = 256
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN = ("torch", "tensordict", "torchrl", "transformers")
-# Keys with which a package is needed: with one value, or with any.
+# Keys that need a package: with one value, or with any value.
 _EXTRAS = {
     ("train_model.lora.enabled", True): "peft",
     ("inference_model.backend", "vllm"): "vllm",
     ("ray.num_collectors", None): "ray",
     ("redis.url", None): "redis",
 }
-# Learning rates from which on models above so many parameters diverge.
+# Models above this number of parameters diverge from these learning rates on.
 _LARGE, _HIGH_RATE, _HIGH_LORA_RATE = 50_000_000, 1e-4, 2e-3
 
 
 def versions(subject: Subject) -> Iterator[Finding]:
-    """Packages are there, in versions that this package was tested with."""
+    """Packages are installed, in tested versions."""
     from packaging.requirements import Requirement
 
     try:
@@ -69,7 +69,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
-    """The devices that are named are in this machine."""
+    """This machine has the named devices."""
     try:
         for key in {"inference_model.device", "train.device"} & subject.keys:
             builders.present_device(subject.flat[key], key)
@@ -80,7 +80,7 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 
 def learning(subject: Subject) -> Iterator[Finding]:
-    """The learning rate is one for a model of this size, and reached."""
+    """The learning rate suits a model of this size, and the run reaches it."""
     rate, warmup = subject.config.optimizer.lr, subject.config.optimizer.warmup_steps
     high = _HIGH_LORA_RATE if subject.config.train_model.lora.enabled else _HIGH_RATE
     if rate == 0:
@@ -96,10 +96,10 @@ def learning(subject: Subject) -> Iterator[Finding]:
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Bytes that a run could have on a device; ``None`` where nothing says it.
+    """Free bytes on a device for a run; ``None`` if unknown.
 
     Args:
-        device: of this machine.
+        device: a device of this machine.
     """
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
@@ -118,7 +118,7 @@ def free_memory(device: torch.device) -> int | None:
 def _parts(
     subject: Subject, budget: int | None = None, processes: int | None = None
 ) -> list[MemoryPart]:
-    """What a process needs; of recipes other than GRPO's, without what depends on tokens."""
+    """Memory of a process; for recipes other than GRPO's, without memory per token."""
     config, number = subject.config, processes or memory.num_processes(subject.config)
     if isinstance(config, GRPOGroups):
         if budget is not None:
@@ -147,10 +147,10 @@ def _parts(
 
 
 def _peak(subject: Subject, budget: int | None = None, processes: int | None = None) -> int:
-    """Of the processes that have this device's memory: a GPU's is of one, a CPU's of all here."""
+    """Peak of the processes that share a device's memory: one on a GPU, all local ones on a CPU."""
     parts, config = _parts(subject, budget, processes), subject.config
     peaks = [memory.peak_bytes(parts, where) for where in ("train", "sample")]
-    # Collectors on this machine's CPU have its memory at the same time.
+    # Collectors on this machine's CPU use its memory at the same time.
     is_async = isinstance(config, AsyncGRPOConfig) and config.ray.address is None
     if builders.device_kind(config) != "cpu":
         return max(peaks)
@@ -162,7 +162,7 @@ def _peak(subject: Subject, budget: int | None = None, processes: int | None = N
 
 
 def _enough_processes(subject: Subject, free: int) -> tuple[int, int] | None:
-    """The fewest processes with which fsdp2 would fit, and what each needs; ``None``: none do."""
+    """The fewest processes with which fsdp2 fits, and the memory of each; ``None`` if none fit."""
     if subject.config.train.parallel != "fsdp2":
         return None
     prompts = subject.rows_per_step // subject.flat.get("env.repeats", 1)
@@ -173,7 +173,7 @@ def _enough_processes(subject: Subject, free: int) -> tuple[int, int] | None:
 
 
 def needed_memory(subject: Subject) -> Iterator[Finding]:
-    """What the run needs at once is there."""
+    """The peak memory of the run is available."""
     config, free = subject.config, free_memory(builders.device_of(subject.config))
     whole = isinstance(config, GRPOGroups)
     if whole and not subject.prompt_tokens:
@@ -202,7 +202,7 @@ def needed_memory(subject: Subject) -> Iterator[Finding]:
         number, size = enough
         more = f"{what}: {number} processes, each with a GPU or machine of its own, need "
         more += f"{least}{show_bytes(size)} each; start as many with torchrun"
-        if "WORLD_SIZE" not in os.environ:  # how many there will be is not known yet
+        if "WORLD_SIZE" not in os.environ:  # their number is not known yet
             yield warning("train.parallel", more)
             return
     high = config.train.micro_token_budget if whole else None
@@ -222,7 +222,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
     try:
         size = next(part.num_bytes or 0 for part in _parts(subject) if "disk" in part.where)
     except ConfigError:
-        return  # needed_memory says so
+        return  # needed_memory reports it
     steps, interval = subject.flat["train.max_steps"], config.checkpoint.interval
     saves = 1 if None in (interval, steps) else -(-steps // interval)
     kept = min(saves, config.checkpoint.keep_last or saves) + 1  # and the one being written
@@ -238,7 +238,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
 
 
 def calibration(subject: Subject) -> Iterator[Finding]:
-    """The largest micro-batch that fits, by training on it; the budget is not above."""
+    """The budget is not above the largest micro-batch that fits; tried by training."""
     if not subject.calibrates:
         return
     config, device = subject.config, builders.device_of(subject.config)
@@ -258,7 +258,7 @@ def calibration(subject: Subject) -> Iterator[Finding]:
     high = subject.rows_per_step * row
     low, wanted = min(_SMALLEST, high), min(config.train.micro_token_budget or high, high)
     trial = Trial(config, subject.policy, row)
-    # A CPU's memory is given out before it is there, and whoever takes too much is killed.
+    # Linux allocates more CPU memory than it has, and kills a process that uses too much.
     free = free_memory(device) if device.type == "cpu" else None
     by_formula = free is not None and isinstance(config, GRPOGroups)
 

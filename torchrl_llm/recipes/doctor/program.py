@@ -1,4 +1,4 @@
-"""Check of a program that owns its loop: one session with it, and what would spoil training."""
+"""Check of a program that owns its loop: runs one session and reports problems for training."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from torchrl_llm.recipes.doctor.subject import Subject
 from torchrl_llm.rewards.reward_parser import written_failures
 
 KEY = "agent.program"
-# Of a model with more parameters a stand-in answers, which takes no time.
+# For a model with more parameters, a fast stand-in answers.
 _MOST_PARAMETERS = 5_000_000
 _PATIENCE_S = 60.0
 _ANSWER = "I do not know."
 
 
 class _Session(NamedTuple):
-    """What a program did in one rollout."""
+    """The calls of a program in one rollout."""
 
     calls: list[Pending]
     last: Any  # its last row
 
 
 def session(subject: Subject) -> Iterator[Finding]:
-    """A program ends its rollout, leaves sampling to the run, and lets stand what was said."""
+    """A program ends its rollout, leaves sampling to the run, and keeps earlier messages."""
     calls, last = _run(subject)
     [failure] = written_failures(last["next"])
     if failure.kind:

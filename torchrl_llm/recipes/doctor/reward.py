@@ -1,7 +1,7 @@
-"""Checks of the reward: on answers known to be right or wrong, and on some that the model samples.
+"""Checks of the reward: on known correct and wrong answers, and on some that the model samples.
 
 The environment of the run scores them, with its tools and all parts of its reward; a call that
-hangs is left behind.
+hangs is abandoned.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torchrl_llm.rewards.reward_parser import written_failures
 from torchrl_llm.rewards.reward_runner import run_rows
 
 LONGEST_S = 5.0
-"""Seconds after which a reward is not waited for, and after which no further one is tried."""
+"""Seconds after which a reward call is abandoned, and after which no further call is started."""
 
 _NUM_ROWS = 6
 _SLOW_STEP_S = 30.0
-# Forms in which a row's own answer may be right.
+# Forms in which a row's own answer may count as correct.
 _OWN = {
     "as it is": "{}",
     "in <answer> tags": "<think>.</think><answer>{}</answer>",
@@ -46,7 +46,8 @@ _HINT = "A part of the reward (reward.components.NAME) may have timeout, run and
 
 _NUM_GROUPS = 8
 _MOST_TURNS = 4
-# Parameters times tokens that are sampled without being asked for: seconds of two cores, or a GPU.
+# Most parameters times tokens that are sampled without ``--sample``: seconds on two cores, or a
+# GPU.
 _MOST_WORK = {"cpu": 1e10, "cuda": 1e14}
 _MOST_REWARD_S = 5.0
 
@@ -54,14 +55,14 @@ _MOST_REWARD_S = 5.0
 class _Scored(NamedTuple):
     kind: str  # of the answer
     reward: float
-    failure: Failure  # without a kind where all went well
+    failure: Failure  # without a kind after success
     seconds: float
 
 
 def known_answers(subject: Subject) -> Iterator[Finding]:
-    """The reward tells right answers from wrong ones, fails on none, and is fast."""
+    """The reward distinguishes correct answers from wrong ones, fails on none, and is fast."""
     for task in subject.tasks:
-        if isinstance(task.env, WorldEnv):  # the world gives it, for what was done there
+        if isinstance(task.env, WorldEnv):  # the world gives it, for actions there
             continue
         scored = list(_scored(subject, task))
         key, failed = task.reward_key, [each for each in scored if each.failure.kind]
@@ -95,7 +96,7 @@ def _values(task: Task, scored: list[_Scored]) -> Iterator[Finding]:
     )
     shipped = type(task.env).__module__.startswith("torchrl_llm.")
     if own is None or (own == 0 and shipped and task.reward_key in ("env.dataset", "tasks")):
-        return  # what is right is not known here
+        return  # correct answers are not known here
     if values == {0.0}:
         yield warning(
             task.reward_key,
@@ -120,7 +121,7 @@ def _speed(subject: Subject, task: Task, seconds: float) -> Iterator[Finding]:
 
 
 def _scored(subject: Subject, task: Task) -> Iterator[_Scored]:
-    """Answers of the first rows and what they earn; ends where they take too long."""
+    """Answers of the first rows and their rewards; stops if they take too long."""
     task.env.reset_dataloader()
     before, spent = None, 0.0
     for _ in range(min(_NUM_ROWS, task.env.primer.num_rows or _NUM_ROWS)):
@@ -154,13 +155,13 @@ def _score(env: Any, td: Any, text: str, ids: list[int], kind: str) -> _Scored:
         return _Scored(kind, nan, outcome.failure, outcome.seconds)
     found = outcome.value["next"]
     failure = Failure() if found["reward_valid"].all() else written_failures(found)[0]
-    # Of a reward in parts nothing says how long it took; the rest of a step takes little.
+    # A reward in parts does not report its time; the rest of a step takes little time.
     seconds = found.get("reward_seconds", torch.tensor(outcome.seconds)).sum()
     return _Scored(kind, float(found["reward"].sum()), failure, float(seconds))
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
-    """Answers to a prompt differ in their reward, and end by themselves."""
+    """Answers to a prompt differ in their reward, and end before the token limit."""
     config = deepcopy(subject.config)
     config.train.prompts_per_batch = _NUM_GROUPS
     rows, turns = config.rows_per_batch, min(subject.max_turns, _MOST_TURNS)
@@ -181,9 +182,9 @@ def groups(subject: Subject) -> Iterator[Finding]:
     env.close()
     seconds = (time.perf_counter() - begun) / len(outcomes)
     yield _ends(config.inference_model.max_tokens, outcomes)
-    # Distillation reads it with a coefficient only.
+    # Distillation reads the reward only with a coefficient.
     coefficient = subject.flat.get("loss.outcome_coeff", 1)
-    # A reward is not to blame where every answer was cut.
+    # If every answer was cut, equal rewards are not the reward's fault.
     ended = not all(each.cut for each in outcomes)
     if ended and subject.flat.get("advantage.type") != "constant" and coefficient > 0:
         yield _variance(subject, outcomes)

@@ -1,4 +1,4 @@
-"""What is examined: a configuration, and what its run would begin with, each made once."""
+"""The examined configuration, and the objects with which its run would begin, each made once."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ T = TypeVar("T")
 
 _OF_PROGRAM = f"{of_program.__module__}:{of_program.__name__}"
 NUM_DRAWN = 256
-"""Prompts of a task that are looked at."""
+"""Number of prompts of a task that are checked."""
 
 
 def once(make: Callable[[Any], T]) -> T:
-    """Property that is made once; what it raises is kept as well, and raised again.
+    """Property that is computed once; an exception is cached as well, and raised again.
 
     Args:
         make: the method.
@@ -43,7 +43,7 @@ def once(make: Callable[[Any], T]) -> T:
         if make not in kept:
             try:
                 kept[make] = make(self)
-            except Exception as error:  # also of a user's task or reward
+            except Exception as error:  # also those of a user's task or reward
                 kept[make] = error
         if isinstance(kept[make], Exception):
             raise kept[make]
@@ -53,30 +53,31 @@ def once(make: Callable[[Any], T]) -> T:
 
 
 class Task(NamedTuple):
-    """A task of a configuration: its environment, one conversation at a time, and what it asks."""
+    """A task of a configuration: its environment, one conversation at a time, and its prompts."""
 
     name: str
     env: Any
-    held_out: Any  # another environment, or None
-    prompts: list[Chat]  # those that a run begins with
-    data_key: str  # that says where the rows come from
+    held_out: Any  # a second environment, or None
+    prompts: list[Chat]  # first prompts of a run
+    data_key: str  # key of the data source
     reward_key: str
 
 
 class Subject:
-    """A configuration, and what a run with it would begin with.
+    """A configuration, and the objects with which its run would begin.
 
     Args:
-        config: of a recipe.
+        config: configuration of a recipe.
         page: module of the recipe's page.
-        folder: where a run would write.
-        samples: let the model answer, however long that takes.
-        calibrates: run forward and backward to find the largest ``train.micro_token_budget``.
+        folder: output folder of a run.
+        samples: whether to sample answers, however long that takes.
+        calibrates: whether to run forward and backward to find the largest
+            ``train.micro_token_budget``.
 
     Attributes:
         flat: dotted key to value.
         keys: dotted keys, groups included.
-        reward_seconds: of an answer's reward, once measured; infinite where it was given up.
+        reward_seconds: time for the reward of one answer, once measured; infinite after a timeout.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class Subject:
 
     @once
     def tokenizer(self) -> Any:
-        """The model's, after a look at the room in its context."""
+        """The model's tokenizer, after a check of the room in its context."""
         keys = ("inference_model.max_tokens", "eval.max_tokens")
-        key = next((key for key in keys if key in self.keys), "")  # none where nothing is sampled
+        key = next((key for key in keys if key in self.keys), "")  # none without sampling
         return builders.make_tokenizer(self.config.model.name, self.flat.get(key, 1), key=key)
 
     @once
     def formatter(self) -> ChatFormatter:
-        """The chat template with the model's tokenizer, and the tools that it is told of."""
+        """The chat template with the model's tokenizer and the tools that the prompt describes."""
         tools = None
         if "env.tools" in self.keys:
             tools = builders.wrapper_options(self.config)["tools"]
@@ -114,7 +115,7 @@ class Subject:
 
     @once
     def model(self) -> nn.Module:
-        """The layers without their numbers, adapters included."""
+        """The layers without weight values, including adapters."""
         settings = {}
         if "train_model" in self.keys:
             wanted = self.config.train_model
@@ -134,7 +135,7 @@ class Subject:
 
     @once
     def policy(self) -> Any:
-        """The policy as the run would begin with it."""
+        """The policy at the start of the run."""
         builders.set_threads(self.config)
         if "inference_model.max_tokens" not in self.keys:
             make = getattr(self.page, "make_policy", builders.load_policy)
@@ -151,35 +152,35 @@ class Subject:
 
     @property
     def max_turns(self) -> int:
-        """How often the model is asked in an episode."""
+        """Largest number of model calls in an episode."""
         return builders.max_turns(self.config) if "env.max_tool_turns" in self.keys else 1
 
     @property
     def rows_per_step(self) -> int:
-        """Answers, or rows, of a step; of an evaluation, those that are written together."""
+        """Answers, or rows, per step; for an evaluation, answers per batch."""
         names = ("train.prompts_per_batch", "train.batch_size", "eval.batch_size")
         size = next(self.flat[name] for name in names if name in self.keys)
         return size * self.flat.get("env.repeats", 1)
 
     @once
     def prompt_tokens(self) -> int:
-        """Tokens of the longest prompt that was drawn."""
+        """Tokens of the longest drawn prompt."""
         chats = [chat for task in self.tasks for chat in task.prompts]
         return max(len(each.token_ids) for each in self.formatter.encode_batch(chats))
 
     @once
     def demonstrations(self) -> Any:
-        """What is learned, and what is held out, of a recipe that learns from written answers."""
+        """Training and held-out rows of a recipe that learns from written answers."""
         return self.page.load_data(self.config, self.tokenizer)
 
     @once
     def pairs(self) -> Any:
-        """The same of a recipe that learns from preferences; no row was looked at."""
+        """The same for a recipe that learns from preferences; rows are not checked."""
         return self.page.load_data(self.config, self.tokenizer, read_first=0)
 
     @property
     def data_key(self) -> str:
-        """The key that says where rows come from."""
+        """The key of the data source."""
         names = ("data.source", "env.data_files", "env.dataset", "tasks")
         return next((name for name in names if self.flat.get(name) is not None), "data.source")
 
@@ -189,7 +190,7 @@ class Subject:
         config, tokenizer = deepcopy(self.config), self.tokenizer
         config.eval.batch_size = 1
         if self.has_program:
-            config.agent = AgentConfig.of()  # its prompts are its own, rows and reward the task's
+            config.agent = AgentConfig.of()  # own prompts, but the task's rows and reward
             if config.env.dataset == ROWS and not config.reward.components:
                 config.reward.function = config.reward.function or _OF_PROGRAM
         if "tasks" in self.keys:

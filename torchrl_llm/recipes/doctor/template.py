@@ -1,4 +1,4 @@
-"""Checks of tokens and chat template: what is sampled must be what is trained, and end."""
+"""Checks of tokens and chat template: trained tokens equal the sampled ones, and turns end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MODEL, TEMPLATE = "model.name", "model.chat_template_name"
 _WORDS = ("kqxone", "kqxtwo", "kqxthree", "kqxfour", "kqxfive")
 _CHAT = [{"role": ("user", "assistant")[at % 2], "content": word} for at, word in enumerate(_WORDS)]
 _MARK = re.compile(r"<\|[^|<>\s]{1,40}\|>")
-# Upper and lower case, a line break, an indentation, digits, tags, and what is no ASCII.
+# Upper and lower case, a line break, an indentation, digits, tags, and characters outside ASCII.
 _TEXTS = ("The answer:\n    x = 12,345\n", "<answer>7</answer> <think>so</think>", "é 数 🙂\t~")
 
 
@@ -38,7 +38,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def markers(subject: Subject) -> Iterator[Finding]:
-    """What the template writes as special tokens are tokens of the tokenizer."""
+    """The special tokens of the template are tokens of the tokenizer."""
     known = subject.tokenizer.get_vocab()
     marks = dict.fromkeys(_MARK.findall(subject.formatter.render(_CHAT)))
     if plain := ", ".join(mark for mark in marks if mark not in known):
@@ -50,7 +50,7 @@ def markers(subject: Subject) -> Iterator[Finding]:
 
 
 def turns(subject: Subject) -> Iterator[Finding]:
-    """All turns are written, in their order, and a sampled turn is continued as it was sampled."""
+    """The template writes all turns in order; the next prompt keeps a sampled turn unchanged."""
     text = subject.formatter.render(_CHAT)
     places = [text.find(word) for word in _WORDS]
     if -1 in places or places != sorted(places):
@@ -71,7 +71,7 @@ def turns(subject: Subject) -> Iterator[Finding]:
 
 
 def _rewritten(formatter: ChatFormatter) -> str | None:
-    """Why the ids of a sampled turn are not how the next prompt begins; ``None`` if they are."""
+    """Why the next prompt does not begin with the ids of a sampled turn; ``None`` if it does."""
     prompt = formatter.encode(_CHAT[:1]).token_ids
     ids, mask = assistant_mask(formatter, _CHAT[:2])
     turn = formatter.parse_response(prompt, ids[mask], FinishReason.STOP)
@@ -82,7 +82,7 @@ def _rewritten(formatter: ChatFormatter) -> str | None:
 
 
 def end_of_turn(subject: Subject) -> Iterator[Finding]:
-    """A token ends the model's turn, and it is trained."""
+    """The model's turn ends with a token that is trained."""
     formatter, stops = subject.formatter, subject.formatter.stop_token_ids
     ids, mask = assistant_mask(formatter, _CHAT[:2])
     last = int(ids[mask][-1])
@@ -119,7 +119,7 @@ def padding(subject: Subject) -> Iterator[Finding]:
 
 
 def round_trip(subject: Subject) -> Iterator[Finding]:
-    """A text that is encoded and decoded is the same text, and has the same ids again."""
+    """Encoding and decoding returns the same text, and encoding it again the same ids."""
     formatter, tokenizer = subject.formatter, subject.tokenizer
     chats = [[{"role": "user", "content": text}] for text in _TEXTS]
     if "inference_model.max_tokens" in subject.keys:
