@@ -323,7 +323,7 @@ def make_trainer(
     ours = {file.name for file in PROMPTS.glob("*.txt")}
     if prompts is not None and prompts.is_dir() and ours.isdisjoint(os.listdir(prompts)):
         raise ConfigError(
-            f"prompts_dir={str(prompts)!r} has no effect: it contains none of "
+            f"prompts_dir={str(prompts)!r} has no effect: it holds none of "
             f"{', '.join(sorted(ours))}"
         )
     critic = CentralizedCritic(config, prompts)
