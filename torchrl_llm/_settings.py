@@ -153,7 +153,7 @@ def sentences(declared: type) -> dict[str, str]:
 
     Example:
         >>> sentences(Ge)
-        {'least': 'the smallest that is allowed.'}
+        {'least': 'the smallest allowed number.'}
     """
     found: dict[str, str] = {}
     for base in reversed(getmro(declared)):
