@@ -1,7 +1,7 @@
-"""One request to ``/v1/chat/completions``, OpenAI's protocol, and what a server answers.
+"""One request to ``/v1/chat/completions``, OpenAI's protocol, and the server's answer.
 
-The server writes the prompt by a template of its own and returns text: there are no token ids. Who
-samples for training asks for ids instead, see :mod:`torchrl_llm.modules.backends.openai`.
+The server renders the prompt with its own template and returns text without token ids. To sample
+for training with token ids, see :mod:`torchrl_llm.modules.backends.openai`.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ PATH = "/v1/chat/completions"
 
 
 class ChatAnswer(NamedTuple):
-    """What a server answered to a conversation.
+    """Answer of a server to a conversation.
 
     Attributes:
-        message: of the assistant, as the server wrote it; its ``content`` may be ``None``, next to
-            tool calls or where all that was written is reasoning.
-        finish_reason: why it ended, in the server's words; ``None`` where it did not say.
-        num_tokens: of the response; ``None`` where the server did not say.
-        num_prompt_tokens: of the prompt, likewise.
+        message: the assistant's message, as the server wrote it; its ``content`` may be ``None``,
+            next to tool calls or if the answer consists only of reasoning.
+        finish_reason: why the answer ended, in the server's words; ``None`` if not reported.
+        num_tokens: tokens of the response; ``None`` if not reported.
+        num_prompt_tokens: tokens of the prompt, likewise.
         num_retries: how often the request was sent again.
     """
 
@@ -42,17 +42,17 @@ def ask_chat(
     path: str = PATH,
     cancellation: Cancellation | None = None,
 ) -> ChatAnswer:
-    """Ask for one answer to a conversation.
+    """Request one answer to a conversation.
 
     Args:
         http: the server.
         body: the request, with ``model`` and ``messages``.
-        timeout_s: most seconds, those of repeated attempts included.
-        path: where the server answers, behind its address.
-        cancellation: may end it from another thread.
+        timeout_s: most seconds, including repeated attempts.
+        path: path of the endpoint, appended to the server's address.
+        cancellation: can cancel the request from another thread.
 
     Raises:
-        BackendError: the server refuses the request, or answers without a message.
+        BackendError: the server rejects the request, or answers without a message.
         ConfigError: no access, or no such path or model.
         WorkerError: no answer.
     """

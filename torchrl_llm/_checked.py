@@ -1,14 +1,14 @@
-"""Arguments that are checked by their annotations, before a constructor runs.
+"""Checks of arguments by their annotations, before a constructor runs.
 
-An annotation says what an argument may be, and that is all there is to write::
+Only the annotations have to be written::
 
     @checked
     def __init__(self, size: Annotated[int, Ge(1)], mode: Literal["mean", "sum"] = "mean"): ...
 
-Only annotations with a bound or a ``Literal`` are checked. A text beside a bound ends the message:
-``Annotated[int, Ge(2), "a group of one has nobody to compare with"]``. What is wrong with two
-arguments together is said by the constructor itself. ``test/test_checked.py`` tries wrong values on
-each.
+Only annotations with a bound or a ``Literal`` are checked. A text next to a bound is appended to
+the message: ``Annotated[int, Ge(2), "a group of one has nobody to compare with"]``. The constructor
+itself checks combinations of arguments. ``test/test_checked.py`` tries wrong values for each
+argument.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class In:
 
 @dataclass(frozen=True)
 class Ge:
-    """A number that is at least another.
+    """A number with a minimum.
 
     Attributes:
-        least: the smallest that is allowed.
+        least: the smallest allowed number.
     """
 
     least: float
@@ -85,10 +85,10 @@ class Ge:
 
 @dataclass(frozen=True)
 class Gt:
-    """A number above another.
+    """A number above a limit.
 
     Attributes:
-        limit: the largest that is too small.
+        limit: the number must be greater than this.
         finite: whether infinity is too large.
     """
 
@@ -124,12 +124,12 @@ class Pair:
     equal: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Whether it is such a pair: a tuple, a list, an array, or what a library has for one.
+        """Whether a value is such a pair: a tuple, a list, an array, or a library's sequence.
 
         Args:
-            value: whatever was given.
+            value: any value.
         """
-        pair = value.tolist() if hasattr(value, "tolist") else value  # of NumPy and torch
+        pair = value.tolist() if hasattr(value, "tolist") else value  # NumPy and torch
         if not isinstance(pair, Sequence) or len(pair) != 2:
             return False
         if not all(_fits(each, Annotated[float, In(self.interval)]) for each in pair):
@@ -144,8 +144,7 @@ class Pair:
 def checked(target: T) -> T:
     """Check the arguments of a function, or of the constructor of a class (a dataclass too).
 
-    The error comes before anything of the function runs. An argument that is left out keeps its
-    default, which is not checked.
+    The error is raised before the function runs. Defaults of omitted arguments are not checked.
 
     Args:
         target: the function or class.
@@ -154,7 +153,7 @@ def checked(target: T) -> T:
         The same class, or a function with the same signature.
 
     Raises:
-        ConfigError: when it is called, with the argument's name, what it must be and what it was.
+        ConfigError: at the call, with the argument's name, the requirement and the value.
 
     Example:
         >>> @checked
@@ -181,7 +180,7 @@ mean 'right'?
     @wraps(target)
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal known
-        if not known:  # annotations may name what is below in the file
+        if not known:  # annotations may name objects defined later in the file
             rules.extend(rules_of(target))
             known = True
         for name, position, hint in rules:
@@ -196,10 +195,10 @@ mean 'right'?
 
 
 def rules_of(target: Callable[..., Any]) -> list[tuple[str, int | None, Any]]:
-    """What the annotations of a function ask for.
+    """Read the checked annotations of a function.
 
     Returns:
-        Name, position (``None``: by name only) and annotation of each checked argument.
+        Name, position (``None``: keyword-only) and annotation of each checked argument.
 
     Args:
         target: the function.
@@ -222,16 +221,16 @@ def rules_of(target: Callable[..., Any]) -> list[tuple[str, int | None, Any]]:
 
 
 def check(name: str, value: Any, hint: Any, *, none: str = "None") -> None:
-    """Refuse a value that an annotation does not allow.
+    """Raise for a value that an annotation does not allow.
 
     Args:
-        name: of the argument.
+        name: name of the argument.
         value: its value.
         hint: the annotation: bounds, a ``Literal``, or a union of these and of classes.
-        none: how ``None`` is written where the value comes from.
+        none: how ``None`` is written in the source of the value.
 
     Raises:
-        ConfigError: the value is none of it.
+        ConfigError: the annotation does not allow the value.
     """
     if fits(value, hint):
         return
@@ -248,16 +247,16 @@ def fits(value: Any, hint: Any) -> bool:
 
     Args:
         value: the value.
-        hint: as of :func:`check`.
+        hint: as in :func:`check`.
     """
     return any(_fits(value, option) for option in _options(hint))
 
 
 def marks_of(hint: Any) -> list[Any]:
-    """What stands beside the types of an annotation: bounds, and texts.
+    """Bounds and texts next to the types of an annotation.
 
     Args:
-        hint: a type, or a union of some.
+        hint: a type, or a union of types.
     """
     annotated = (option for option in _options(hint) if get_origin(option) is Annotated)
     return [mark for option in annotated for mark in option.__metadata__]
@@ -280,7 +279,7 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 def _fits(value: Any, hint: Any) -> bool:
     origin = get_origin(hint)
     if origin is Literal:
-        kind = str if isinstance(value, str) else type(value)  # True is no 1, an enum of texts one
+        kind = str if isinstance(value, str) else type(value)  # True is not 1, a string enum is
         return any(kind is type(each) and value == each for each in get_args(hint))
     if origin is Annotated:
         kind, *marks = get_args(hint)
@@ -298,10 +297,10 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether Python takes it for an index: the whole numbers of NumPy and torch, too."""
+    """Whether Python accepts it as an index, including integers of NumPy and torch."""
     try:
         operator.index(value)
-    except (TypeError, RuntimeError):  # torch has both for what is no index
+    except (TypeError, RuntimeError):  # torch raises both for non-indices
         return False
     return True
 

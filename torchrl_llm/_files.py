@@ -1,4 +1,4 @@
-"""Files that are replaced as a whole: readers see the old one or the new one, nothing between."""
+"""Atomic replacement of files: readers see either the old file or the new one."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pathlib import Path
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A draft beside a file, whose place it takes at the end; after an error nothing is left of it.
+    """Write a draft next to a file, then replace the file; an error removes the draft.
 
-    Its name begins with a dot.
+    The draft's name begins with a dot.
 
     Args:
-        path: of the file, which need not be there yet.
+        path: path of the file, which need not exist yet.
 
     Raises:
-        OSError: the draft cannot take the place of the file.
+        OSError: the draft cannot replace the file.
 
     Example:
         >>> import tempfile
@@ -41,13 +41,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def plain_file(path: Path) -> Path:
-    """A path that is to be read: no folder, and no pipe or device, which may never end.
+    """Check that a path is a plain file: no folder, pipe or device, whose reading may never end.
 
     Args:
-        path: of the file.
+        path: path of the file.
 
     Raises:
-        OSError: it is one of these.
+        OSError: the path is not a plain file.
 
     Example:
         >>> plain_file(Path("/dev/null"))
@@ -60,11 +60,11 @@ def plain_file(path: Path) -> Path:
 
 
 def remove_drafts(folder: Path, name: str | None = None) -> None:
-    """Remove drafts of :func:`replacing` that killed processes have left.
+    """Remove drafts of :func:`replacing` that killed processes left behind.
 
     Args:
-        folder: where they lie, or below; nobody writes these files now.
-        name: of the file that they are drafts of; any if not given.
+        folder: searched with its subfolders; no process may be writing these files.
+        name: name of the file of the drafts; any file if not given.
     """
     for draft in folder.rglob(f".{glob.escape(name) if name else '*'}.{'[0-9a-f]' * 8}"):
         draft.unlink(missing_ok=True)

@@ -1,7 +1,7 @@
-"""HTTP client of model servers: kept-alive connections, retries, a limit on every wait.
+"""HTTP client of model servers: kept-alive connections, retries and time limits.
 
 It sends and receives JSON, over the asynchronous transport of httpx2 (which huggingface_hub brings)
-in one thread of this process. What a request means is said in
+in one thread of this process. The meaning of the requests is defined in
 :mod:`torchrl_llm.modules.backends.openai` and :mod:`torchrl_llm.modules.backends.server`.
 """
 
@@ -26,22 +26,23 @@ from torchrl_llm._masking import masked
 from torchrl_llm.errors import BackendError, ConfigError, WorkerError
 
 _Result = TypeVar("_Result")
-# The server computed nothing, or a proxy lost its server; the same request may be sent again.
+# The server did not process the request, or a proxy lost its server; it is safe to retry.
 _RETRIED = {429: "is busy", 502: "has no server behind it", 503: "is not available"}
 _FIRST_PAUSE_S = 0.25
 _LONGEST_PAUSE_S = 8.0
-# Its own generator, so that user seeds do not change the pauses, nor pauses what a seed draws.
+# A separate generator, so that user seeds do not affect the pauses, and pauses do not affect user
+# draws.
 _JITTER = random.Random()
-# Process to the event loop of its requests: threads do not survive a fork.
+# Event loop per process id, because threads do not survive a fork.
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 class Reply(NamedTuple):
-    """What a server answered.
+    """Answer of a server.
 
     Attributes:
-        status: of HTTP; below 500.
-        data: the parsed JSON, or text where it is not JSON.
+        status: HTTP status, below 500.
+        data: the parsed JSON, or the text if it is not JSON.
         num_retries: how often the request was sent again.
     """
 
@@ -51,7 +52,7 @@ class Reply(NamedTuple):
 
 
 class Cancellation:
-    """Ends the requests that were made with it, from another thread."""
+    """Cancels the requests that were made with it, from another thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -59,7 +60,7 @@ class Cancellation:
         self.cancelled = False
 
     def cancel(self) -> None:
-        """Close the connections, so that a server drops the work for them."""
+        """Close the connections, so that the server stops their work."""
         with self._lock:
             self.cancelled = True
             for request in self._requests:
@@ -77,10 +78,10 @@ class Cancellation:
 
 
 class RequestThreads:
-    """Threads that wait for requests, as many as may be on their way at once.
+    """Threads that wait for requests; their number limits the concurrent requests.
 
     Args:
-        concurrency: how many.
+        concurrency: number of threads.
     """
 
     def __init__(self, concurrency: int) -> None:
@@ -92,7 +93,7 @@ class RequestThreads:
         return RequestThreads, (self._concurrency,)
 
     def run(self, jobs: Sequence[Callable[[Cancellation], _Result]]) -> list[_Result]:
-        """Results of all jobs; the first error, or an interrupt, ends the others at the server."""
+        """Results of all jobs; the first error or interrupt cancels the others at the server."""
         if not jobs:
             return []
         cancellation = Cancellation()
@@ -113,7 +114,7 @@ class RequestThreads:
             raise
 
     def close(self) -> None:
-        """End the threads; the next call starts others."""
+        """End the threads; the next call starts new ones."""
         with self._lock:
             threads, self._threads = self._threads, None
         if threads is not None:
@@ -123,24 +124,25 @@ class RequestThreads:
 class HTTPClient:
     """A server's address and the idle connections to it; many threads may use it at once.
 
-    A request is sent again when the server said that it did not take it (429, 502, 503) or when the
-    connection broke before there was an answer, but never after a time limit: what is slow to
-    answer would only be favoured when it happens to be short the second time.
+    A request is sent again if the server reports that it did not process it (429, 502, 503), or if
+    the connection broke before an answer. It is never sent again after a time limit: otherwise long
+    answers would be resampled until a short one comes, which biases the samples.
 
     Proxies and passwords of the environment (``HTTP_PROXY``, ``.netrc``) are not used, cookies are
     not kept, and redirections are errors.
 
     Args:
-        url: ``http://host:port`` or ``https://...``, with a path that comes before all others.
+        url: ``http://host:port`` or ``https://...``, optionally with a path that precedes all
+            request paths.
         api_key: sent as a bearer token.
         max_retries: how often one request is sent again.
 
     Attributes:
-        url: without a slash at its end.
-        num_retries: requests that were sent again so far.
+        url: the address, without a slash at its end.
+        num_retries: number of repeated requests so far.
 
     Raises:
-        ConfigError: an address that is not one, or a key that no header can hold.
+        ConfigError: the address is invalid, or the key cannot be sent in a header.
 
     Example:
         >>> HTTPClient("http://localhost:8000/").url
@@ -200,23 +202,23 @@ class HTTPClient:
         max_retries: int | None = None,
         cancellation: Cancellation | None = None,
     ) -> Reply:
-        """Send a request and wait for its answer.
+        """Send a request and wait for the answer.
 
         Args:
             method: ``"GET"`` or ``"POST"``.
-            path: begins with a slash; what the address has comes before it.
+            path: begins with a slash; appended to the path of the address.
             body: sent as JSON; ``None`` for none.
-            timeout_s: most seconds, those between attempts included.
+            timeout_s: most seconds, including pauses between attempts.
             max_retries: of this request, instead of the client's.
-            cancellation: may end it from another thread.
+            cancellation: can cancel the request from another thread.
 
         Returns:
-            The answer, also one that says that the request was wrong.
+            The answer, even if it reports an error in the request.
 
         Raises:
-            BackendError: it was cancelled.
+            BackendError: the request was cancelled.
             ConfigError: a redirection, or no access.
-            WorkerError: no connection, no answer in time, or an error of the server's.
+            WorkerError: no connection, no answer in time, or an error of the server.
         """
         deadline = time.monotonic() + timeout_s
         headers, data = self._headers, None
@@ -241,7 +243,7 @@ class HTTPClient:
                 reply = self._without_key(reply)
                 problem = f"it {_RETRIED[reply.status]} ({reply.status}: {_message(reply.data)})"
             if pause_s is None:
-                # Callers that were turned away together should not come back together.
+                # Callers that were rejected together should not retry together.
                 pause_s = min(_FIRST_PAUSE_S * 2**attempt, _LONGEST_PAUSE_S)
                 pause_s *= 0.5 + _JITTER.random()
             if attempt >= most or time.monotonic() + pause_s >= deadline:
@@ -254,15 +256,15 @@ class HTTPClient:
             time.sleep(pause_s)
 
     def check(self, reply: Reply, path: str) -> None:
-        """Raise for an answer that says that the request was wrong.
+        """Raise for an answer that reports an error in the request.
 
         Args:
             reply: as returned by :meth:`call`.
-            path: as given to it.
+            path: as passed to :meth:`call`.
 
         Raises:
-            ConfigError: there is no such path or model at the server.
-            BackendError: another fault of the request.
+            ConfigError: the server has no such path or model.
+            BackendError: any other error in the request.
         """
         if reply.status < 400:
             return
@@ -270,7 +272,7 @@ class HTTPClient:
         raise kind(f"{self.url}{path} refused ({reply.status}): {_message(reply.data)}")
 
     def _without_key(self, reply: Reply) -> Reply:
-        """An error in whose words the key does not stand, where a server repeats it."""
+        """Remove the key from an error message, in case the server repeats it."""
         if self._api_key is None or reply.status < 400:
             return reply
         text = json.dumps(reply.data)
@@ -297,14 +299,14 @@ class HTTPClient:
     def _attempt(
         self, request: httpx2.Request, deadline: float, cancellation: Cancellation | None
     ) -> tuple[Reply, float | None]:
-        """The answer, and how long the server wants us to wait before the next attempt."""
+        """The answer, and how long the server asks us to wait before the next attempt."""
         cancellation = cancellation or Cancellation()
         sent = asyncio.run_coroutine_threadsafe(self._send(request, deadline), _loop())
         try:
             cancellation._add(sent)
             response = sent.result()
         finally:
-            sent.cancel()  # where the caller was interrupted; nothing once there is an answer
+            sent.cancel()  # if the caller was interrupted; no effect once there is an answer
             cancellation._remove(sent)
         try:
             data = json.loads(response.content)
@@ -316,17 +318,18 @@ class HTTPClient:
     async def _send(self, request: httpx2.Request, deadline: float) -> httpx2.Response:
         transport = self._transports.get(os.getpid())
         if transport is None:
-            # Below the client, which would read proxies of the environment and keep cookies.
+            # Use the transport and not the client, which would use environment proxies and keep
+            # cookies.
             transport = self._transports[os.getpid()] = httpx2.AsyncHTTPTransport(
                 verify=ssl.create_default_context(),
                 limits=httpx2.Limits(keepalive_expiry=None),
             )
-        # One limit for all, however slowly bytes drip in.
+        # One limit for the whole request, however slowly the bytes arrive.
         async with asyncio.timeout(deadline - time.monotonic()):
             response = await transport.handle_async_request(request)
             packed = response.headers.get("Content-Encoding", "identity")
             try:
-                if packed != "identity":  # a few bytes of it may unpack to any number
+                if packed != "identity":  # a few bytes may unpack to any size
                     raise httpx2.RemoteProtocolError(f"its answer is packed by {packed}")
                 await response.aread()
             finally:
@@ -335,12 +338,12 @@ class HTTPClient:
 
 
 def server_root(url: Any) -> Any:
-    """The address of a server, whether it is given with ``/v1`` or without."""
+    """The address of a server, given with or without ``/v1``."""
     return url.rstrip("/").removesuffix("/v1") if isinstance(url, str) else url
 
 
 def _loop() -> asyncio.AbstractEventLoop:
-    """The loop of this process, which runs in a thread as long as the process does."""
+    """The event loop of this process, which runs in a thread until the process ends."""
     process = os.getpid()
     if process not in _LOOPS:
         loop = asyncio.new_event_loop()
@@ -354,14 +357,14 @@ def _rebuild(url: str, api_key: str | None, max_retries: int) -> HTTPClient:
 
 
 def _root(error: BaseException) -> BaseException:
-    """What an error comes from; where each address of a host failed, from the first."""
+    """Root cause of an error; if every address of a host failed, the cause of the first."""
     while (causes := getattr(error, "exceptions", [error.__cause__ or error.__context__]))[0]:
         error = causes[0]
     return error
 
 
 def _message(data: Any) -> str:
-    """The words of an error, whose form differs between servers."""
+    """The message of an error, whose format differs between servers."""
     found = data
     for key in ("error", "message", "detail"):
         if isinstance(found, dict) and key in found:

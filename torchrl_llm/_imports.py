@@ -1,4 +1,4 @@
-"""Imports at use: optional packages (:func:`require`), names of a higher floor (:func:`lazy`)."""
+"""Late imports: optional packages (:func:`require`), lazy names of packages (:func:`lazy`)."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrl_llm.errors import MissingExtraError
 
 
 def require(module: str, *, extra: str, feature: str) -> ModuleType:
-    """Import an optional package, or say which extra brings it.
+    """Import an optional package; if missing, raise an error that names the extra.
 
     Args:
         module: dotted name of the module to import.
         extra: the extra of this package that installs it.
-        feature: what the caller needs it for; it begins the error message.
+        feature: the feature that needs the package; it begins the error message.
 
     Returns:
         The imported module.
@@ -42,11 +42,12 @@ def require(module: str, *, extra: str, feature: str) -> ModuleType:
 
 
 def lazy(package: str) -> None:
-    """Let a package give names that are imported when they are asked for.
+    """Give a package names that are imported at first access.
 
-    Its stub, ``__init__.pyi``, says which and from where, for type checkers and for this function.
-    They are the package's ``__all__``, and ``dir`` lists them from the start. A name that a file of
-    the package has too is imported at once, because it would otherwise become that file's.
+    Its stub, ``__init__.pyi``, defines the names and their modules, for type checkers and for this
+    function. They form the package's ``__all__``, and ``dir`` lists them from the start. A name
+    that is also the name of a file in the package is imported at once; otherwise importing that
+    file would overwrite the name.
 
     Args:
         package: ``__name__`` of the package.
@@ -70,7 +71,7 @@ def lazy(package: str) -> None:
         found = namespace[name] = getattr(importlib.import_module(where[name]), name)
         return found
 
-    # What completes names, or lists them for the reference pages, asks for the directory.
+    # Name completion and the reference pages use the directory.
     namespace.update(
         __all__=sorted(where),
         __getattr__=__getattr__,

@@ -1,4 +1,4 @@
-"""What is said once in a process, however often it happens."""
+"""Warnings that are logged once per process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def tell_once(message: str) -> None:
     """Log a warning, unless the same one was logged before.
 
     Args:
-        message: the warning; one that names a row or a number is another each time.
+        message: the warning; texts with different row or number count as different warnings.
 
     Example:
         >>> tell_once("padding has no effect here")

@@ -1,4 +1,4 @@
-"""Secrets are hidden in whatever is shown or saved: passwords, tokens, keys of a server."""
+"""Masks secrets in everything that is shown or saved: passwords, tokens, server keys."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
-"""What stands in the place of a secret."""
+"""Replacement for a secret."""
 
-# What may stand in the place of a password: it says where the password is.
+# A reference in the place of a password, which only names its source.
 _NO_SECRET = r"(?:\*\*\*|\$\{oc\.env:[^},]*\})"
-# Names of a secret; other tokens (pad_token) are words of a vocabulary, but for GITHUB_TOKEN.
+# Names of secrets; names such as pad_token are vocabulary tokens, but GITHUB_TOKEN is a secret.
 _NAME = (
     r"(?:(?i:(?:[\w-]{1,40}[_-])?(?:(?:api|access|private|secret|subscription)[_-]?key|"
     r"passw(?:or)?d|secret|authorization|cookie|"
     r"(?:access|api|auth|bearer|bot|github|hf|hub|refresh)[_-]token))|[A-Z\d_]{1,40}_TOKEN)"
 )
 _HIDDEN = [
-    # A Redis has no "@" but behind a password, in which somebody may have forgotten to escape it.
+    # In a Redis URL, "@" only follows a password, which may itself contain an unescaped "@".
     rf"((?:rediss?|unix)://[^\s:@/]*:)(?!{_NO_SECRET}@).{{1,200}}(?=@)",
     r"(rediss?://[^\s:@/\[]*:)(?!\d+(?:\W|$)|\*\*\*|\$\{)[^@]{1,200}$",
-    # A path that was made of a URL has one slash left.
+    # A path made from a URL keeps only one slash.
     rf"(\w://?[^\s:@/]*:)(?!{_NO_SECRET}@|\d+(?:/|$)).{{1,200}}(?=@)",
     rf"(https?://?)(?!{_NO_SECRET}@)[^\s:@/]+(?=@)",
     rf"([?&][\w-]*(?:password|token|secret|key|sig|signature)=)(?!{_NO_SECRET}(?:&|$))[^\s&'\"]+",
-    # As somebody types a key of a configuration; a bare token may be any word in a sentence.
+    # A configuration key as a user types it; "token" alone may be a word in a sentence.
     rf"(\b{_NAME}=)(?!{_NO_SECRET})[^\s,&]+",
     rf"((?:^[+~]*|\w\.|--)token=)(?!{_NO_SECRET})[^\s,'\"]+",
-    # In braces, as headers are typed, and what a server gives out by its beginning.
+    # Values in braces, as headers are typed, and keys with the known prefixes of servers.
     rf"([{{,]\s*['\"]*(?:{_NAME}|token)['\"]*:\s*['\"]*(?:(?:Bearer|Basic)\s+)?+)"
     rf"(?!{_NO_SECRET})[^\s,'\"{{}}]+",
     rf"(\b(?:Bearer|Basic)\s+)(?!{_NO_SECRET})[\w.~+/=-]{{12,}}",
@@ -38,12 +38,12 @@ _SECRET_KEY = re.compile(rf"(?:.*\.)?(?:{_NAME}|(?i:token))")
 
 
 def masked(value: Any) -> Any:
-    """The same with ``***`` for passwords of URLs and values of keys that are called a secret.
+    """Replace passwords in URLs, and values whose key names a secret, by ``***``.
 
-    Whatever is shown or saved goes through it.
+    Everything that is shown or saved goes through it.
 
     Args:
-        value: a text, or lists and mappings of them. Other values are returned as they are.
+        value: a text, or lists and mappings of texts. Other values are returned as they are.
 
     Example:
         >>> masked("redis://user:secret@host:6379/0")
@@ -63,7 +63,7 @@ def masked(value: Any) -> Any:
 
 
 def _is_secret(key: Any, value: Any) -> bool:
-    """Whether a value is to be hidden; a number may be the id of a token, but a password, too."""
+    """Whether to mask a value; a number may be a token id, but also a password."""
     hides = isinstance(value, str) and value != "" and not re.fullmatch(_NO_SECRET, value)
     hides |= type(value) is int and not str(key).lower().endswith("token")
     return hides and isinstance(key, str) and _SECRET_KEY.fullmatch(key) is not None

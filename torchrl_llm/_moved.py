@@ -1,14 +1,14 @@
-"""Finder of TorchRL's paths that this package has no file for.
+"""Import finder for TorchRL paths that have no file in this package.
 
-The table is ``assets/moved_modules.txt``, a line for each path. Its first word is the path, below
-``torchrl_llm.``; the others say where it leads:
+The table is ``assets/moved_modules.txt``, one line per path. The first word is the path, below
+``torchrl_llm.``; the others define its target:
 
-- ``old new``: the module ``new`` itself, under a second path.
+- ``old new``: the module ``new`` itself, as an alias.
 - ``old new other:Name,Name``: a module that has the names of ``new`` and some of ``other``; the
-  first word may be of the second kind too. ``other:Old=New`` gives ``New`` under the name ``Old``.
-- ``path path other:Name``: the file at ``path``, which stays, with names of ``other`` added.
+  first target may also have the form ``other:Name``. ``other:Old=New`` provides ``New`` as ``Old``.
+- ``path path other:Name``: the existing file at ``path``, with names of ``other`` added.
 
-Names are imported when they are asked for, so a line makes no circle and loads nothing.
+Names are imported at first access, so a line causes no import cycle and loads nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _TABLE = Path(__file__).parent / "assets" / "moved_modules.txt"
 
 @cache
 def moved_modules() -> dict[str, tuple[str, ...]]:
-    """Path to the words that say where it leads, all below ``torchrl_llm.``.
+    """Map each path to the words of its target, all below ``torchrl_llm.``.
 
     Example:
         >>> moved_modules()["data.topk"]
@@ -38,7 +38,7 @@ def moved_modules() -> dict[str, tuple[str, ...]]:
 
 
 class _Alias(Loader):
-    """Loader that answers a path with another module."""
+    """Loader that returns a different module for a path."""
 
     def __init__(self, target: str) -> None:
         self._target = target
@@ -49,13 +49,13 @@ class _Alias(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self._spec  # the import system has put the alias's in its place
+        module.__spec__ = self._spec  # the import system has replaced it by the alias's spec
         if not hasattr(module, "__path__"):
-            module.__path__ = []  # it may have paths below it
+            module.__path__ = []  # it may have submodules
 
 
 class _Gathered(Loader):
-    """Loader of a module whose names are those of others."""
+    """Loader of a module that takes its names from others."""
 
     def __init__(self, words: tuple[str, ...]) -> None:
         self._words = words
@@ -64,12 +64,12 @@ class _Gathered(Loader):
         return None
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__path__ = []  # there may be paths below it
+        module.__path__ = []  # it may have submodules
         _add_names(module, self._words)
 
 
 class _MovedFinder(MetaPathFinder):
-    """Finder of these paths, asked first: the new folder of an old package has the same files."""
+    """Finder of these paths, used first: the new folder of an old package has the same files."""
 
     def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
         package, _, rest = fullname.partition(".")
@@ -78,14 +78,14 @@ class _MovedFinder(MetaPathFinder):
             return None
         if words[0] == rest:
             spec = PathFinder.find_spec(fullname, path, target)
-            return None if spec is None else _with_names(spec, words[1:])  # looked for elsewhere
+            return None if spec is None else _with_names(spec, words[1:])  # left to other finders
         one = len(words) == 1 and ":" not in words[0]
         loader = _Alias(f"torchrl_llm.{words[0]}") if one else _Gathered(words)
         return ModuleSpec(fullname, loader)
 
 
 def _with_names(spec: ModuleSpec, words: tuple[str, ...]) -> ModuleSpec:
-    """The spec of a file that gets names of other modules once it has run."""
+    """Spec of a file that gets names of other modules after it has run."""
     execute = spec.loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
@@ -97,7 +97,7 @@ def _with_names(spec: ModuleSpec, words: tuple[str, ...]) -> ModuleSpec:
 
 
 def _add_names(module: ModuleType, words: tuple[str, ...]) -> None:
-    """Let a module answer for names of others, in the order of the words."""
+    """Make a module provide names of others, in the order of the words."""
     own = getattr(module, "__getattr__", None)
     listed = getattr(module, "__dir__", None) if own else None
     whole = [word for word in words if ":" not in word]
@@ -114,7 +114,7 @@ def _add_names(module: ModuleType, words: tuple[str, ...]) -> None:
                 return found
         if own is not None:
             return own(name)
-        if name == "__all__":  # what `from module import *` takes
+        if name == "__all__":  # imported by `from module import *`
             return [each for each in __dir__() if not each.startswith("_")]
         raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
 

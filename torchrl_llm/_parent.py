@@ -1,4 +1,4 @@
-"""A process that ends with the one that started it."""
+"""End a process together with its parent."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Get SIGTERM when the process that started this one is gone, also where it was killed.
+    """Get SIGTERM when the parent process ends, even if it was killed.
 
-    A rank whose ``torchrun`` was killed would go on alone, or wait for others that never come.
-    Elsewhere than on Linux nothing happens.
+    Otherwise a rank whose ``torchrun`` was killed would continue alone, or wait forever for other
+    ranks. It has an effect only on Linux.
     """
     parent = os.getppid()
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
-    if os.getppid() != parent:  # it ended in between
+    if os.getppid() != parent:  # the parent ended in between
         os.kill(os.getpid(), signal.SIGTERM)

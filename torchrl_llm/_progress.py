@@ -1,7 +1,7 @@
-"""Progress bar: a live line on a terminal or in a notebook, a plain one now and then in a pipe.
+"""Progress bar: a live line on a terminal or in a notebook, occasional plain lines in a pipe.
 
 Bars are shown while a run's log is open (:class:`torchrl_llm._run_log.RunLog`) and are silent
-otherwise, so that whatever takes long may have one.
+otherwise, so any long operation may use one.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Self
 from torchrl_llm._run_log import in_notebook, say, terminal
 
 _NARROWEST, _WIDEST = 8, 24
-# Drawing takes half a millisecond, a step of a small model a hundred.
+# Drawing takes half a millisecond, a step of a small model a hundred milliseconds.
 _BETWEEN_DRAWINGS_S = 0.2
 _LONG_S = 2.0
 _BETWEEN_LINES_S = (10.0, 60.0)
@@ -25,18 +25,18 @@ _bars: list[ProgressBar] = []
 
 
 class ProgressBar:
-    """How far something is that takes a while, with the time that is left.
+    """Progress of a long operation, with the remaining time.
 
-    A context manager. A bar that begins inside another is shown in its place, until it ends.
+    A context manager. A nested bar is shown in place of the outer one until it ends.
 
     Args:
-        what: is counted, as ``"step"``.
-        total: how many there are.
-        done: how many were done before.
+        what: the counted unit, such as ``"step"``.
+        total: number of units.
+        done: number of units that were done before.
 
     Attributes:
-        done: how many are done.
-        note: is shown behind the bar.
+        done: number of units that are done.
+        note: text shown after the bar.
 
     Example:
         >>> with ProgressBar("step", 10) as bar:
@@ -67,7 +67,7 @@ class ProgressBar:
         _bars.remove(self)
         outer = _bars[-1] if _bars else None
         if outer is not None and outer.done == outer._first:
-            outer._counted = time.monotonic()  # what came before the first says nothing of the pace
+            outer._counted = time.monotonic()  # earlier time does not count for the pace
         if not terminal.listens:
             return
         self._phase = ""
@@ -80,11 +80,11 @@ class ProgressBar:
                 terminal.change_cell(None)
 
     def update(self, done: int, note: str = "") -> None:
-        """Say how many are done.
+        """Report progress.
 
         Args:
-            done: in all.
-            note: a few words or numbers about them.
+            done: number of units that are done in total.
+            note: a few words or numbers to show.
         """
         now = time.monotonic()
         self._pace_s, self._changed = now - self._changed, now
@@ -99,7 +99,7 @@ class ProgressBar:
             tell(", ".join(filter(None, (self._count(), note, self._times()))))
 
     def phase(self, name: str) -> None:
-        """Say what is done at the moment, where a count takes so long that somebody may wonder."""
+        """Show the current activity, for units that take long."""
         self._phase = name
         if self._pace_s >= _LONG_S or not self.done:
             self._show(always=True)
@@ -132,7 +132,7 @@ class ProgressBar:
         return f"{clock(elapsed)} < {left}"
 
     def _parts(self, width: int = 84) -> list[tuple[str, str]]:
-        """Texts and their styles; where a line is short the bar gives way, then the note."""
+        """Texts and their styles; on a short line, first the bar is dropped, then the note."""
         count = f"{self._count()} "
         notes = "  ".join(filter(None, (f" {self._times()}", self._phase, self.note)))
         length = min(max(width - len(count) - len(notes), _NARROWEST), _WIDEST)
@@ -147,14 +147,14 @@ class ProgressBar:
 
 @contextmanager
 def no_weight_bars() -> Iterator[None]:
-    """Hide the bars with which transformers reads and writes weight files; they break up a run's.
+    """Hide the progress bars of transformers for weight files; they would disturb a run's bar.
 
-    Bars of downloads, which are long, stay.
+    Bars of downloads, which take long, stay visible.
     """
     from transformers.utils import logging
 
     def hidden(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        return logging.EmptyTqdm(*args, **options)  # one of tqdm's, disabled too, starts a thread
+        return logging.EmptyTqdm(*args, **options)  # even a disabled tqdm starts a thread
 
     before = logging.set_tqdm_hook(hidden)
     try:

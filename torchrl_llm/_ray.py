@@ -1,6 +1,6 @@
-"""Ray, behind one door: started or not, with limits on every wait and errors of our own.
+"""The only interface to Ray: checks, time limits on every wait, and this package's errors.
 
-No other file imports ``ray`` but through :func:`require_ray`.
+All other files import ``ray`` through :func:`require_ray`.
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torchrl_llm._imports import require
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
 CALL_TIMEOUT_S = 300.0
-"""Seconds that a call of an actor may take unless its caller says otherwise."""
+"""Default time limit in seconds of a call of an actor."""
 
 START_TIMEOUT_S = 300.0
-"""Seconds that the creation of an actor may take unless its caller says otherwise."""
+"""Default time limit in seconds of the creation of an actor."""
 
 Lane = Literal["control", "change"]
-# Threads. An update and a sleep that wait for requests leave two for what ends their wait.
+# Threads. While an update and a sleep wait for requests, two threads stay free for the calls that
+# end their wait.
 _LANES: dict[Lane, int] = {"control": 2, "change": 4}
 
 
 def require_ray(feature: str, *, running: bool = True) -> ModuleType:
-    """Import Ray, or say how to install or start it.
+    """Import Ray, or raise an error that explains how to install or start it.
 
     Args:
-        feature: what needs it; begins the error message.
-        running: also insist that ``ray.init`` was called.
+        feature: the feature that needs it; begins the error message.
+        running: also require that ``ray.init`` was called.
 
     Raises:
         MissingExtraError: it is not installed.
@@ -51,13 +52,13 @@ def require_ray(feature: str, *, running: bool = True) -> ModuleType:
 
 
 class RayService:
-    """Base of what TorchRL's ``use_ray_service=True`` puts into an actor: another class is made."""
+    """Base of classes with TorchRL's ``use_ray_service=True``, which creates a different class."""
 
     in_ray: ClassVar[str]
-    """Path of the class whose work is done in an actor; a subclass of this one."""
+    """Path of the class that works in an actor; a subclass of this one."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Make the other class, if asked."""
+        """Create an instance of the other class, if requested."""
         if kwargs.get("use_ray_service") or kwargs.get("service_backend") == "ray":
             module, _, name = cls.in_ray.rpartition(".")
             cls = getattr(import_module(module), name)
@@ -65,13 +66,13 @@ class RayService:
 
 
 def check_service(options: Mapping[str, Any] | None) -> None:
-    """Refuse TorchRL's options of a service, which are arguments here.
+    """Raise for TorchRL's service options, which are arguments here.
 
     Args:
-        options: none, or empty.
+        options: must be ``None`` or empty.
 
     Raises:
-        ConfigError: for options.
+        ConfigError: options were given.
     """
     if options:
         raise ConfigError(
@@ -81,16 +82,16 @@ def check_service(options: Mapping[str, Any] | None) -> None:
 
 
 def get(refs: Any, *, timeout_s: float, what: str) -> Any:
-    """``ray.get`` with a limit and with our errors.
+    """``ray.get`` with a time limit and this package's errors.
 
     Args:
         refs: one object reference or a list of them.
         timeout_s: most seconds to wait.
-        what: what is waited for; begins the error message.
+        what: name of the awaited operation; begins the error message.
 
     Raises:
         WorkerError: the actor died, is not reachable, or did not answer in time.
-        Exception: what the actor's own code raised.
+        Exception: the error that the actor's code raised.
     """
     ray = require_ray(what)
     try:
@@ -105,16 +106,16 @@ def get(refs: Any, *, timeout_s: float, what: str) -> Any:
 
 
 def check_resources(what: str, bundles: list[dict[str, float]], *, settle_s: float = 10.0) -> None:
-    """Compare what is about to be started with what the cluster has, before anything hangs.
+    """Compare the required resources with those of the cluster, so that the start cannot hang.
 
     Args:
-        what: what is about to be started.
+        what: name of the operation that needs them.
         bundles: resources of each actor, as ``{"CPU": 1, "GPU": 0.5}``.
-        settle_s: seconds to wait for resources that the cluster has and others hold: those of
-            actors that just ended come back with a delay.
+        settle_s: seconds to wait for resources that are in use: resources of actors that just ended
+            become free with a delay.
 
     Raises:
-        ResourceError: they do not suffice; the message says how many are needed and free.
+        ResourceError: they do not suffice; the message reports how many are needed and free.
     """
     ray = require_ray(what)
     needed: dict[str, float] = {}
@@ -157,21 +158,21 @@ def _spell(bundle: Mapping[str, float], amounts: Mapping[str, float] | None = No
 @checked
 @dataclass(frozen=True, kw_only=True)
 class ActorOptions:
-    """What one actor needs.
+    """Resources and settings of one actor.
 
     Args:
-        num_cpus: CPUs that it holds; fractions are allowed.
-        num_gpus: GPUs that it holds.
+        num_cpus: reserved CPUs; fractions are allowed.
+        num_gpus: reserved GPUs; fractions are allowed.
         resources: further resources of the cluster by name.
-        max_concurrency: calls that run at once, each in a thread of its own.
-        name: other processes find it by this name; ``None`` for an actor without one.
-        namespace: where the name counts; that of this job if not given.
-        env_vars: environment of its process, set before Python starts.
-        start_timeout_s: most seconds that its creation may take.
-        timeout_s: most seconds that a call may take unless the call says otherwise.
+        max_concurrency: calls that run at once, each in its own thread.
+        name: name by which other processes find it; ``None`` for an unnamed actor.
+        namespace: Ray namespace of the name; the namespace of this job if not given.
+        env_vars: environment variables of its process, set before Python starts.
+        start_timeout_s: most seconds of its creation.
+        timeout_s: most seconds of a call, by default.
 
     Raises:
-        ConfigError: for a negative amount or a limit of nothing.
+        ConfigError: an amount is negative, or a limit is not positive.
     """
 
     num_cpus: Annotated[float, Ge(0)] = 1.0
@@ -190,16 +191,16 @@ class ActorOptions:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Its resources as Ray names them, without those that it does not need."""
+        """Its resources by Ray's names, without zeros."""
         wanted = {"CPU": self.num_cpus, "GPU": self.num_gpus, **self.resources}
         return {name: float(amount) for name, amount in wanted.items() if amount > 0}
 
 
 class Host:
-    """What runs inside an actor: it builds one object and calls it by name.
+    """Code inside an actor: builds one object and calls its methods by name.
 
-    The object is built by a call and not by the constructor, so that an error of its own reaches
-    whoever asked, instead of the news that an actor died.
+    A call, not the constructor, builds the object, so that the caller gets the object's own error
+    instead of a report that the actor died.
     """
 
     def __init__(self) -> None:
@@ -207,7 +208,7 @@ class Host:
         self._built: list[Any] = []
 
     def build(self, factory: Callable[[], Any]) -> bool:
-        """Build the object; whether this call did it, for a named actor may have been found."""
+        """Build the object if a named actor does not have it; returns whether it was built."""
         with self._lock:
             if self._built:
                 return False
@@ -215,7 +216,7 @@ class Host:
             return True
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method; dots lead to members of members, and no name calls the object itself."""
+        """Call a method; the name may contain dots, and an empty name calls the object itself."""
         return self._find(method)(*args, **kwargs)
 
     def read(self, attribute: str) -> Any:
@@ -223,7 +224,7 @@ class Host:
         return self._find(attribute)
 
     def pid(self) -> int:
-        """Its process; also a heartbeat."""
+        """Process id; also serves as a heartbeat."""
         return os.getpid()
 
     def _find(self, path: str) -> Any:
@@ -233,26 +234,26 @@ class Host:
 
 
 class RemoteObject:
-    """An object in an actor of its own: called by name, every call with a limit of time.
+    """An object in its own actor: methods are called by name, with a time limit.
 
-    Picklable: the copies name the same actor, which lives until :meth:`shutdown`, until the process
-    that made it ends, or until nobody holds it any more.
+    Picklable: the copies refer to the same actor, which lives until :meth:`shutdown`, until the
+    process that created it ends, or until there are no more references.
 
     Args:
-        factory: makes the object, in the actor; everything that it holds is sent there.
-        options: what the actor needs.
-        what: what it is; begins error messages.
-        placement: options of Ray that say where the actor goes, such as
-            ``{"scheduling_strategy": ...}``; its resources are then not compared with what is free.
+        factory: creates the object in the actor; everything that it refers to is sent there.
+        options: resources and settings of the actor.
+        what: description of the object; begins error messages.
+        placement: Ray's options for the placement of the actor, such as ``{"scheduling_strategy":
+            ...}``; its resources are then not compared with the free ones.
 
     Attributes:
-        created: whether this call built the object; a named actor may have had it already.
+        created: whether this call built the object; a named actor may have existed already.
 
     Raises:
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
-        WorkerError: it did not start in time.
-        Exception: what the factory raised.
+        ResourceError: Ray is not running, or has too few resources.
+        WorkerError: the actor did not start in time.
+        Exception: the error that the factory raised.
     """
 
     _ended = False
@@ -302,14 +303,14 @@ class RemoteObject:
         """Call a method of the object and wait for its result.
 
         Args:
-            method: its name.
+            method: name of the method.
             args: its positional arguments.
-            timeout_s: most seconds to wait; that of the options by default.
+            timeout_s: most seconds to wait; by default the limit of the options.
             kwargs: its keyword arguments.
 
         Raises:
             WorkerError: the actor died or did not answer in time.
-            Exception: what the method raised.
+            Exception: the error that the method raised.
         """
         self._check_running(method)
         return self.result(self.submit(method, *args, **kwargs), timeout_s=timeout_s, call=method)
@@ -318,44 +319,44 @@ class RemoteObject:
         """Start a call and return Ray's reference to its result.
 
         Args:
-            method: its name.
+            method: name of the method.
             args: its positional arguments.
-            lane: threads that are kept free for such calls, so that they do not queue behind the
-                ordinary ones: ``"control"`` for those that return at once, ``"change"`` for those
+            lane: group of threads that is reserved for such calls, so that they do not queue behind
+                ordinary calls: ``"control"`` for calls that return at once, ``"change"`` for calls
                 that may have to wait for others (new weights, sleep).
             kwargs: its keyword arguments.
         """
         return self._method("call", lane=lane).remote(method, args, kwargs)
 
     def result(self, ref: Any, *, timeout_s: float | None = None, call: str = "a call") -> Any:
-        """Wait for what :meth:`submit` returned; raises as :meth:`call` does."""
+        """Wait for the result of a reference from :meth:`submit`; raises like :meth:`call`."""
         limit = self.options.timeout_s if timeout_s is None else timeout_s
         return get(ref, timeout_s=limit, what=f"{call} of {self.what}")
 
     def read(self, attribute: str, *, timeout_s: float | None = None) -> Any:
-        """Value of an attribute of the object; raises as :meth:`call` does."""
+        """Value of an attribute of the object; raises like :meth:`call`."""
         self._check_running(attribute)
         ref = self._method("read", lane="control").remote(attribute)
         return self.result(ref, timeout_s=timeout_s, call=attribute)
 
     def pid(self, *, timeout_s: float = 10.0) -> int:
-        """Process of the actor, from a thread that is kept free for this.
+        """Process id of the actor, through a reserved thread.
 
         Raises:
-            WorkerError: it died or did not answer in time.
+            WorkerError: the actor died or did not answer in time.
         """
         ref = self._method("pid", lane="control").remote()
         return self.result(ref, timeout_s=timeout_s, call="a heartbeat")
 
     def shutdown(self) -> None:
-        """End the actor at once; nothing to do where it ended or Ray stopped already."""
+        """End the actor at once; no effect if it has ended or Ray has stopped."""
         self._ended = True
         ray = require_ray(self.what, running=False)
         if ray.is_initialized():
             ray.kill(self.handle)
 
     def _check_running(self, call: str) -> None:
-        # Ray kills in its own time, and until then the actor still answers.
+        # Ray kills the actor with a delay, and until then it still answers.
         if self._ended:
             raise WorkerError(f"{call} of {self.what}: it was shut down")
 
@@ -365,7 +366,7 @@ class RemoteObject:
 
 
 def actor_exists(name: str | None) -> bool:
-    """Whether an actor of this name runs; there is none without a name."""
+    """Whether an actor with this name is running; always false without a name."""
     return _named_actor(name) is not None
 
 

@@ -1,6 +1,6 @@
-"""Redis, behind one door: connections with limits on every wait, and errors of our own.
+"""The only interface to Redis: connections with time limits, and this package's errors.
 
-No other file imports ``redis`` but through :func:`connect`.
+No other file imports ``redis`` directly.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from torchrl_llm._masking import MASK
 from torchrl_llm.errors import ConfigError, ResourceError, WorkerError
 
 RECONNECT_S = 60.0
-"""Seconds for which a Redis that went away may stay away, unless its caller says otherwise."""
+"""Default time limit in seconds for which a Redis server may be unreachable."""
 
 PASSWORD_VARIABLE = "TORCHRL_LLM_REDIS_PASSWORD"
-"""Environment variable that holds the password of the Redis."""
+"""Environment variable with the password of the Redis server."""
 
 _CONNECT_S = 5.0
 _ANSWER_S = 20.0
 _PAUSE_S = (0.05, 1.0)
 _T = TypeVar("_T")
-# Servers that a link of this process has given up: until one answers, no call waits for it again
-# (several links lead to one server, and each is closed by a last call).
+# Servers on which a link of this process timed out: until such a server answers, no call waits for
+# it again (several links may use one server, and closing each makes a last call).
 _given_up: set[str] = set()
 _SHOWN = re.compile(
     r"(\w+://)(?:[^@/?]*@)?((?:\[[^]@]*\]|[^:@/?]*)(?::\d*)?(?:/[^@?]*)?)(?:\?[^@]*)?"
@@ -35,14 +35,14 @@ _SHOWN = re.compile(
 
 
 class RedisLink:
-    """A connection that outlives restarts of the server; picklable, for threads too.
+    """A connection that survives restarts of the server; picklable and thread-safe.
 
     Args:
         url: ``redis://[user:password@]host:port/db``, ``rediss://`` for TLS, or ``unix://path``. A
-            password that it does not have, or has as ``***``, is taken from the environment
-            variable ``TORCHRL_LLM_REDIS_PASSWORD``, in each process from its own.
-        feature: what needs it; begins error messages.
-        reconnect_s: seconds to try again while the server is away, once for all links of this
+            password that is missing or masked as ``***`` is read from the environment variable
+            ``TORCHRL_LLM_REDIS_PASSWORD`` of each process.
+        feature: the feature that needs it; begins error messages.
+        reconnect_s: seconds of retries while the server is unreachable, once for all links of this
             process to it.
 
     Raises:
@@ -63,13 +63,14 @@ class RedisLink:
         self._errors = redis.exceptions
         try:
             options = redis.connection.parse_url(self._url)
-        except ValueError:  # its message may hold a part of the password
+        except ValueError:  # its message may contain a part of the password
             raise ConfigError(
                 f"{self.place} is no URL of a Redis; expected redis://host:port/db, rediss:// for "
                 "TLS, or unix://path"
             ) from None
         options["socket_timeout"] = _ANSWER_S
-        # It tries again by itself, and then does not know whether the first try was done.
+        # The client retries by itself, and then it is unknown whether the first attempt took
+        # effect.
         options["retry"] = redis.retry.Retry(redis.backoff.NoBackoff(), 0)
         if "path" not in options:
             options["socket_connect_timeout"] = _CONNECT_S
@@ -83,7 +84,8 @@ class RedisLink:
             )
         self._password = password
         if password is not None:
-            # Some versions of redis-py show the password of a pool in its repr, but no provider.
+            # Some versions of redis-py show a pool's password in its repr, but not a credential
+            # provider.
             provider = redis.UsernamePasswordCredentialProvider(user, password)
             options["credential_provider"] = provider
         elif user is not None:
@@ -99,7 +101,7 @@ class RedisLink:
 
     @property
     def place(self) -> str:
-        """The URL without user and password, and without all that may be a part of them."""
+        """The URL without user and password, and without anything that may be a part of them."""
         shown = _SHOWN.fullmatch(self._url)
         if shown is not None:
             return shown[1] + shown[2]
@@ -107,19 +109,20 @@ class RedisLink:
         return f"{scheme}{separator}{MASK}" if separator or re.search("[:@]", rest) else rest
 
     def _said(self, error: Exception) -> str:
-        # A server that does not know a command repeats what came with it.
+        # A server that does not know a command repeats its arguments.
         return str(error).replace(self._password, MASK) if self._password else str(error)
 
     def call(self, command: Callable[[bool], _T]) -> _T:
-        """Run a command, again while the server is away.
+        """Run a command, and retry while the server is unreachable.
 
         Args:
-            command: gets whether this is another try: the server may have done the first one.
+            command: called with whether this is a retry: the server may have executed the first
+                attempt.
 
         Raises:
-            WorkerError: the server stayed away, or refuses the command.
-            ResourceError: it is out of memory.
-            ConfigError: it does not let us in.
+            WorkerError: the server stayed unreachable, or rejects the command.
+            ResourceError: the server is out of memory.
+            ConfigError: the server denies access.
         """
         errors = self._errors
         patience_s = 0.0 if self._url in _given_up else self._reconnect_s
@@ -132,7 +135,7 @@ class RedisLink:
             except (errors.AuthenticationError, errors.NoPermissionError) as error:
                 raise ConfigError(
                     f"the Redis at {self.place} refuses us: {self._said(error)}. Its password "
-                    f"belongs into the environment variable {PASSWORD_VARIABLE}"
+                    f"belongs in the environment variable {PASSWORD_VARIABLE}"
                 ) from None
             except errors.OutOfMemoryError as error:
                 raise ResourceError(
@@ -154,13 +157,13 @@ class RedisLink:
             pause_s, again = min(2 * pause_s, _PAUSE_S[1]), True
 
     def read(self, fill: Callable[[Any], object]) -> list[Any]:
-        """Answers of several commands at one moment.
+        """Answers of several commands, read atomically.
 
         Args:
-            fill: puts the commands into the pipeline that it gets.
+            fill: adds the commands to the given pipeline.
 
         Returns:
-            An answer for each; ``None`` where a key holds something of another type.
+            An answer for each command; ``None`` if a key holds a value of a different type.
 
         Raises:
             WorkerError: see :meth:`call`.
@@ -180,5 +183,5 @@ class RedisLink:
         return self.call(run)
 
     def close(self) -> None:
-        """Give the connections back."""
+        """Close the connections."""
         self.client.close()

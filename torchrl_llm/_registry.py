@@ -1,12 +1,12 @@
-"""Registry of everything that a recipe can choose by name, kind by kind.
+"""Registry of everything that a recipe can select by name, grouped by kind.
 
-A class (or a function that makes an instance) enters it in its own file::
+A class (or a function that creates an instance) is registered in its own file::
 
     @register("losses", "my_loss")
     class MyLoss(PolicyGradientLoss): ...
 
-What another package installs is found by an entry point of the group ``torchrl_llm.<kind>``. What
-nobody registered is found by its path: ``"module:name"``, or ``"path/to/file.py:name"``.
+Other packages register by an entry point of the group ``torchrl_llm.<kind>``. Unregistered objects
+are found by path: ``"module:name"``, or ``"path/to/file.py:name"``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, TypeVar, get_type_hints
 
 from torchrl_llm.errors import ConfigError
 
-# A module with more names of its own is not listed.
+# If a module defines more names than this, an error does not list them.
 _MOST_SHOWN = 12
 
 KINDS: dict[str, tuple[str, ...]] = {
@@ -46,26 +46,26 @@ KINDS: dict[str, tuple[str, ...]] = {
     "environments": ("torchrl_llm.langmarl",),
     "figures": ("torchrl_llm.evaluation",),
 }
-"""Each kind, and the rooms whose files register it."""
+"""Each kind, and the packages whose files register it."""
 
 T = TypeVar("T")
-# Names that may be imported, whose others are, and those that were refused; None for no limit.
+# Names that may be imported, the origin of all others, and the rejected names; None for no limit.
 _closed: tuple[frozenset[str | None], str, list[str]] | None = None
 _entries: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
 
 
 def register(kind: str, name: str) -> Callable[[T], T]:
-    """Enter a class or function under a name.
+    """Register a class or function under a name.
 
     Args:
         kind: one of :data:`KINDS`.
         name: what a recipe calls it.
 
     Returns:
-        A decorator that gives back what it is given.
+        A decorator that returns its argument unchanged.
 
     Raises:
-        ConfigError: an unknown kind, or a name that something else has.
+        ConfigError: the kind is unknown, or the name is already used.
 
     Example:
         >>> @register("losses", "nothing_example")
@@ -85,14 +85,14 @@ def register(kind: str, name: str) -> Callable[[T], T]:
         )
         if not same:
             raise ConfigError(f"there is {name!r} among the {kind} already: {known!r}")
-        _entries[kind][name] = target  # the newer one, where a module was loaded again
+        _entries[kind][name] = target  # the newer one, if a module was reloaded
         return target
 
     return enter
 
 
 def names(kind: str) -> list[str]:
-    """Every name of a kind, sorted, those of other packages included.
+    """All names of a kind, sorted, including those of other packages.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -109,14 +109,14 @@ def names(kind: str) -> list[str]:
 
 
 def find(kind: str, name: str) -> Any:
-    """What a name stands for.
+    """Find the object with a name.
 
     Args:
         kind: one of :data:`KINDS`.
-        name: a registered name, or a path as of :func:`import_named`.
+        name: a registered name, or a path as in :func:`import_named`.
 
     Raises:
-        ConfigError: nothing has that name, or it cannot be imported.
+        ConfigError: the name is unknown, or the object cannot be imported.
 
     Example:
         >>> find("advantages", "group").__name__
@@ -138,7 +138,7 @@ def find(kind: str, name: str) -> Any:
     if (entry := _installed(kind).get(name)) is not None:
         try:
             return _entries[kind].setdefault(name, entry.load())
-        except (Exception, SystemExit) as error:  # another package may raise anything
+        except (Exception, SystemExit) as error:  # other packages may raise anything
             raise ConfigError(
                 f"{name!r} of {entry.value} cannot be imported: {type(error).__name__}: {error}"
             ) from error
@@ -152,14 +152,14 @@ def find(kind: str, name: str) -> Any:
 
 
 def did_you_mean(name: Any, known: Iterable[str]) -> str:
-    """The end of an error of an unknown name: the nearest that there is.
+    """End of an error message for an unknown name: suggests the nearest known name.
 
     Args:
-        name: what is not known.
-        known: what is.
+        name: the unknown name.
+        known: the known names.
 
     Returns:
-        Empty where none is near.
+        Empty if no name is near.
 
     Example:
         >>> did_you_mean("langage", ["language", "pistonball"]), did_you_mean("x", ["language"])
@@ -170,7 +170,7 @@ def did_you_mean(name: Any, known: Iterable[str]) -> str:
 
 
 def summaries(kind: str) -> dict[str, str]:
-    """The first line of what each name of a kind says of itself.
+    """First docstring line of each name of a kind.
 
     Args:
         kind: one of :data:`KINDS`.
@@ -190,7 +190,7 @@ def summaries(kind: str) -> dict[str, str]:
 
 
 def _docstrings(kind: str) -> dict[str, str]:
-    """Docstrings of what our files register: read without an import, which takes seconds."""
+    """Docstrings of the objects that our files register, read without slow imports."""
     found = {}
     for room in KINDS[kind]:
         for file in Path(__file__).parent.joinpath(*room.split(".")[1:]).rglob("*.py"):
@@ -207,7 +207,7 @@ def _docstrings(kind: str) -> dict[str, str]:
 
 
 def _plain(line: str) -> str:
-    """A line of reStructuredText as a terminal shows it."""
+    """A line of reStructuredText as plain text for a terminal."""
     line = re.sub(r":math:`([^`]*)`", lambda found: _plain_formula(found[1]), line)
     line = re.sub(r":\w+:`~?(?:[\w.]*\.)?([^`]*)`", r"\1", line)
     return line.replace("``", "")
@@ -221,14 +221,13 @@ def _plain_formula(formula: str) -> str:
 def constructor_arguments(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
     """Named arguments of a constructor, with their type hints resolved.
 
-    Where a class hands ``**kwargs`` on to the class that it extends, the arguments of that one are
-    taken in too.
+    If a class passes ``**kwargs`` to its base class, the arguments of the base class are included.
 
     Args:
-        target: a class, or a function that makes an instance.
+        target: a class, or a function that creates an instance.
 
     Returns:
-        Name to parameter, without ``self``; ``annotation`` is a type and no text.
+        Name to parameter, without ``self``; ``annotation`` is a type, not a string.
     """
     layers = target.__mro__ if inspect.isclass(target) else (target,)
     found: dict[str, inspect.Parameter] = {}
@@ -236,7 +235,7 @@ def constructor_arguments(target: Callable[..., Any]) -> dict[str, inspect.Param
         function = vars(layer).get("__init__") if inspect.isclass(layer) else layer
         if function is None:
             continue
-        # The hints of a dataclass are those of its fields, each read in the file that has it.
+        # Type hints of dataclass fields are resolved in the module that defines each field.
         hints = get_type_hints(layer if is_dataclass(layer) else function)
         parameters = list(inspect.signature(function).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(layer) else parameters:
@@ -250,12 +249,12 @@ def constructor_arguments(target: Callable[..., Any]) -> dict[str, inspect.Param
 
 
 class FullSignature:
-    """Signature of a class with the arguments that ``**kwargs`` hands on to the classes it extends.
+    """Signature of a class, including the arguments that ``**kwargs`` passes to its base classes.
 
     ``inspect.signature``, ``help`` and the reference pages read it from ``__signature__``.
 
     Args:
-        of: the class that the arguments are handed on to, where it is none of those.
+        of: the class that receives the arguments, if it is not a base class.
 
     Example:
         >>> class Shape:
@@ -271,7 +270,7 @@ class FullSignature:
         self.of = of
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
-        """The signature of the class; instances have none of their own."""
+        """The signature of the class; not available on instances."""
         if instance is not None:
             raise AttributeError("__signature__ belongs to the class")
         found = constructor_arguments(owner if self.of is None else owner.__init__)
@@ -285,14 +284,15 @@ class FullSignature:
 
 
 def import_named(path: str) -> Any:
-    """What a path of the user's stands for.
+    """Import the object at a path given by the user.
 
     Args:
         path: ``"package.module:name"``, ``"package.module.name"``, or ``"path/to/file.py:name"``. A
-            file is imported as a module that other processes can import by name too.
+            file is imported as a module that other processes can also import by name.
 
     Raises:
-        ConfigError: no text, no such file, module or name, or a module that raises.
+        ConfigError: the path is not a string, the file, module or name does not exist, or the
+            module raises.
 
     Example:
         >>> import_named("fractions:Fraction").__name__
@@ -308,12 +308,12 @@ def import_named(path: str) -> Any:
         module = _module_of(Path(where)) if is_file(path) else import_module(where)
     except ConfigError:
         raise
-    except (Exception, SystemExit) as error:  # a module of the user's may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise any exception
         last = traceback.extract_tb(error.__traceback__)[-1]
         hint = f" ({last.filename}, line {last.lineno})"
         if isinstance(error, ImportError):
             hint = "; a module is found in the working folder and in the folders of PYTHONPATH"
-        elif isinstance(error, SyntaxError):  # its text says where
+        elif isinstance(error, SyntaxError):  # its message includes the location
             hint = ""
         raise ConfigError(
             f"{path!r} cannot be imported: {type(error).__name__}: {error}{hint}"
@@ -327,16 +327,17 @@ def import_named(path: str) -> Any:
 
 @contextmanager
 def importing_only(typed: Iterable[str], *, whose: str) -> Iterator[list[str]]:
-    """Import nothing, in all threads, but what was typed: files of somebody else run no code.
+    """Allow, in all threads, only imports that the user typed: foreign files run no code.
 
-    Nor are servers asked that they name, which would learn keys and data of this machine.
+    Requests to servers named in such files are not allowed either, since they would reveal keys and
+    data of this machine.
 
     Args:
-        typed: words of a command, ``key=value`` too.
-        whose: what names the others, for the error.
+        typed: words of a command, including ``key=value``.
+        whose: origin of all other names, for the error message.
 
     Yields:
-        What was refused so far.
+        The names rejected so far.
 
     Example:
         >>> with importing_only(["reward=fractions:Fraction"], whose="their.yaml") as refused:
@@ -358,14 +359,14 @@ add --trust if you trust it
 
 
 def refuse_foreign(path: str, fate: str = "whose code is not run") -> None:
-    """Refuse to import, or to ask, what :func:`importing_only` does not allow.
+    """Raise for imports or requests that :func:`importing_only` does not allow.
 
     Args:
-        path: what is to be imported, or the address of a server.
-        fate: what is not done with it.
+        path: the path to import, or the address of a server.
+        fate: the action that is not done, for the message.
 
     Raises:
-        ConfigError: it was not typed.
+        ConfigError: the user did not type the path.
     """
     if _closed is None or path in _closed[0]:
         return
@@ -375,7 +376,7 @@ def refuse_foreign(path: str, fate: str = "whose code is not run") -> None:
 
 
 def _suggestion(module: Any, name: str) -> str:
-    """What a module defines itself, where that is little, or what is near to a name."""
+    """Names that a module defines, if they are few, or the nearest name."""
     own = [
         key
         for key, value in vars(module).items()
@@ -389,7 +390,7 @@ def is_file(path: str) -> bool:
     """Whether a path of :func:`import_named` names a file.
 
     Args:
-        path: as there.
+        path: a path as in :func:`import_named`.
 
     Example:
         >>> is_file("rewards.py:short"), is_file("rewards:short")
@@ -400,10 +401,10 @@ def is_file(path: str) -> bool:
 
 
 def absolute_path(path: str | None) -> str | None:
-    """``file.py:name`` with a path that means the same in another working folder.
+    """Make the path of ``file.py:name`` independent of the working folder.
 
     Args:
-        path: as it was typed; anything else than a file stays as it is.
+        path: the typed path; anything except a file is returned unchanged.
     """
     if path is None or not is_file(path):
         return path
@@ -431,7 +432,7 @@ def _check_kind(kind: str) -> None:
 
 @cache
 def _load(kind: str) -> None:
-    """Import the files of the kind's rooms, which register what they hold."""
+    """Import the files of the kind's packages, which register their contents."""
     _check_kind(kind)
     for room in KINDS[kind]:
         package = import_module(room)

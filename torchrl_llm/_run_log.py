@@ -1,12 +1,12 @@
-r"""What a run says: standard output and standard error, ``run.log`` with both, and a live line.
+r"""Output of a run: standard output and standard error, ``run.log`` with both, and a live line.
 
-While a :class:`RunLog` is open, what Python prints goes to its file too, line by line, and a live
-line (:mod:`torchrl_llm._progress`) stays below it on the terminal. So whatever prints is part of
-the log: ``print``, warnings, handlers of :mod:`logging`. Loggers that were set up before keep the
-stream that they have; it is exchanged while a log is open.
+While a :class:`RunLog` is open, everything that Python prints is also written to its file, line by
+line, and a live line (:mod:`torchrl_llm._progress`) stays below the output on the terminal. So all
+printed output is part of the log: ``print``, warnings, handlers of :mod:`logging`. The streams of
+loggers that were set up before are replaced while a log is open.
 
-In a notebook or an interactive session the streams stay as they are. There a cell that was
-interrupted may leave a log open, and nobody wants what is printed later in it.
+In a notebook or an interactive session the streams are not replaced: an interrupted cell may leave
+a log open, and later output does not belong in it.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torchrl_llm._masking import masked
 
 _ESCAPES = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\-_])")
 _COLOURS = re.compile(r"(\x1b\[[\d;]*m)")
-# Marks that turn the order of letters around (U+202E and its kind), line ends that are none, tags.
+# Marks that reverse the order of letters (such as U+202E), unusual line separators, tags.
 _BIDI = (0x61C, 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A))
 _CONTROL = dict.fromkeys((*range(32), *range(127, 160), *_BIDI, *range(0xE0000, 0xE0080)))
 del _CONTROL[9], _CONTROL[10]
-# What somebody else's print may not do either; colours and bars are its own affair.
+# Characters that are also removed from other programs' output; colours and bars are allowed there.
 _UNSAFE = re.compile(
     r"\x1b[\]PX^_][^\x07\x1b\n]*(?:\x07|\x1b\\)?|[\x80-\x9f" + "".join(map(chr, _BIDI)) + "]"
 )
@@ -43,12 +43,12 @@ _ERASE = "\r\x1b[2K"
 
 
 def printable(text: str) -> str:
-    r"""Text without what would move a cursor, change colours or turn letters around.
+    r"""Text without characters that move the cursor, change colours or reverse letters.
 
-    All that is printed of models, tools, files and exceptions goes through it.
+    All printed texts of models, tools, files and exceptions go through it.
 
     Args:
-        text: may hold anything; tabulators and line ends stay.
+        text: any text; tabs and line ends are kept.
 
     Example:
         >>> printable("\x1b[31mred\x1b[0m\x07\ttab\u202e")
@@ -58,12 +58,12 @@ def printable(text: str) -> str:
 
 
 def shown(text: str) -> str:
-    """A text as it is shown: :func:`printable`, without passwords."""
+    """A text for display: :func:`printable`, with masked passwords."""
     return "\n".join(map(masked, printable(text).split("\n")))
 
 
 def rounded_repr(result: Any) -> str:
-    """As ``__repr__`` of a dataclass with numbers for people: they have three decimals."""
+    """Like ``__repr__`` of a dataclass, with numbers rounded to three decimals."""
     values = {f.name: getattr(result, f.name) for f in fields(result) if f.repr}
     return f"{type(result).__name__}({', '.join(f'{k}={_rounded(v)}' for k, v in values.items())})"
 
@@ -75,23 +75,23 @@ def _rounded(value: Any) -> str:
 
 
 def display_path(path: str | Path) -> str:
-    """A path as it is shown and copied: below the present folder it is relative."""
+    """A path for display and copying: relative if it is below the current folder."""
     full, here = Path(path).absolute(), Path.cwd()
     return str(full.relative_to(here) if here in full.parents else full)
 
 
 def clean_record(record: logging.LogRecord) -> bool:
-    """Filter of TorchRL's logger, whose messages become :func:`shown`, and lines without marks."""
+    """Filter of TorchRL's logger: applies :func:`shown` to messages and removes marks."""
     for handler in logging.getLogger(record.name).handlers:
         if type(handler.formatter).__module__ == "torchrl._utils":
             handler.setFormatter(logging.Formatter("%(message)s"))
-    with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are told later
+    with contextlib.suppress(TypeError, ValueError):  # arguments that do not fit are reported later
         record.msg, record.args = shown(record.getMessage()), ()
     return True
 
 
 def show_traceback(kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-    """As ``sys.excepthook``, with a message that is :func:`shown`."""
+    """Like ``sys.excepthook``, with :func:`shown` applied to the message."""
     sys.stderr.write(shown("".join(traceback.format_exception(kind, error, trace))))
 
 
@@ -101,7 +101,8 @@ def in_notebook() -> bool:
     return hasattr(shell, "kernel")
 
 
-# Packages whose messages a user can do nothing about; the user's own may be installed next to them.
+# Packages whose messages users cannot act on; the user's own packages may be installed next to
+# them.
 _LIBRARIES = re.compile(
     r"[/\\](?:site|dist)-packages[/\\](?:accelerate|alembic|bitsandbytes|datasets|filelock|fsspec|"
     r"httpx|huggingface_hub|hydra|matplotlib|mlflow|numpy|omegaconf|peft|ray|sqlalchemy|"
@@ -110,7 +111,7 @@ _LIBRARIES = re.compile(
 
 
 def shows_record(record: logging.LogRecord) -> bool:
-    """Filter of a handler of the terminal: what libraries log is in logs only, unless an error."""
+    """Filter of a terminal handler: messages of libraries go to logs only, except errors."""
     clean_record(record)
     if record.levelno >= logging.ERROR or not _LIBRARIES.search(record.pathname):
         return True
@@ -121,7 +122,7 @@ def shows_record(record: logging.LogRecord) -> bool:
 def show_warning(
     message: Any, category: type[Warning], filename: str, lineno: int, *rest: Any
 ) -> None:
-    """As ``warnings.showwarning``; a warning about a library's own code is in logs only."""
+    """Like ``warnings.showwarning``; warnings about a library's own code go to logs only."""
     text = warnings.formatwarning(message, category, filename, lineno).rstrip()
     (terminal.log_only if _LIBRARIES.search(filename) else say)(text)
 
@@ -151,8 +152,8 @@ class _Stream:
 class Terminal:
     """The two streams of this process, the logs that are open, and the live line.
 
-    There is one, :data:`terminal`. A stream whose reader is gone is written to no more: what cannot
-    be shown is not worth a run.
+    There is one instance, :data:`terminal`. If the reader of a stream is gone, nothing more is
+    written to the stream, so that lost output does not end a run.
     """
 
     def __init__(self) -> None:
@@ -165,7 +166,7 @@ class Terminal:
         self._begun: dict[int, str] = {}
         self._process = 0
 
-    # -- what is said -----------------------------------------------------------------------------
+    # -- output -----------------------------------------------------------------------------------
 
     def write(self, stream: TextIO | None, text: str) -> None:
         """Write to one of the streams, above the live line, and to the logs."""
@@ -185,7 +186,7 @@ class Terminal:
                 self._draw()
 
     def log_only(self, text: str) -> None:
-        """Write to the logs what the terminal shows in another form."""
+        """Write to the logs only; the terminal shows the content in a different form."""
         with self._lock:
             for log in self._logs:
                 log.line(text)
@@ -201,19 +202,19 @@ class Terminal:
 
     @property
     def live(self) -> TextIO | None:
-        """The terminal that can hold a live line; ``None`` for a pipe, a file or a notebook."""
+        """The terminal for a live line; ``None`` for a pipe, a file or a notebook."""
         return self._screen
 
     @property
     def listens(self) -> bool:
-        """Whether a log is open that wants to know how far the run has got."""
+        """Whether an open log shows progress."""
         return any(log.progress for log in self._logs)
 
     def draw(self, line: str) -> None:
-        """Show a line below everything else, in place of the one before.
+        """Show a line below everything else, replacing the previous one.
 
         Args:
-            line: not longer than the terminal is wide.
+            line: a line not longer than the width of the terminal.
         """
         with self._lock:
             if self._screen is not None and self._drawn:
@@ -227,17 +228,17 @@ class Terminal:
             self._drawn = True
 
     def leave_line(self) -> None:
-        """Let the live line stand where it is; what follows is printed below it."""
+        """Keep the live line in place; later output appears below it."""
         with self._lock:
             if self._drawn:
                 _put(self._screen, "\n")
             self._line, self._drawn = "", False
 
     def change_cell(self, text: str | None) -> None:
-        """Show a text in the present cell of a notebook, in place of the one before.
+        """Show a text in the current cell of a notebook, replacing the previous one.
 
         Args:
-            text: ``None`` to leave what is there, so that the next text has a place of its own.
+            text: the text; ``None`` to keep the current text and show the next one separately.
         """
         from IPython.display import display
 
@@ -252,14 +253,14 @@ class Terminal:
     # -- the streams ------------------------------------------------------------------------------
 
     def open(self, log: RunLog) -> None:
-        """Write to a log too."""
+        """Also write to a log."""
         with self._lock:
             if not self._logs:
                 self._take_streams()
             self._logs.append(log)
 
     def close(self, log: RunLog) -> None:
-        """Write to a log no more."""
+        """Stop writing to a log."""
         with self._lock:
             if self._logs == [log]:
                 self.leave_line()
@@ -285,7 +286,7 @@ class Terminal:
                 self._give_back.append(_returning(sys, name, ours[id(stream)], stream))
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         for handler in [h for each in loggers for h in getattr(each, "handlers", ())]:
-            stream = vars(handler).get("stream")  # not a property that asks for sys.stderr
+            stream = vars(handler).get("stream")  # not a property that returns sys.stderr
             if isinstance(handler, logging.StreamHandler) and id(stream) in ours:
                 handler.setStream(ours[id(stream)])
                 self._give_back.append(_resetting(handler, ours[id(stream)], stream))
@@ -308,10 +309,10 @@ def _resetting(handler: logging.StreamHandler, ours: _Stream, stream: TextIO) ->
 
 
 def _put(stream: TextIO | None, text: str) -> None:
-    """Write to a stream at once, if anybody is there to read."""
+    """Write to a stream at once, unless its reader is gone."""
     if stream is None:
         return
-    # A signal may arrive in the middle of a write, and its handler say so: Python refuses that.
+    # A signal handler may print in the middle of a write, which Python does not allow.
     with contextlib.suppress(OSError, RuntimeError):
         try:
             stream.write(text)
@@ -327,21 +328,21 @@ terminal = Terminal()
 
 
 def say(text: str) -> None:
-    """Tell the person who watches: a notice, on standard error and in the logs that are open.
+    """Print a notice to standard error and to the open logs.
 
-    In a notebook it is standard output, for there standard error looks like a failure.
+    In a notebook it goes to standard output, because standard error looks like a failure there.
 
     Args:
-        text: one line or several.
+        text: one or several lines.
     """
     _tell("stdout" if in_notebook() else "stderr", shown(text))
 
 
 def show(text: str) -> None:
-    """Show a result, on standard output and in the logs that are open.
+    """Print a result to standard output and to the open logs.
 
     Args:
-        text: one line or several, with colours.
+        text: one or several lines, with colours.
     """
     parts = _COLOURS.split(text)
     _tell("stdout", "".join(p if at % 2 else shown(p) for at, p in enumerate(parts)))
@@ -353,17 +354,17 @@ def _tell(name: str, text: str) -> None:
 
 
 class RunLog:
-    """``run.log`` in the folder of a run: what the terminal says while it is open.
+    """``run.log`` in the folder of a run: the terminal's output while the log is open.
 
-    A context manager that may be entered again, also inside itself. It appends, so a run that goes
-    on goes on in the same file. An error that ends the program is in it too. A file that cannot be
-    written costs the log, and not the run.
+    A reentrant context manager. It appends, so a resumed run continues in the same file. It
+    includes an error that ends the program. If the file cannot be written, the log is lost but the
+    run continues.
 
     Args:
-        folder: of the run; it must exist.
+        folder: folder of the run; it must exist.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         progress: whether bars are shown while it is open.
     """
 
@@ -377,7 +378,7 @@ class RunLog:
 
     @classmethod
     def of(cls, folder: str | Path) -> RunLog:
-        """The log of a folder: the one that is open, or a new one."""
+        """The log of a folder: the open one, or a new one."""
         new = cls(folder)
         return next((log for log in terminal._logs if log.path == new.path), new)
 
@@ -407,7 +408,7 @@ class RunLog:
         terminal.close(self)
         if error is not None and not isinstance(error, (GeneratorExit, SystemExit)):
             self._traceback(error)
-        # A generator is closed before the error of its loop is shown, which is still to come.
+        # A generator is closed before the error of its loop is shown; the error follows later.
         if not isinstance(error, GeneratorExit):
             self._unhook()
         if self._file is not None:
@@ -417,7 +418,7 @@ class RunLog:
 
     def line(self, text: str) -> None:
         """Write one line to the file, without passwords and control characters."""
-        # Progress bars of others begin again at the start of the line: the last state counts.
+        # Other programs' progress bars return to the start of the line: keep the last state.
         text = shown(text.rstrip("\r").rpartition("\r")[2])
         with contextlib.suppress(OSError, RuntimeError):
             if self._file is not None:
@@ -428,7 +429,7 @@ class RunLog:
             file.write(shown("".join(traceback.format_exception(error))))
 
     def _uncaught(self, kind: Any, error: BaseException, trace: TracebackType | None) -> None:
-        if not self._depth:  # what is open hears of it when it is printed
+        if not self._depth:  # open logs get the line when it is printed
             self._traceback(error)
         (self._hook or sys.__excepthook__)(kind, error, trace)
 
@@ -440,6 +441,6 @@ class RunLog:
 
 @atexit.register
 def _close_all() -> None:
-    """Leave the terminal as it was found, where a run was left in the middle."""
+    """Restore the terminal if a run ended in the middle."""
     for log in reversed(terminal._logs):
         terminal.close(log)

@@ -1,8 +1,8 @@
-"""Settings that are declared once: a field has its type, its bounds, its default and its sentence.
+"""Declarations of settings: each field has a type, bounds, a default and a description.
 
-A :class:`Group` is a dataclass. What a field means is said under ``Attributes`` of its class; its
-bounds are written into its type, ``Annotated[int, Ge(1)]``, and are checked wherever an instance
-comes from: a file, a command line, or Python.
+A :class:`Group` is a dataclass. The meaning of a field is documented under ``Attributes`` of its
+class; its bounds are part of its type, ``Annotated[int, Ge(1)]``, and are checked whether an
+instance comes from a file, a command line, or Python.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from torchrl_llm.errors import ConfigError
 Bound = In | Ge | Gt
 
 Count = Annotated[int, Ge(1)]
-"""A number of things, at least one."""
+"""A count of at least 1."""
 
 
 @dataclass_transform(kw_only_default=True)
 class Group:
-    """Base of a group of settings; a subclass is a dataclass without further ado.
+    """Base of a group of settings; each subclass automatically becomes a dataclass.
 
-    A field that is a group itself needs no default: it is made of that group's own. Where a recipe
-    differs from them, :func:`own` says in what. :func:`several` is the default of a list.
+    A field that is a group itself needs no default: the group's own defaults apply. :func:`own`
+    overrides some of them for a recipe. :func:`several` is the default of a list.
 
     Example:
         >>> class Optimizer(Group, key="optimizer"):
@@ -55,14 +55,14 @@ class Group:
         torchrl_llm.errors.ConfigError: optimizer.lr must be at least 0, got -1
     """
 
-    _key = ""  # without a type, so that it is no field
+    _key = ""  # without a type, so it is not a field
 
     def __init_subclass__(cls, key: str | None = None, kw_only: bool = True) -> None:
-        """Make it a dataclass.
+        """Make the subclass a dataclass.
 
         Args:
-            key: dotted key of the group, for errors; by default that of its base.
-            kw_only: its fields have to be named.
+            key: dotted key of the group, for errors; by default the key of its base.
+            kw_only: its fields are keyword-only.
         """
         if key is not None:
             cls._key = key
@@ -78,22 +78,22 @@ class Group:
         declared = {name: each for name, each in vars(cls).items() if isinstance(each, Field)}
         dataclass(kw_only=kw_only)(cls)
         for name, each in declared.items():
-            setattr(cls, name, each)  # a subclass that is decorated as a dataclass is read again
+            setattr(cls, name, each)  # decorated subclasses are processed twice
 
     def __post_init__(self) -> None:
         for name, hint in bounded(type(self)).items():
             check(f"{self._key}.{name}".lstrip("."), getattr(self, name), hint, none="null")
 
     def only(self, name: str, has_effect: bool, where: str) -> None:
-        """Refuse a key that was changed where it has no effect.
+        """Raise for a key that was changed but has no effect.
 
         Args:
-            name: of the field.
-            has_effect: whether it may differ from its default.
-            where: ends the message: without, or with what.
+            name: name of the field.
+            has_effect: whether the field may differ from its default.
+            where: end of the message: with or without which setting.
 
         Raises:
-            ConfigError: it may not, and does.
+            ConfigError: the field has no effect and differs from its default.
         """
         entry = type(self).__dataclass_fields__[name]
         default = entry.default_factory() if entry.default is MISSING else entry.default
@@ -108,7 +108,7 @@ class Group:
 
 
 def own(**values: Any) -> Any:
-    """The default of a field that is a group, with other values for some of its keys; or a mapping.
+    """Default of a group field with other values for some of its keys; or of a mapping.
 
     Args:
         **values: key to value.
@@ -117,11 +117,11 @@ def own(**values: Any) -> Any:
 
 
 def dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A nested mapping as one level, each key with the names of its groups before it.
+    """Flatten a nested mapping; each key is prefixed by the names of its groups.
 
     Args:
         values: mappings within mappings.
-        prefix: what every key begins with.
+        prefix: prefix of every key.
 
     Example:
         >>> dotted({"seed": 0, "optimizer": {"lr": 0.1}})
@@ -146,14 +146,14 @@ def several(*values: Any) -> Any:
 
 
 def sentences(declared: type) -> dict[str, str]:
-    """What the docstrings of a class and its bases say of each field or argument.
+    """Description of each field or argument in the docstrings of a class and its bases.
 
     Args:
         declared: the class.
 
     Example:
         >>> sentences(Ge)
-        {'least': 'the smallest that is allowed.'}
+        {'least': 'the smallest allowed number.'}
     """
     found: dict[str, str] = {}
     for base in reversed(getmro(declared)):
@@ -176,14 +176,14 @@ def bounded(group: type) -> dict[str, Any]:
 
 
 def ensure(condition: bool, message: str) -> None:
-    """Refuse a configuration unless a condition holds.
+    """Raise for a configuration unless a condition holds.
 
     Args:
-        condition: what must hold.
-        message: what is wrong and what to do.
+        condition: the condition.
+        message: the problem and what to do.
 
     Raises:
-        ConfigError: it does not hold.
+        ConfigError: the condition does not hold.
     """
     if not condition:
         raise ConfigError(message)
@@ -191,13 +191,13 @@ def ensure(condition: bool, message: str) -> None:
 
 @contextmanager
 def naming(key: str) -> Iterator[None]:
-    """Put the key of a setting before what is wrong with it.
+    """Prefix errors with the key of a setting.
 
     Args:
         key: dotted key of the setting.
 
     Raises:
-        ConfigError: whatever the body raises so.
+        ConfigError: the body raised one; the key is added.
     """
     try:
         yield
@@ -206,13 +206,13 @@ def naming(key: str) -> Iterator[None]:
 
 
 def check_types(group: Any) -> None:
-    """Check the types of a dataclass, which may have been made in Python, and convert its values.
+    """Check the types of a dataclass that may come from Python code, and convert its values.
 
     Args:
         group: an instance.
 
     Raises:
-        ConfigError: a field of the wrong type.
+        ConfigError: a field has the wrong type.
     """
     hints = get_type_hints(type(group))
     for entry in fields(group):
@@ -222,7 +222,7 @@ def check_types(group: Any) -> None:
 
 
 def convert(value: Any, hint: Any, path: str) -> Any:
-    """A value as a type hint asks for it.
+    """Convert a value to a type hint.
 
     Args:
         value: the value.
@@ -230,7 +230,7 @@ def convert(value: Any, hint: Any, path: str) -> Any:
         path: dotted key of the value.
 
     Raises:
-        ConfigError: it is none of them; the message says what was expected.
+        ConfigError: the value does not fit; the message reports the expected type.
 
     Example:
         >>> convert([1, 2], tuple[float, float], "train.betas")
@@ -245,7 +245,7 @@ did you mean 'mean'?
     if origin in (Union, types.UnionType):
         if value is None and type(None) in options:
             return None
-        # A bool is not taken for a number, nor a number for a text: the first member that fits.
+        # Choose the first member that fits; a bool is not a number, and a number is not a text.
         for option in options:
             try:
                 return convert(value, option, path)
@@ -269,7 +269,7 @@ did you mean 'mean'?
                 convert(name, keys, path): convert(item, inner, f"{path}.{name}")
                 for name, item in value.items()
             }
-    elif isinstance(origin, type):  # a set, or what is called: what is in it is not looked at
+    elif isinstance(origin, type):  # a set or a callable: the contents are not checked
         if isinstance(value, origin):
             return value
     elif hint is Any:
@@ -277,7 +277,7 @@ did you mean 'mean'?
     elif hint is float and isinstance(value, (int, float)) and not isinstance(value, bool):
         return float(value)
     elif hint is float and isinstance(value, str):
-        # YAML 1.1 reads "1e-5" as a text; the user meant the number.
+        # YAML 1.1 reads "1e-5" as a string; the user meant the number.
         try:
             return float(value)
         except ValueError:
@@ -292,14 +292,14 @@ did you mean 'mean'?
 
 
 def _shown(value: Any) -> Any:
-    """A value in an error; of a mapping the type alone, for it may hold the key of a server."""
+    """A value for an error message; only the type of a mapping, which may contain a key."""
     parts = value if _is_list(value) else [value]
     hides = any(hasattr(part, "items") for part in parts)
     return type(value).__name__ if hides else masked(_as_plain(value))
 
 
 def _as_plain(value: Any) -> Any:
-    """Lists and dicts of Python where they are those of another library."""
+    """Convert lists and dicts of other libraries to Python's."""
     if isinstance(value, tuple):
         return value
     if _is_list(value):

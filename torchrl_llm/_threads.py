@@ -16,10 +16,10 @@ _HURRY_S = 0.5
 
 
 class PauseGate:
-    """Lets any number work side by side, until one asks to be alone.
+    """Lets any number of threads work in parallel until one requests exclusive access.
 
-    Who waits to be alone comes before all that begin later: a loop that takes a plain lock again at
-    once can keep others waiting for ever. A thread never waits for itself.
+    A thread that waits for exclusive access precedes all later threads: with a plain lock, a loop
+    that acquires it again at once could block others forever. A thread never waits for itself.
 
     Example:
         >>> gate = PauseGate()
@@ -39,21 +39,21 @@ class PauseGate:
 
     @property
     def num_working(self) -> int:
-        """How many work at the moment."""
+        """Number of threads that are working."""
         return len(self._workers)
 
     @contextmanager
     def work(
         self, stop: threading.Event | None = None, *, timeout_s: float = float("inf")
     ) -> Iterator[bool]:
-        """Work inside this context; entered when nobody else has asked for a pause.
+        """Work inside this context; entered when no other thread has requested a pause.
 
         Args:
-            stop: gives up waiting when it is set.
+            stop: ends the wait when it is set.
             timeout_s: most seconds to wait.
 
         Yields:
-            Whether to work: ``False`` when the gate stayed closed.
+            Whether to work: ``False`` if the gate stayed closed.
         """
         own = threading.get_ident()
 
@@ -77,15 +77,15 @@ class PauseGate:
     def pause(
         self, hurry: Callable[[], None] | None = None, *, timeout_s: float = float("inf")
     ) -> Iterator[bool]:
-        """No work of other threads inside this context; what is under way is finished first.
+        """Keep other threads from working inside this context, after running work has finished.
 
         Args:
-            hurry: called once nothing new begins, and again at growing intervals while something
-                goes on: work that has begun may not yet be where it can be cut short.
+            hurry: called once no new work starts, and again at growing intervals while work is
+                running: running work may not yet have reached a point where it can be cut short.
             timeout_s: most seconds to wait; without ``hurry`` only.
 
         Yields:
-            Whether nobody works: ``False`` when that took too long.
+            Whether no thread works: ``False`` if that took too long.
         """
         own = threading.get_ident()
 
@@ -94,7 +94,7 @@ class PauseGate:
 
         with self._changed:
             self._pausers.append(own)
-        # Whoever is interrupted while it waits must not leave the gate closed.
+        # A thread that is interrupted while it waits must not leave the gate closed.
         try:
             interval_s = timeout_s if hurry is None else _HURRY_S
             while True:
@@ -117,7 +117,7 @@ class PauseGate:
     def _wait(
         self, is_true: Callable[[], bool], timeout_s: float, stop: threading.Event | None = None
     ) -> bool:
-        """Whether something came true; waits in slices, for nobody notifies of a stop."""
+        """Wait until a condition is true; polls, because a stop sends no notification."""
         deadline = time.monotonic() + timeout_s
         while not is_true():
             if time.monotonic() >= deadline or (stop is not None and stop.is_set()):
@@ -127,7 +127,7 @@ class PauseGate:
 
 
 def _stop_at_exit(stop: threading.Event, thread: threading.Thread) -> None:
-    # A daemon thread that is inside torch while the interpreter goes down may crash the process.
+    # A daemon thread that runs torch code while the interpreter exits may crash the process.
     stop.set()
     if thread is not threading.current_thread():
         thread.join(_EXIT_TIMEOUT_S)
@@ -138,7 +138,7 @@ class BackgroundLoop:
 
     Args:
         work: called until it returns ``False``, raises, or :meth:`stop` is called.
-        name: of the thread.
+        name: name of the thread.
 
     Example:
         >>> left = [3]
@@ -173,7 +173,7 @@ class BackgroundLoop:
             timeout_s: seconds to wait; ``None`` for as long as it takes.
 
         Raises:
-            TimeoutError: it still runs; it will stop after its current call.
+            TimeoutError: the thread still runs; it stops after its current call.
         """
         self.stopping.set()
         if self._thread is threading.current_thread() or self._thread.ident is None:
@@ -192,7 +192,8 @@ class BackgroundLoop:
         try:
             while not self.stopping.is_set() and self._work():
                 pass
-        # Anything at all must reach the thread that waits for rows, or it would wait for ever.
+        # Every exception must reach the thread that waits for rows, which would otherwise wait
+        # forever.
         except BaseException as error:
             self.failure = error
             logger.error(f"{self._thread.name} stopped: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The exceptions of the library, one tree.
+"""The exception hierarchy of the library.
 
 Every error that this package raises on purpose is a :class:`TorchRLLLMError`; each also derives
 from the built-in exception that a caller would expect, so ``except ValueError`` keeps working.
@@ -9,12 +9,12 @@ from the built-in exception that a caller would expect, so ``except ValueError``
     |-- ConfigError          (ValueError)    a setting that is unknown, impossible or has no effect
     |-- TemplateError        (ValueError)    no template, or one that cannot express a chat
     |   `-- AmbiguousTextError               text that could be parsed into more than one chat
-    |-- TokenizerError       (ValueError)    a tokenizer without what is needed, ids out of range
+    |-- TokenizerError (ValueError) a tokenizer that lacks a feature, ids out of range
     |-- OverlongError        (ValueError)    a prompt or row longer than it may be
     |-- DataError            (ValueError)    a data file missing, malformed or without a column
     |-- BackendError         (RuntimeError)  a model call that failed
     |   `-- WorkerError                      a remote process died or did not answer in time
-    |-- ResourceError        (RuntimeError)  fewer CPUs, GPUs or bytes than what was asked for needs
+    |-- ResourceError (RuntimeError) fewer CPUs, GPUs or bytes than the request needs
     |-- WeightUpdateError    (RuntimeError)  weights that did not arrive, or not as they were sent
     |-- RewardError          (RuntimeError)  a reward function that raised or returned no number
     |   `-- RewardTimeoutError   (TimeoutError)  or did not return in time
@@ -43,7 +43,7 @@ class AmbiguousTextError(TemplateError):
 
 
 class TokenizerError(TorchRLLLMError, ValueError):
-    """A tokenizer lacks what is needed, or token ids are outside its vocabulary."""
+    """A tokenizer lacks a needed feature, or token ids are outside its vocabulary."""
 
 
 class OverlongError(TorchRLLLMError, ValueError):
@@ -63,7 +63,7 @@ class WorkerError(BackendError):
 
 
 class ResourceError(TorchRLLLMError, RuntimeError):
-    """The machine or cluster has fewer CPUs, GPUs or bytes than what was asked for needs."""
+    """The machine or cluster has fewer CPUs, GPUs or bytes than the request needs."""
 
 
 class WeightUpdateError(TorchRLLLMError, RuntimeError):
@@ -83,8 +83,8 @@ class CheckpointError(TorchRLLLMError, RuntimeError):
 
 
 class DamagedCheckpointError(CheckpointError):
-    """The file of a checkpoint is missing, cut short, or not what was written."""
+    """A checkpoint file is missing, cut short, or differs from the written one."""
 
 
 class MissingExtraError(TorchRLLLMError, ImportError):
-    """An optional package is needed and not installed."""
+    """A required optional package is not installed."""

@@ -157,7 +157,7 @@ def test_the_client_raises_what_the_server_does(server):
     client = LLMClient(LLMConfig.from_dict(model(server, "broken")))
     with pytest.raises(WorkerError, match="500"):
         client.chat("", "hello")
-    with pytest.raises(ConfigError, match="at no server"):
+    with pytest.raises(ConfigError, match="is not on a server"):
         _ = LLMClient(LLMConfig("s", "scripted:builtins:str")).raw_client
 
 

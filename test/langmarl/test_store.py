@@ -314,7 +314,7 @@ def test_names_and_numbers_that_cannot_be_are_refused(store, changes, told):
 
 def test_a_policy_that_is_no_text_or_has_a_bad_name_is_refused(store):
     policies = PolicyCheckpoint(store, "one", 1)
-    with pytest.raises(ConfigError, match="that of 'agent_1' is None"):
+    with pytest.raises(ConfigError, match="got None for 'agent_1'"):
         policies.save_policies(1, {"agent_1": None})
     with pytest.raises(ConfigError, match=r"got '\.\./x'"):
         policies.save_policies(1, {"../x": "text"})

@@ -231,7 +231,7 @@ def test_each_role_is_asked_as_many_at_a_time_as_its_workers(tmp_path):
 
 def test_a_run_of_another_configuration_is_not_gone_on_with(tmp_path):
     langmarl.train(written(tmp_path), num_iterations=1)
-    with pytest.raises(ConfigError, match=r"another paradigm.*run_name"):
+    with pytest.raises(ConfigError, match=r"different paradigm.*run_name"):
         langmarl.train(written(tmp_path), paradigm="central_global")
     with pytest.raises(ConfigError, match="exists"):
         langmarl.train(written(tmp_path), resume="never")
@@ -249,7 +249,7 @@ def test_a_server_that_moved_or_is_asked_more_patiently_is_no_other_configuratio
     langmarl.train(written(tmp_path), num_iterations=1)
     moved = {"base_url": "http://localhost:9", "timeout_s": 7.0, "concurrency": 2}
     assert len(langmarl.train(written(tmp_path, actor_llm=scripted("actor", **moved)))) == 3
-    with pytest.raises(ConfigError, match="another actor_llm"):
+    with pytest.raises(ConfigError, match="different actor_llm"):
         langmarl.train(written(tmp_path, actor_llm=scripted("actor", max_tokens=9)))
 
 

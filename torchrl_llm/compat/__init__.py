@@ -1,5 +1,5 @@
-"""Names that exist because TorchRL has them: older data classes, environments and helpers.
+"""Names kept for compatibility with TorchRL: older data classes, environments and helpers.
 
-The rooms that TorchRL keeps them in (``data``, ``envs``, ``collectors``) re-export them when they
-are asked for. Nothing else in this package uses them.
+The subpackages that contain them in TorchRL (``data``, ``envs``, ``collectors``) re-export them at
+first access. Nothing else in this package uses them.
 """

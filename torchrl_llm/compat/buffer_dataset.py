@@ -1,4 +1,4 @@
-"""Rows of a replay buffer for trainers that read datasets: PyTorch's, Hugging Face's, TRL's."""
+"""Replay-buffer rows as a dataset for trainers of PyTorch, Hugging Face and TRL."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from torchrl_llm.errors import ConfigError, DataError
 class TorchRLBufferDataset(IterableDataset):
     """A replay buffer as an iterable dataset of flat dicts, one per row.
 
-    A nested key becomes one name with dots, ``"tokens.full"``. Tensors keep their own length, text
-    is a ``str``, a conversation a list of message dicts.
+    A nested key becomes one name with dots, ``"tokens.full"``. Tensors keep their own lengths, a
+    text is a ``str``, a conversation a list of message dicts.
 
     Args:
         replay_buffer: the buffer to sample from.
-        batch_size: rows drawn at once; they are handed out one by one.
-        keys: the columns wanted, all of them by default.
-        device: where tensors go; they stay where they are by default.
-        num_batches: draws of one iterator; ``None`` never ends.
+        batch_size: rows drawn at once; the iterator returns them one by one.
+        keys: the columns to return; all by default.
+        device: device of the tensors; not changed by default.
+        num_batches: draws per iterator; ``None`` for an endless one.
 
     Raises:
-        ConfigError: for something that is not a buffer, or sizes below 1.
-        DataError: while iterating, when a row lacks one of ``keys``.
+        ConfigError: the object is not a buffer, or a size is below 1.
+        DataError: during iteration, if a row lacks one of ``keys``.
 
     Example:
         >>> from torchrl_llm.data.ragged import ragged_rows
@@ -70,7 +70,7 @@ class TorchRLBufferDataset(IterableDataset):
         self.num_batches = num_batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Rows of fresh draws."""
+        """Iterate over newly drawn rows."""
         drawn = 0
         while self.num_batches is None or drawn < self.num_batches:
             for row in row_list(self.replay_buffer.sample(self.batch_size)):
@@ -78,12 +78,12 @@ class TorchRLBufferDataset(IterableDataset):
             drawn += 1
 
     def as_hf_dataset(self) -> Any:
-        """A ``datasets.IterableDataset`` over the same rows, which TRL's trainers take.
+        """A ``datasets.IterableDataset`` over the same rows, as needed by TRL's trainers.
 
-        The rows must have the columns of the trainer in question, such as ``"prompt"``.
+        The rows must have the columns of the trainer, such as ``"prompt"``.
 
         Raises:
-            MissingExtraError: without the package ``datasets``.
+            MissingExtraError: the package ``datasets`` is not installed.
         """
         datasets = require("datasets", extra="data", feature="as_hf_dataset")
         return datasets.IterableDataset.from_generator(self.__iter__)

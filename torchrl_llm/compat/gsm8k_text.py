@@ -1,6 +1,6 @@
-"""GSM8K in the environment of plain texts: :func:`make_gsm8k_env`.
+"""GSM8K in the plain-text environment: :func:`make_gsm8k_env`.
 
-For scripts that were written for it; :class:`~torchrl_llm.envs.GSM8KEnv` has conversations.
+For existing scripts; :class:`~torchrl_llm.envs.GSM8KEnv` is the environment with conversations.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ BASE_PROMPT = (
     "<think> and </think>, and then gives the final number between <answer> and </answer>.\n"
     "User: %s\nAssistant: <think>"
 )
-"""The prompt of a question, which stands at ``%s``."""
+"""Prompt template; ``%s`` is replaced by the question."""
 
 
 class GSM8KPrepareQuestion(Transform):
     r"""Puts a question into a prompt that asks for reasoning and an answer block, at reset.
 
-    The prompt ends inside the reasoning: ``... Assistant: <think>``. Insert it in front of the
-    transform that draws the questions, for transforms see the input of a reset last to first.
+    The prompt ends inside the reasoning: ``... Assistant: <think>``. Insert it before the transform
+    that draws the questions, because a reset applies transforms from last to first.
 
     Args:
-        in_keys: questions; ``["text"]`` if not given.
-        out_keys: where the prompts go; ``in_keys`` if not given.
+        in_keys: keys of questions; ``["text"]`` if not given.
+        out_keys: keys of prompts; ``in_keys`` if not given.
 
     Raises:
-        ConfigError: for keys that do not match.
+        ConfigError: the keys do not match.
 
     Example:
         >>> env = LLMEnv.from_dataloader([{"text": "What is 1 + 1?"}])
@@ -69,7 +69,7 @@ class GSM8KPrepareQuestion(Transform):
         return tensordict
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
-        return next_tensordict  # a text that goes on is prepared already
+        return next_tensordict  # a continued text is already prepared
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
         """Adds the prompts."""
@@ -88,7 +88,7 @@ def _prepared(questions: Any) -> Any:
 
 
 class _ResponseColumn:
-    """Reads responses from a column of their own, as a mode of an environment does."""
+    """Reads responses from a separate column, like a mode of an environment."""
 
     name = "text"
 
@@ -117,24 +117,24 @@ def make_gsm8k_env(
     *,
     data_files: str | Path | list[str | Path] | None = None,
 ) -> TransformedEnv:
-    r"""GSM8K as prompts and responses of plain text, one step an episode.
+    r"""GSM8K with prompts and responses as plain text, one step per episode.
 
     The policy reads ``"text"`` and writes ``"text_response"``; the reward is that of
     :class:`~torchrl_llm.envs.GSM8KEnv`.
 
     Args:
-        dataset: rows with ``question`` and ``answer``, or the id of a dataset on the hub.
+        dataset: rows with ``question`` and ``answer``, or the id of a dataset on the Hub.
         num_envs: ``B``.
-        repeats: how many rows each question starts.
-        batch_size_dl: how many questions the loader reads at a time.
-        seed: of the order.
+        repeats: number of rows per question.
+        batch_size_dl: number of questions that the loader reads at a time.
+        seed: seed of the order.
         group_repeats: multiply the batch by ``repeats``.
-        tokenizer: its end-of-sequence token is taken off the responses before they are scored.
+        tokenizer: its end-of-sequence token is removed from responses before scoring.
         data_files: JSON-lines files instead of ``dataset``.
 
     Raises:
-        ConfigError: for impossible arguments.
-        DataError: for data that is missing, malformed or lacks a column.
+        ConfigError: an argument is invalid.
+        DataError: the data is missing or malformed, or lacks a column.
 
     Example:
         >>> rows = [{"question": "What is 3 + 4?", "answer": "Add.\n#### 7"}]

@@ -1,7 +1,7 @@
-"""Token by token with a hash of everything before: the environment of tree search over texts.
+"""Token-by-token environment with a hash of each prefix, for tree search over texts.
 
-One step is one token. Equal prefixes have equal hashes whatever led to them, so a tree of texts
-(:class:`torchrl.data.MCTSForest`) needs nothing but hashes for its nodes.
+One step is one token. Equal prefixes have equal hashes, so a tree of texts
+(:class:`torchrl.data.MCTSForest`) only needs the hashes for its nodes.
 
 :class:`~torchrl_llm.envs.ChatEnv` is the environment for conversations.
 """
@@ -25,27 +25,27 @@ _HASH_KEY = "hashing"
 
 
 class LLMHashingEnv(EnvBase):
-    """Appends one token a step, and names each prefix by its hash.
+    """Appends one token per step, and identifies each prefix by its hash.
 
     Reset reads the ids of a prompt, int64 ``[T]`` or ``[B, T]``, and writes ``"hashing"``, int64
     ``[1]`` or ``[B, 1]``. Step reads ``"action"``, int64 ``[1]`` or ``[B, 1]``, and writes the
-    longer ids and ``hash(hash of the prefix, token)``: its cost does not grow with the text, but
-    the hash of a prompt differs from that of the same ids reached token by token.
+    extended ids and ``hash(hash of the prefix, token)``. The cost of this hash does not grow with
+    the text, but the hash of a prompt differs from the hash of the same ids reached token by token.
 
-    There is no reward, and nothing ends.
+    There is no reward, and episodes do not end.
 
     Args:
         vocab_size: number of ids; the tokenizer's if not given.
         hashing_module: maps int64 ``[B, T]`` to int64 ``[B]``; :class:`torchrl.data.SipHash` if not
             given.
-        observation_key: where the ids are.
+        observation_key: key of the ids.
         text_output: also write the text of the ids.
         tokenizer: with ``decode`` and ``batch_decode``; :meth:`make_tensordict` also calls it.
-        text_key: where the text goes; ``None`` is ``"text"``.
+        text_key: key of the text; ``None`` means ``"text"``.
 
     Raises:
-        ConfigError: without ``vocab_size`` and tokenizer, for text without a tokenizer, and at
-            reset without a prompt.
+        ConfigError: both ``vocab_size`` and tokenizer are missing, text is requested without a
+            tokenizer, or a reset has no prompt.
 
     Example:
         >>> env = LLMHashingEnv(vocab_size=8, text_output=False)
@@ -85,20 +85,20 @@ class LLMHashingEnv(EnvBase):
             observation[self.text_key] = NonTensor(shape=(), example_data="a text")
         self.observation_spec = Composite(observation)
         self.action_spec = Categorical(n=self.vocab_size, shape=(1,))
-        # Nothing is rewarded: no key, rather than a zero that looks like one.
+        # There is no reward: the key is left out, because a zero would look like a reward.
         self.reward_spec = Composite()
 
     def make_tensordict(self, input: str | Sequence[str]) -> TensorDictBase:
         """Start from texts.
 
         Args:
-            input: a text, or several of one length in tokens.
+            input: a text, or several texts with equal numbers of tokens.
 
         Returns:
-            What reset gives, batch size ``[]`` or ``[B]``.
+            The result of a reset, batch size ``[]`` or ``[B]``.
 
         Raises:
-            ConfigError: without a tokenizer, or for texts of several lengths.
+            ConfigError: there is no tokenizer, or the texts have different lengths.
         """
         if self._tokenizer is None:
             raise ConfigError("make_tensordict needs a tokenizer")

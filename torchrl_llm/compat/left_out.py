@@ -1,6 +1,6 @@
-"""Names of TorchRL that have no counterpart here: they can be imported and say why at use.
+"""TorchRL names without a counterpart here: they can be imported and raise an error at use.
 
-A program that imports SGLang's classes and runs vLLM works unchanged.
+A program that imports SGLang's classes but runs vLLM works unchanged.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _REASONS = {
 
 
 class LeftOut(type):
-    """Kind of a name that TorchRL has and this package has not.
+    """Metaclass of names that TorchRL has and this package does not.
 
-    It may be imported and named in ``isinstance``; a call and an attribute raise.
+    Such a name may be imported and used in ``isinstance``; calls and attributes raise.
 
     Example:
         >>> from torchrl_llm.modules import SGLangWrapper
@@ -34,7 +34,7 @@ class LeftOut(type):
     """
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        """Say why there is nothing to make.
+        """Raise with the reason why the class is left out.
 
         Raises:
             ConfigError: always.

@@ -1,7 +1,7 @@
-"""Text or tokens that grow by what the policy writes: the environment before conversations.
+"""Text or tokens that grow by the policy's output: TorchRL's older environment.
 
-There are no messages, no template and no record of what was sampled here; it is kept for scripts
-that were written against it. Write new ones for :class:`~torchrl_llm.envs.ChatEnv`.
+It has no messages, no template and no record of sampled tokens, and is kept for existing scripts.
+Use :class:`~torchrl_llm.envs.ChatEnv` in new ones.
 
 Shape legend: ``B`` rows, ``T`` tokens so far, ``A`` tokens of an action.
 """
@@ -29,30 +29,32 @@ _TOKENS, _TOKENS_ACTION = "tokens", "tokens_response"
 
 
 class LLMEnv(EnvBase):
-    """Puts each action behind the observation: strings by default, else token ids.
+    """Appends each action to the observation: strings by default, else token ids.
 
-    Reset reads the observation (a data loader's, see :meth:`from_dataloader`), step reads it and
-    the action and writes the longer observation. Token ids are dense ``[B, T]`` or nested tensors.
+    Reset reads the observation (from a data loader, see :meth:`from_dataloader`), step reads the
+    observation and the action and writes the extended observation. Token ids are dense ``[B, T]``
+    or nested tensors.
 
     Args:
-        token_key: observation of ids; ``"tokens"`` if not given.
-        str_key: observation of text; ``"text"`` if not given.
-        attention_key: attention mask of the ids; ``"attention_mask"`` if not given.
-        action_key: what the policy writes; ``"text_response"``, or ``"tokens_response"`` for ids.
-        reward_key: where zeros go with ``assign_reward``.
+        token_key: key of observations as ids; ``"tokens"`` if not given.
+        str_key: key of observations as text; ``"text"`` if not given.
+        attention_key: key of the attention mask of the ids; ``"attention_mask"`` if not given.
+        action_key: key of the policy's output; ``"text_response"``, or ``"tokens_response"`` for
+            ids.
+        reward_key: key of the zeros of ``assign_reward``.
         from_text: observations and actions are strings.
         device: device of the tensors.
-        vocab_size: bounds the ids.
+        vocab_size: upper bound of the ids.
         assign_reward: write a zero reward for each token of the action, float32 ``[B, A]``.
         assign_done: write ``("tokens_data", "done")`` and ``("tokens_data", "terminated")`` for
             each token of the action, bool ``[B, A]``.
         batch_size: ``B``, or ``(B,)``; ``()`` is one row without a batch.
         has_attention: keep the attention mask, if the observation has one.
-        eos_token_id: an action with this id ends its row. With text the ids are read from
-            ``"tokens_response"``. Without it nothing ends.
+        eos_token_id: an action with this id ends its row. With text, the ids are read from
+            ``"tokens_response"``. Without it, rows never end.
 
     Raises:
-        ConfigError: for impossible arguments, and at reset without an observation.
+        ConfigError: an argument is invalid, or a reset has no observation.
 
     Example:
         >>> from tensordict import TensorDict
@@ -158,20 +160,21 @@ class LLMEnv(EnvBase):
         """An environment whose resets draw from a data loader.
 
         Args:
-            dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`; its rows have
-                the observation.
+            dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`; its rows
+                contain the observation.
             tokenizer: append a :class:`~torchrl_llm.envs.transforms.Tokenizer`, which writes the
-                ids of texts and reads actions that are ids; for ``from_text`` only.
-            batch_size: ``B`` or ``(B,)``; that of the loader if not given, or 1 where it has none.
+                ids of texts and reads actions as ids; only with ``from_text``.
+            batch_size: ``B`` or ``(B,)``; the loader's batch size if not given, or 1 if it has
+                none.
             primers: specs of the columns, taken from the first row if not given.
             stack_method: how tensors of the rows are stacked.
-            repeats: how many rows each row of the data starts.
+            repeats: number of rows per row of the data.
             group_repeats: multiply the batch by ``repeats``, so that all repeats of a row start in
                 the same reset.
             kwargs: arguments of :class:`LLMEnv`.
 
         Raises:
-            ConfigError: for impossible arguments.
+            ConfigError: an argument is invalid.
         """
         if tokenizer is not None and not kwargs.get("from_text", True):
             raise ConfigError("a tokenizer reads texts, so it needs from_text=True")

@@ -1,7 +1,7 @@
-"""Messages as the text that a model reads, and its text as an action: :class:`TemplateTransform`.
+"""Messages as text for a model, and its text as an action: :class:`TemplateTransform`.
 
-For environments that speak in strings and know nothing of templates. Chat environments render by
-themselves (:class:`~torchrl_llm.envs.ChatEnv`).
+For environments that use strings without templates. Chat environments render messages themselves
+(:class:`~torchrl_llm.envs.ChatEnv`).
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from torchrl_llm.errors import ConfigError, DataError
 
 
 class TemplateTransform(Transform):
-    r"""Renders what the environment says with a chat template, and takes the answer out again.
+    r"""Renders the environment's output with a chat template, and extracts the answer.
 
     Forward: each row under ``in_keys`` (a string, which is a user's message, a list of message
     dicts, or a :class:`~torchrl_llm.data.History` row) becomes text that ends with the header of
-    the model's turn. Inverse: of each text that the policy writes (its response, or prompt and
-    response) the environment gets what stands in the model's last turn, without the template's
-    marks.
+    the model's turn. Inverse: from each text that the policy writes (its response, or prompt and
+    response), the environment gets the content of the model's last turn, without the template's
+    markers.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer.
-        chat_template: a template; the tokenizer's own, or that of its family, by default.
-        in_keys: what the environment says.
-        out_keys: where the text goes; ``in_keys`` if not given.
-        in_keys_inv: what the environment reads.
-        out_keys_inv: where the policy writes; ``in_keys_inv`` if not given.
+        chat_template: a template; by default the tokenizer's own, or the one of its model family.
+        in_keys: keys of the environment's output.
+        out_keys: keys of the rendered text; ``in_keys`` if not given.
+        in_keys_inv: keys that the environment reads.
+        out_keys_inv: keys that the policy writes; ``in_keys_inv`` if not given.
 
     Raises:
-        TemplateError: when there is no usable template.
-        ConfigError: for keys that are not as many as their counterparts.
-        DataError: for a row that is no message.
+        TemplateError: there is no usable template.
+        ConfigError: the numbers of keys on both sides differ.
+        DataError: a row is not a message.
 
     Example:
         >>> from tensordict import TensorDict
@@ -126,7 +126,7 @@ class TemplateTransform(Transform):
         return tensordict
 
     def answer_of(self, text: str) -> str:
-        """What stands in the model's last turn.
+        """Content of the model's last turn.
 
         Args:
             text: a response, or a prompt and its response.
@@ -141,7 +141,7 @@ class TemplateTransform(Transform):
         return text[: min(ends, default=len(text))]
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Texts where messages were."""
+        """Replaces messages by texts."""
         for out_key in self.out_keys:
             shape = (*observation_spec.shape, -1)
             observation_spec[out_key] = ColumnSpec(shape, example_data="A question?")
@@ -149,7 +149,7 @@ class TemplateTransform(Transform):
 
 
 def _single(value: Any) -> Any:
-    """The object of a tensordict without batch."""
+    """The object of a tensordict without batch dimensions."""
     return value.data if is_non_tensor(value) and not isinstance(value, History) else value
 
 

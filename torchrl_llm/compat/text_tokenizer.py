@@ -1,6 +1,6 @@
-"""Text of an environment as token ids, and token ids of a policy as text: :class:`Tokenizer`.
+"""Environment text as token ids, and a policy's token ids as text: :class:`Tokenizer`.
 
-For environments whose observations and actions are strings. Chat environments need none of it:
+For environments whose observations and actions are strings. Chat environments do not need it:
 :class:`~torchrl_llm.envs.ChatEnv` keeps ids itself, and
 :class:`~torchrl_llm.envs.transforms.IncrementalTokenizer` keeps them next to conversations.
 
@@ -29,41 +29,39 @@ from torchrl_llm.errors import ConfigError, DataError, TokenizerError
 
 
 class Tokenizer(Transform):
-    """Writes the token ids of texts, and in the other direction the text of token ids.
+    """Converts texts to token ids, and in the inverse direction token ids to texts.
 
-    Forward (what the environment returns): the texts under ``in_keys`` become int64 ids ``[B, T]``
-    under ``out_keys``, with an int64 ``"attention_mask"`` next to each. Inverse (what the
-    environment is given): the ids that the policy wrote under ``out_keys_inv`` become texts under
-    ``in_keys_inv``; ragged ids, and padded ones with an attention mask next to them, are cut to
-    their length first.
+    Forward (the environment's output): the texts under ``in_keys`` become int64 ids ``[B, T]``
+    under ``out_keys``, with an int64 ``"attention_mask"`` next to each. Inverse (the environment's
+    input): the ids that the policy wrote under ``out_keys_inv`` become texts under ``in_keys_inv``;
+    ragged ids, and padded ids with an attention mask, are first cut to their length.
 
-    Masks come from lengths, so the padding id may be any: the end of sequence serves where a
-    tokenizer has no padding id.
+    Masks are computed from lengths, so the padding id does not matter: if a tokenizer has no
+    padding id, the end-of-sequence id is used.
 
     Args:
-        in_keys: texts that the environment returns.
-        out_keys: where their ids go; ``in_keys`` if not given.
-        in_keys_inv: texts that the environment reads.
-        out_keys_inv: where the policy writes their ids; ``in_keys_inv`` if not given.
-        tokenizer: a Hugging Face tokenizer or a name for ``AutoTokenizer``; that of the environment
-            if not given.
-        use_raw_nontensor: hand the tokenizer the stored object itself instead of its strings.
-        additional_tokens: tokens that are added to the given tokenizer; give the model as many
-            embeddings.
+        in_keys: keys of texts that the environment returns.
+        out_keys: keys of their ids; ``in_keys`` if not given.
+        in_keys_inv: keys of texts that the environment reads.
+        out_keys_inv: keys under which the policy writes their ids; ``in_keys_inv`` if not given.
+        tokenizer: a Hugging Face tokenizer or a name for ``AutoTokenizer``; the environment's if
+            not given.
+        use_raw_nontensor: pass the stored object itself to the tokenizer instead of its strings.
+        additional_tokens: tokens to add to the given tokenizer; the model needs embeddings for
+            them.
         skip_special_tokens: leave special tokens out of the texts.
         add_special_tokens: let the tokenizer add its own (bos, eos) to ids.
         padding: pad the rows of a batch, on the tokenizer's side; ``False`` writes ragged rows,
-            for which ``out_keys`` must be nested.
-        max_length: longer rows are cut to it, and padded ones are all made as long.
+            which need nested ``out_keys``.
+        max_length: longer rows are cut to this length, and padded rows are padded to it.
         return_attention_mask: write the masks.
-        missing_tolerance: pass over texts that are not there.
-        call_before_reset: tokenize what the environment's ``reset`` is given, instead of what it
-            returns.
+        missing_tolerance: skip missing texts.
+        call_before_reset: tokenize the input of the environment's ``reset`` instead of its output.
 
     Raises:
-        ConfigError: for keys that do not match, or no tokenizer.
-        DataError: for a missing text without ``missing_tolerance``, or something that is none.
-        TokenizerError: when padding needs an id that the tokenizer does not have.
+        ConfigError: the keys do not match, or there is no tokenizer.
+        DataError: a text is missing without ``missing_tolerance``, or a value is not a text.
+        TokenizerError: padding needs an id that the tokenizer does not have.
 
     Example:
         >>> from tensordict import TensorDict
@@ -121,7 +119,7 @@ class Tokenizer(Transform):
         self.padding = padding
         self.max_length = max_length
         self.return_attention_mask = return_attention_mask
-        # Not the attribute of the base class: that one turns missing keys into KeyErrors.
+        # A separate attribute, because the base class's one raises KeyError for missing keys.
         self.tolerates_missing = missing_tolerance
         self.call_before_reset = call_before_reset
 
@@ -136,7 +134,7 @@ class Tokenizer(Transform):
 
     @property
     def out_device(self) -> torch.device | None:
-        """Device of the ids, which is the environment's."""
+        """Device of the ids: the environment's device."""
         return None if self.parent is None else self.parent.device
 
     device = out_device
@@ -148,7 +146,7 @@ class Tokenizer(Transform):
             value: the text, or ``B`` of them.
 
         Returns:
-            Ids ``[T]`` or ``[B, T]``, and their mask where masks are written.
+            Ids ``[T]`` or ``[B, T]``, and their mask if masks are written.
         """
         one = isinstance(value, str)
         td = TensorDict(batch_size=() if one else (len(value),), device=self.out_device)
@@ -185,7 +183,7 @@ class Tokenizer(Transform):
             max_length=self.max_length,
         )["input_ids"]
         if not size and encoded and not isinstance(encoded[0], list):
-            encoded = [encoded]  # a single string that was handed over raw
+            encoded = [encoded]  # a single string that was passed raw
         rows = [torch.tensor(ids, dtype=torch.int64, device=td.device) for ids in encoded]
         ones = [torch.ones_like(ids) for ids in rows]
         mask_key = _mask_key(out_key)
@@ -222,7 +220,7 @@ class Tokenizer(Transform):
 
     @staticmethod
     def _complete_mask(td: TensorDictBase, out_key: NestedKey) -> None:
-        # The ids came without the text, from a dataset that was tokenized before.
+        # The ids came without text, from a dataset that is already tokenized.
         ids, mask_key = td.get(out_key, None), _mask_key(out_key)
         if isinstance(ids, Tensor) and td.get(mask_key, None) is None:
             td.set(mask_key, torch.ones_like(ids))
@@ -268,7 +266,7 @@ class Tokenizer(Transform):
         if rows is None or masks is None:
             return rows
         if any(ids.shape != mask.shape for ids, mask in zip(rows, masks, strict=True)):
-            return rows  # the mask of something else
+            return rows  # the mask belongs to other ids
         return [ids[mask.bool()] for ids, mask in zip(rows, masks, strict=True)]
 
     # -- specs ------------------------------------------------------------------------------------
@@ -293,10 +291,10 @@ class Tokenizer(Transform):
         return observation_spec
 
     def transform_input_spec(self, input_spec: Composite) -> Composite:
-        """Ids stand where the environment reads texts.
+        """Replaces the texts that the environment reads by ids.
 
         Raises:
-            ConfigError: when the environment reads no such text.
+            ConfigError: the environment reads no such text.
         """
         for in_key, out_key in zip(self.in_keys_inv, self.out_keys_inv, strict=True):
             nodes = (input_spec["full_state_spec"], input_spec["full_action_spec"])

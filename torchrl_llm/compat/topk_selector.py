@@ -1,4 +1,4 @@
-"""Expert iteration's selection: of all answers to a prompt, only the best are kept."""
+"""Selection for expert iteration: keeps only the best answers to each prompt."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from torchrl_llm.errors import ConfigError
 
 
 class TopKRewardSelector(GroupTransform):
-    """Writes the best trajectories of a prompt into a replay buffer, and only them.
+    """Writes only the best trajectories of each prompt into a replay buffer.
 
-    Trajectories wait until those of their prompt have ``total_dialog_turns`` turns together; then
-    the ``topk_size`` with the highest return (sum of rewards) are written if they are strictly
-    above the median return of the group. Of equals the first to come are taken.
+    Trajectories wait until their prompt has ``total_dialog_turns`` turns in total; then the
+    ``topk_size`` trajectories with the highest return (sum of rewards) are written if they are
+    strictly above the median return of the group. Ties go to the first to arrive.
 
     Args:
-        total_dialog_turns: turns of a group, for single-turn episodes the repeats of a prompt.
-        topk_size: most trajectories to write of a group.
-        prompt_key: what tells groups apart; ``None`` for ``"group_id"``, or ``("text", "prompt")``
-            with one warning where rows have none.
-        rewards_key: the rewards.
-        done_key: where a row says that its trajectory ends with it.
+        total_dialog_turns: turns of a group; for single-turn episodes, the repeats of a prompt.
+        topk_size: most trajectories to write per group.
+        prompt_key: key that identifies groups; ``None`` for ``"group_id"``, or, with one warning,
+            ``("text", "prompt")`` if rows do not have it.
+        rewards_key: key of the rewards.
+        done_key: key of the flag that a trajectory ends with a row.
         verbose: log every call.
-        selectors: which trajectories take part at all, see
+        selectors: filters of the trajectories that take part, see
             :mod:`torchrl_llm.data.replay_buffers.grouping`.
-        max_queued_groups: bound on the groups that wait.
+        max_queued_groups: most waiting groups.
 
     Raises:
-        ConfigError: more is to be kept than there is.
+        ConfigError: ``topk_size`` exceeds ``total_dialog_turns``.
 
     Example:
         >>> from torchrl_llm.data.replay_buffers import ReplayBuffer
@@ -89,7 +89,7 @@ class TopKRewardSelector(GroupTransform):
 
     def _best(self, group: Sequence[Trajectory]) -> list[TensorDict] | None:
         returns = [trajectory.total for trajectory in group]
-        # The mean of the two middle returns where their number is even.
+        # The mean of the two middle returns if their number is even.
         median = torch.tensor(returns, dtype=torch.float64).quantile(0.5).item()
         order = sorted(range(len(group)), key=lambda i: -returns[i])[: self.topk_size]
         return [row for i in order if returns[i] > median for row in group[i].rows] or None

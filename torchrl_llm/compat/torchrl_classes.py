@@ -1,8 +1,8 @@
 """TorchRL's older data classes under paths of this package: tokenized datasets, roll-outs.
 
-The classes are those of the installed TorchRL, imported when they are asked for; nothing of this
-package uses them. Prompts, pairs and answers of a model that is trained here are rows of an
-environment (:class:`~torchrl_llm.envs.DatasetChatEnv`) or
+The classes are those of the installed TorchRL, imported at first access; this package does not use
+them. In this package, training data are rows of an environment
+(:class:`~torchrl_llm.envs.DatasetChatEnv`) or
 :class:`~torchrl_llm.data.demonstrations.Demonstrations`.
 """
 

@@ -1,7 +1,7 @@
-"""TorchRL's names for a group of a trainer and vLLM's workers: vLLM's own, on CUDA devices.
+"""TorchRL's names for a process group of a trainer and vLLM's workers, on CUDA devices.
 
-A program that sends weights one by one through such a group does without our proofs; whole models
-go by :class:`~torchrl_llm.weights.TransferWeights`. Never run on a GPU.
+Weights sent one by one through such a group are not verified; use
+:class:`~torchrl_llm.weights.TransferWeights` to send whole models. Never run on a GPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ def stateless_init_process_group(
     world_size: int,
     device: torch.device | str | int | None = None,
 ) -> Any:
-    """A group of its own over NCCL, next to any other that the processes are in.
+    """Make an NCCL group that is independent of other groups of the processes.
 
     Args:
-        master_address: of rank 0; ``None`` for this machine.
-        master_port: where rank 0 listens.
-        rank: of this process.
+        master_address: address of rank 0; ``None`` for this machine.
+        master_port: port of rank 0.
+        rank: rank of this process.
         world_size: number of processes.
         device: CUDA device, by its index or name; by default the first one.
 
@@ -40,7 +40,7 @@ def stateless_init_process_group(
 
     Raises:
         MissingExtraError: vLLM is not installed.
-        ConfigError: no port, or a rank outside the world.
+        ConfigError: the port is missing, or the rank is out of range.
     """
     if master_port is None:
         raise ConfigError("master_port is needed: all members must know where rank 0 listens")
@@ -60,9 +60,9 @@ async def stateless_init_process_group_async(*args: Any, **kwargs: Any) -> Any:
 
 
 class vLLMWorker:
-    """What vLLM's worker is extended by to take single weights from a group of processes.
+    """Extension of vLLM's worker that receives single weights from a process group.
 
-    Never built by itself: name it when an engine is built,
+    Do not instantiate it: pass its name when an engine is built,
     ``worker_extension_cls="torchrl_llm.compat.vllm_group.vLLMWorker"``, and call its methods by
     ``collective_rpc``.
     """
@@ -76,10 +76,10 @@ class vLLMWorker:
         """Join the group of a trainer, which is rank 0.
 
         Args:
-            master_address: of the trainer; ``None`` for this machine.
-            master_port: where the trainer listens.
+            master_address: address of the trainer; ``None`` for this machine.
+            master_port: port of the trainer.
             rank_offset: rank of the first worker of this engine.
-            world_size: processes of the group.
+            world_size: number of processes of the group.
 
         Returns:
             The rank of this worker.
@@ -93,18 +93,18 @@ class vLLMWorker:
     def update_weight(self, name: str, dtype: str, shape: Sequence[int]) -> str:
         """Receive one weight by broadcast from rank 0 and load it.
 
-        The engine's prefix cache is not dropped: do that after the last one.
+        The engine's prefix cache is not dropped: drop it after the last weight.
 
         Args:
-            name: that of the Hugging Face model.
-            dtype: as ``"float32"``.
-            shape: of the weight.
+            name: name in the Hugging Face model.
+            dtype: dtype, such as ``"float32"``.
+            shape: shape of the weight.
 
         Returns:
-            The digest of what arrived.
+            The digest of the received weight.
 
         Raises:
-            ConfigError: the worker is in no group.
+            ConfigError: the worker is not in a group.
             WeightUpdateError: the model has no such weight.
         """
         group = self._torchrl_llm_group
@@ -113,12 +113,12 @@ class vLLMWorker:
         buffer = torch.empty(tuple(shape), dtype=getattr(torch, dtype), device=self.device)
         group.broadcast(buffer, src=0)
         source = TensorSource({name: buffer}, kind="delta")
-        source.recounted = True  # whoever sends one by one counts no versions
+        source.recounted = True  # weights sent one by one have no versions
         receipt = load_into_vllm_model(self.model_runner.get_model(), source, version=0)
         self._torchrl_llm_changes += 1
         return receipt.digest
 
     def check_weights_changed(self) -> bool:
-        """Whether a weight arrived since this was asked last."""
+        """Whether a weight arrived since the last call."""
         changed, self._torchrl_llm_changes = self._torchrl_llm_changes > 0, 0
         return changed

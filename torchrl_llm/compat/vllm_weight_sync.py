@@ -1,9 +1,9 @@
-"""TorchRL's names for bringing weights to vLLM engines, over :mod:`torchrl_llm.weights`.
+"""TorchRL's names for sending weights to vLLM engines, based on :mod:`torchrl_llm.weights`.
 
 Engines on a GPU in other processes get them by vLLM's own transfer
-(:mod:`torchrl_llm.weights.transfer`); those on the CPU and of this process by the call that brings
-all weights. A scheme is only settings, the same in both processes: its sender is for the trainer,
-its receiver for an engine. An updater is called by a collector.
+(:mod:`torchrl_llm.weights.transfer`); engines on the CPU or in this process get all weights in one
+call. A scheme contains only settings, the same in both processes: its sender is for the trainer,
+its receiver for an engine. A collector calls an updater.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _TRIES = 3
 
 
 def backend_of(engine: Any) -> Backend:
-    """The backend of whatever samples.
+    """Backend of an engine.
 
     Args:
-        engine: a backend, a policy around one, or a ``vllm.LLM`` of this process that nobody else
-            steps while it is updated.
+        engine: a backend, a policy around one, or a ``vllm.LLM`` of this process that no other
+            thread steps during an update.
 
     Raises:
-        MissingExtraError: vLLM is needed and not installed.
-        ConfigError: for anything else.
+        MissingExtraError: vLLM is required but not installed.
+        ConfigError: the object is not an engine.
     """
     if isinstance(engine, Backend):
         return engine
@@ -65,7 +65,7 @@ def backend_of(engine: Any) -> Backend:
 
 
 def _fitted(weights: dict[str, Tensor], metadata: Metadata | None) -> dict[str, Tensor]:
-    """Weights in the types that were agreed on; ``ConfigError`` for other names or shapes."""
+    """Weights cast to the announced types; ``ConfigError`` for other names or shapes."""
     if metadata is None:
         return weights
     shapes = {name: value.shape for name, value in weights.items()}
@@ -87,7 +87,7 @@ class WeightSender(ABC):
     """The trainer's end of a scheme.
 
     Attributes:
-        version: of the last weights that were sent; 0 before the first.
+        version: version of the last sent weights; 0 before the first.
     """
 
     def __init__(self) -> None:
@@ -96,18 +96,18 @@ class WeightSender(ABC):
         self._collectors: list[Any] = []
 
     def register_model(self, model: Weights) -> None:
-        """Name the model whose weights :meth:`update_weights` sends.
+        """Register the model whose weights :meth:`update_weights` sends.
 
         Args:
-            model: the trained module, in any of its wrappings, or a policy around it.
+            model: the trained module, wrapped or not, or a policy around it.
         """
         self._model = model
 
     def register_collector(self, collector: Any) -> None:
-        """Have a collector count a new version after each update.
+        """Register a collector that counts a new version after each update.
 
         Args:
-            collector: has ``increment_version()``.
+            collector: a collector with ``increment_version()``.
         """
         self._collectors.append(collector)
 
@@ -119,7 +119,7 @@ class WeightSender(ABC):
 
         Raises:
             ConfigError: there is nothing to send.
-            WeightUpdateError: they did not arrive, or not as they were sent.
+            WeightUpdateError: the weights did not arrive, or arrived changed.
         """
         self.publish(weights, self.version + 1)
         for collector in self._collectors:
@@ -128,18 +128,18 @@ class WeightSender(ABC):
     def publish(self, weights: Weights | None, version: int) -> str:
         """Send weights under a version that the caller counts.
 
-        What :class:`~torchrl_llm.collectors.ChannelCollector` takes as ``publish``.
+        Pass it as ``publish`` to :class:`~torchrl_llm.collectors.ChannelCollector`.
 
         Args:
             weights: as in :meth:`update_weights`.
-            version: their number.
+            version: version of the weights.
 
         Returns:
-            The digest of what was sent.
+            The digest of the sent weights.
 
         Raises:
             ConfigError: there is nothing to send.
-            WeightUpdateError: they did not arrive, or not as they were sent.
+            WeightUpdateError: the weights did not arrive, or arrived changed.
         """
         source = self._model if weights is None else weights
         if source is None:
@@ -150,25 +150,26 @@ class WeightSender(ABC):
 
     @abstractmethod
     def _send(self, weights: dict[str, Tensor], version: int) -> str:
-        """Bring one version over; its digest."""
+        """Send one version; returns its digest."""
 
     def shutdown(self) -> None:
-        """Release what it holds; receivers keep the weights that they have."""
+        """Release the resources; receivers keep their weights."""
         return
 
 
 class VLLMWeightSyncScheme:
-    """Weights to an engine that can be called: over NCCL to one on other GPUs.
+    """Weights for an engine that can be called; sent over NCCL if it is on other GPUs.
 
     Args:
-        master_address: of the trainer, as the engines reach it; this machine by default.
-        master_port: kept for TorchRL's programs, with a warning; each update chooses a free one.
-        gpus_per_replica: processes of one engine that receive.
-        num_replicas: engines.
+        master_address: address of the trainer as seen by the engines; this machine by default.
+        master_port: accepted for TorchRL's programs, with a warning; each update chooses a free
+            port.
+        gpus_per_replica: receiving processes per engine.
+        num_replicas: number of engines.
         strategy: ``"tensordict"`` and ``"state_dict"`` send the same bytes; both are accepted, as
             in TorchRL.
-        device: CUDA device of the trainer; ``"cpu"`` for a call that brings all weights, which an
-            index also means where there is no CUDA.
+        device: CUDA device of the trainer; ``"cpu"`` sends all weights in one call, as does an
+            index if there is no CUDA.
         timeout_s: most seconds of one update.
 
     Example:
@@ -215,7 +216,7 @@ class VLLMWeightSyncScheme:
 
 
 class VLLMWeightSender(WeightSender):
-    """The trainer's end of :class:`VLLMWeightSyncScheme`.
+    """The trainer's side of :class:`VLLMWeightSyncScheme`.
 
     Args:
         scheme: its settings.
@@ -229,16 +230,16 @@ class VLLMWeightSender(WeightSender):
     def init_all_workers_group(
         self, model_metadata: Metadata | None = None, vllm_engine: Any = None
     ) -> None:
-        """Name the engine that gets the weights; each update connects by itself.
+        """Register the engine that gets the weights; each update connects by itself.
 
         Args:
-            model_metadata: of what will be sent (:func:`get_model_metadata`); weights are cast to
-                its types.
-            vllm_engine: an engine that can be called: a backend, what has one, or a ``vllm.LLM``
-                of this process.
+            model_metadata: metadata of the weights (:func:`get_model_metadata`); weights are cast
+                to its types.
+            vllm_engine: an engine that can be called: a backend, an object with a backend, or a
+                ``vllm.LLM`` of this process.
 
         Raises:
-            ConfigError: no engine.
+            ConfigError: there is no engine.
         """
         if vllm_engine is None:
             raise ConfigError(
@@ -263,11 +264,11 @@ class VLLMWeightSender(WeightSender):
 
 
 class VLLMWeightReceiver:
-    """An engine's end of :class:`VLLMWeightSyncScheme`, which has nothing to do, as in TorchRL.
+    """An engine's side of :class:`VLLMWeightSyncScheme`; it does nothing, as in TorchRL.
 
     Args:
         scheme: its settings.
-        vllm_engine: gets the weights, by calls of the sender.
+        vllm_engine: the engine; it gets the weights by calls of the sender.
     """
 
     def __init__(self, scheme: VLLMWeightSyncScheme, vllm_engine: Any) -> None:
@@ -280,20 +281,20 @@ class VLLMWeightReceiver:
         """Nothing to apply: weights are loaded as they arrive."""
 
     def poll_and_apply(self, timeout: float = 0.1) -> bool:
-        """Nothing to ask for: whether there was anything, which is never."""
+        """Nothing to poll: always returns ``False``."""
         return False
 
 
 class VLLMDoubleBufferSyncScheme:
-    """Weights through a folder that the trainer and the engines share.
+    """Weights through a folder shared by the trainer and the engines.
 
-    Nobody waits for anybody: the trainer writes, the engines read when they look next. See
+    Neither side waits: the trainer writes, and the engines read at their next poll. See
     :mod:`torchrl_llm.weights.shared_files`.
 
     Args:
-        remote_addr: the folder as the trainer sees it.
-        local_addr: the folder as the engines see it; by default by the same name.
-        num_threads: without effect, with a warning where it is not 1: a file is written in one go.
+        remote_addr: path of the folder for the trainer.
+        local_addr: path of the folder for the engines; the same by default.
+        num_threads: has no effect, with a warning if it is not 1: a file is written in one go.
         strategy: ``"tensordict"`` and ``"state_dict"`` write the same bytes; both are accepted, as
             in TorchRL.
 
@@ -337,10 +338,10 @@ class VLLMDoubleBufferSyncScheme:
 
 
 class VLLMDoubleBufferWeightSender(WeightSender):
-    """The trainer's end of :class:`VLLMDoubleBufferSyncScheme`.
+    """The trainer's side of :class:`VLLMDoubleBufferSyncScheme`.
 
-    Its version goes on where the folder's last one ended, so that a trainer that is started again
-    does not send version 1 a second time.
+    Its version continues after the folder's last one, so that a restarted trainer does not send
+    version 1 a second time.
 
     Args:
         scheme: its settings.
@@ -360,15 +361,15 @@ class VLLMDoubleBufferWeightSender(WeightSender):
 
 
 class VLLMDoubleBufferWeightReceiver:
-    """An engine's end of :class:`VLLMDoubleBufferSyncScheme`.
+    """An engine's side of :class:`VLLMDoubleBufferSyncScheme`.
 
     Args:
         scheme: its settings.
-        vllm_engine: gets the weights.
+        vllm_engine: the engine that gets the weights.
 
     Attributes:
-        version: of the last weights that were taken; ``None`` before the first.
-        receipts: of the last weights that were taken.
+        version: version of the last loaded weights; ``None`` before the first.
+        receipts: receipts of the last loaded weights.
     """
 
     def __init__(self, scheme: VLLMDoubleBufferSyncScheme, vllm_engine: Any) -> None:
@@ -378,11 +379,11 @@ class VLLMDoubleBufferWeightReceiver:
         self._seen: tuple[Path, str] | None = None
 
     def apply_weights(self, weights: Any, inplace: bool = True) -> None:
-        """Take weights that are here already, under the next version.
+        """Load weights of this process, under the next version.
 
         Args:
             weights: a module, its state dict or a tensordict.
-            inplace: as in TorchRL, nothing but ``True``.
+            inplace: must be ``True``, as in TorchRL.
         """
         if not inplace:
             raise ConfigError("weights are applied in place: an engine has one copy of them")
@@ -392,23 +393,23 @@ class VLLMDoubleBufferWeightReceiver:
         self.version, self.receipts = updater.version, updater.receipts
 
     def poll_and_apply(self, timeout: float = 180.0) -> bool:
-        """Wait for new weights and take them.
+        """Wait for new weights and load them.
 
         Args:
-            timeout: most seconds to wait for a trainer that has any.
+            timeout: most seconds to wait for weights.
 
         Returns:
-            Whether there were any.
+            Whether new weights were loaded.
 
         Raises:
-            WeightUpdateError: there were, and they did not arrive whole; the old ones stay.
+            WeightUpdateError: the new weights did not arrive complete; the old ones stay.
         """
         end, tries = time.monotonic() + timeout, 0
         while True:
             seen = self._seen
             try:
                 found = newest_update(self._folder)
-                # Another writer counts its files from one in an empty folder.
+                # A different writer counts its files from 1 in an empty folder.
                 seen = found and (found[1].path, found[1].counter)
                 if seen != self._seen and found is not None:
                     version, source = found
@@ -416,7 +417,7 @@ class VLLMDoubleBufferWeightReceiver:
                     self._seen, self.version = seen, version
                     return True
             except WeightUpdateError:
-                # Overtaken by the sender, or a file system that was late: look again.
+                # The sender replaced the file, or the file system was late: try again.
                 tries += 1
                 if tries == _TRIES:
                     self._seen = seen
@@ -428,26 +429,28 @@ class VLLMDoubleBufferWeightReceiver:
 
 
 class vLLMUpdater(EngineWeights):
-    """Weights to the collector's engine.
+    """Sends weights to the collector's engine.
 
-    Engines on Ray and a trainer on a GPU: by NCCL, with vLLM's own transfer
-    (:class:`~torchrl_llm.weights.TransferWeights`). All others: by the call that brings all
-    weights.
+    With engines on Ray and a trainer on a GPU, weights are sent over NCCL by vLLM's own transfer
+    (:class:`~torchrl_llm.weights.TransferWeights`). In all other cases, one call sends all weights.
 
     Args:
-        master_address: of this machine, as the engine reaches it; by default this machine alone.
-        master_port: kept for TorchRL's programs, with a warning; each push chooses a free one.
-        model_metadata: name to ``(dtype, shape)`` of each weight; may come with :meth:`init`.
-        vllm_tp_size: processes of one engine that take weights; compared with what the engine says
-            (``Backend.num_copies``) at each push. By default whatever it says.
-        v2: make a :class:`vLLMUpdaterV2` of a ``vllm_engine``, which is then the only argument.
-        device: that the weights are trained on; by default the first CUDA device where there is
-            one, else the CPU.
+        master_address: address of this machine as seen by the engine; by default only for engines
+            on this machine.
+        master_port: accepted for TorchRL's programs, with a warning; each push chooses a free port.
+        model_metadata: name to ``(dtype, shape)`` of each weight; may also be passed to
+            :meth:`init`.
+        vllm_tp_size: number of processes per engine that load weights; compared with the engine's
+            value (``Backend.num_copies``) at each push. By default the engine's value.
+        v2: create a :class:`vLLMUpdaterV2` for a ``vllm_engine``, which is then the only argument.
+        device: device of the trained weights; by default the first CUDA device if there is one,
+            else the CPU.
         timeout_s: most seconds of one push over NCCL.
-        engines: that get the weights; by default that of the collector's policy.
+        engines: engines that get the weights; by default the engine of the collector's policy.
 
     Raises:
-        ConfigError: a tensor-parallel size below 1, or other arguments with ``v2``.
+        ConfigError: the tensor-parallel size is below 1, or ``v2`` is combined with other
+            arguments.
 
     Example:
         >>> from types import SimpleNamespace
@@ -463,7 +466,7 @@ class vLLMUpdater(EngineWeights):
     """
 
     def __new__(cls, *args: Any, v2: bool = False, **options: Any) -> Any:
-        """The updater that ``v2`` asks for."""
+        """Create the updater that ``v2`` selects."""
         if not v2:
             return super().__new__(cls)
         if args or options.keys() != {"vllm_engine"}:
@@ -495,7 +498,7 @@ class vLLMUpdater(EngineWeights):
         self._timeout_s = timeout_s
 
     def init(self, model_metadata: Metadata | None = None) -> None:
-        """Say what will be sent.
+        """Announce the weights.
 
         Args:
             model_metadata: name to ``(dtype, shape)``; weights are cast to these types.
@@ -504,7 +507,7 @@ class vLLMUpdater(EngineWeights):
             self.model_metadata = model_metadata
 
     def maybe_init_group(self) -> None:
-        """Nothing to connect: each push does it."""
+        """Nothing to connect: each push connects by itself."""
 
     def _deliver(self, weights: Weights, version: int, receipts: list[WeightReceipt]) -> None:
         copies = sum(backend.num_copies for backend in self.backends)
@@ -526,14 +529,14 @@ class vLLMUpdater(EngineWeights):
 
 
 class vLLMUpdaterV2(EngineWeights):
-    """Weights to an engine that knows how to take them.
+    """Sends weights to an engine that can load them itself.
 
     Args:
         vllm_engine: a ``vllm.LLM`` of this process, an
             :class:`~torchrl_llm.modules.AsyncVLLM`, a policy, or any backend.
 
     Raises:
-        MissingExtraError: vLLM is needed and not installed.
+        MissingExtraError: vLLM is required but not installed.
 
     Example:
         >>> from torchrl_llm.modules import FakeBackend
@@ -550,7 +553,7 @@ class vLLMUpdaterV2(EngineWeights):
         self.model_metadata: Metadata | None = None
 
     def init(self, model_metadata: Metadata | None = None) -> None:
-        """Say what will be pushed; names and shapes are then checked before anything is sent.
+        """Announce the weights; names and shapes are then checked before anything is sent.
 
         Args:
             model_metadata: name to ``(dtype, shape)``; weights are cast to these types.
@@ -558,18 +561,18 @@ class vLLMUpdaterV2(EngineWeights):
         self.model_metadata = model_metadata
 
     def get_tp_size(self) -> int:
-        """Processes of the engine that take weights."""
+        """Number of processes of the engine that load weights."""
         return self.vllm_engine.num_copies
 
     def push_weights(self, weights: Weights | Iterable[tuple[str, Tensor]] | None = None) -> None:
-        """Send the weights, and return when they are proven to be there.
+        """Send the weights, and return after their arrival is verified.
 
         Args:
             weights: the trained module, its state dict, a tensordict, or pairs of name and tensor.
 
         Raises:
-            ConfigError: nothing to push, or other weights than :meth:`init` was told of.
-            WeightUpdateError: they did not arrive, or not as they were sent.
+            ConfigError: there is nothing to push, or the weights differ from those of :meth:`init`.
+            WeightUpdateError: the weights did not arrive, or arrived changed.
         """
         known = (nn.Module, TensorDictBase, Mapping)
         if weights is not None and not isinstance(weights, known):
@@ -579,7 +582,7 @@ class vLLMUpdaterV2(EngineWeights):
         super().push_weights(weights)
 
     def push_weights_from_transformers(self, transformers_model: nn.Module) -> None:
-        """Send the weights of a Hugging Face model; its adapters are merged into what is sent.
+        """Send the weights of a Hugging Face model, with its adapters merged.
 
         Args:
             transformers_model: the model, or a policy around it.
@@ -590,12 +593,12 @@ class vLLMUpdaterV2(EngineWeights):
     def push_weights_from_transformers_optimized(
         self, transformers_model: nn.Module, batch_size: Annotated[int, Ge(0)] = 50
     ) -> None:
-        """The same: weights go in one piece, however many they are.
+        """Same as without ``_optimized``: all weights are sent in one piece.
 
         Args:
             transformers_model: the model, or a policy around it.
-            batch_size: weights of one push in TorchRL, which changes neither what arrives nor the
-                memory that it takes there: all of them are on the GPU by then. Without effect.
+            batch_size: has no effect. In TorchRL it is the number of weights per push, which
+                changes neither the result nor the memory use: all weights are on the GPU by then.
         """
         self.push_weights(transformers_model)
 

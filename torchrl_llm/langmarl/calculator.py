@@ -1,11 +1,11 @@
 """The ``calculator`` environment: a tiny model whose policy decides whether it uses a tool.
 
-One agent is asked for a product or a difference, as in ``env=calculator`` of the recipe ``grpo``.
-The environment computes the expression of its tool call, and the result is the answer. The embedded
+One agent computes products or differences, as in ``env=calculator`` of the recipe ``grpo``. The
+environment evaluates the expression of the tool call, and the result is the answer. The embedded
 model knows one instruction, "Use the calculator."; with any other policy it guesses a number.
 
-:func:`critic` and :func:`optimizer` are scripts that know this world. Configurations name them:
-``scripted:torchrl_llm.langmarl.calculator:critic``.
+:func:`critic` and :func:`optimizer` are scripted models for this environment. Configurations name
+them: ``scripted:torchrl_llm.langmarl.calculator:critic``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _EXPRESSION = re.compile(r'"expression": "([^"]*)"')
 
 @register("environments", "calculator")
 class CalculatorEnvironment(BaseEnvironment):
-    """One agent solves products and differences, with a calculator if its policy names it.
+    """One agent solves products and differences; it uses a calculator if its policy names it.
 
     Args:
-        config: of the training.
+        config: the training configuration.
 
     Raises:
         ConfigError: more than one agent.
@@ -68,12 +68,12 @@ class CalculatorEnvironment(BaseEnvironment):
         return {"agent_1": task["query"]}
 
     def step(self, agent_id: str, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Compute the expression of a tool call; the observation is the result."""
+        """Evaluate the expression of a tool call; the observation is the result."""
         result = _result_of(action)
         return result, float(result == self._by_hand["answer"]), True, {}
 
     def collect_trajectory(self, policies: dict[str, str], task: dict[str, Any]) -> Trajectory:
-        """Ask once, and compute the call."""
+        """Ask the agent once, and evaluate its call."""
         said = self.actor.chat(policies["agent_1"], task["query"])
         step = {"agent_id": "agent_1", "observation": task["query"], "action": said}
         result = _result_of(said)
@@ -81,17 +81,17 @@ class CalculatorEnvironment(BaseEnvironment):
 
 
 def _result_of(text: str) -> str:
-    """The value of the expression that a text calls the calculator with; empty if it has none."""
+    """Value of the calculator expression in a text; empty if there is none."""
     found = _EXPRESSION.search(text)
     result = Calculator().run(ToolCall("calculator", {"expression": found[1]})) if found else ""
     return result if isinstance(result, str) else ""
 
 
 def critic(messages: Messages) -> str:
-    """A critic: it says whether the agent called the calculator.
+    """A critic that reports whether the agent called the calculator.
 
     Args:
-        messages: its instructions, with an episode.
+        messages: the critic's instructions, with an episode.
     """
     text = messages[-1]["content"]
     did = "It called the calculator." if _EXPRESSION.search(text) else "It guessed a number."
@@ -100,9 +100,9 @@ def critic(messages: Messages) -> str:
 
 
 def optimizer(messages: Messages) -> str:
-    """An optimizer: it returns the advice of the critic, which is also the whole new policy.
+    """An optimizer that returns the critic's advice, which is also the whole new policy.
 
     Args:
-        messages: are not read.
+        messages: not used.
     """
     return ADVICE

@@ -1,4 +1,4 @@
-"""Callbacks of training in language space; one that raises does not end the training."""
+"""Callbacks of training in language space; an error in a callback does not end the training."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torchrl_llm.langmarl.environment import Trajectory
 
 
 class Callback:
-    """Base of what is told how training goes; each method does nothing."""
+    """Base of callbacks; its methods do nothing."""
 
     def on_iteration_start(self, iteration: int, trainer: Any) -> None:
         """An iteration begins."""
@@ -22,36 +22,36 @@ class Callback:
         """An iteration has ended; its policies are saved."""
 
     def on_episode_complete(self, trajectory: Trajectory, trainer: Any) -> None:
-        """An episode has ended and is saved; in any thread."""
+        """An episode has ended and is saved; called in any thread."""
 
     def on_policy_update(self, agent_id: str, old_policy: str, new_policy: str) -> None:
         """The policy of an agent has changed."""
 
     def on_resume(self, trainer: Any) -> None:
-        """Training is about to go on; ``trainer.history`` has what was done before."""
+        """Training is about to resume; ``trainer.history`` contains the earlier iterations."""
 
 
 def fire(callbacks: Sequence[Callback], hook: str, *args: Any) -> None:
-    """Tell callbacks; one that raises is logged.
+    """Call a hook of all callbacks; errors are logged.
 
     Args:
-        callbacks: are told.
-        hook: name of the method.
-        args: its arguments.
+        callbacks: the callbacks.
+        hook: name of the hook method.
+        args: arguments of the hook.
     """
     for callback in callbacks:
         try:
             getattr(callback, hook)(*args)
-        except Exception as error:  # a callback that fails ends no training
+        except Exception as error:  # an error in a callback must not end training
             name = type(callback).__name__
             logger.warning(f"{name}.{hook} failed: {type(error).__name__}: {error}")
 
 
 class LoggingCallback(Callback):
-    """Logs begin and end of each iteration through the trainer's ``RunLogger``."""
+    """Logs the start and the end of each iteration with the trainer's ``RunLogger``."""
 
     def on_iteration_start(self, iteration: int, trainer: Any) -> None:
-        """Log the begin."""
+        """Log the start."""
         trainer.logger.info(f"iteration {iteration} begins")
 
     def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
@@ -60,10 +60,10 @@ class LoggingCallback(Callback):
 
 
 class ProgressCallback(Callback):
-    """Shows how many iterations are done, with the mean reward of the last one.
+    """Shows the number of finished iterations and the mean reward of the last one.
 
     Args:
-        bar: shows it.
+        bar: the progress bar.
     """
 
     def __init__(self, bar: ProgressBar) -> None:
@@ -77,7 +77,7 @@ class ProgressCallback(Callback):
 class CheckpointCallback(Callback):
     """Writes the newest and the best policies as files after each iteration.
 
-    The trainer writes them when training ends, and keeps all policies in any case.
+    The trainer writes these files when training ends, and always keeps all policies.
     """
 
     def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
@@ -86,13 +86,13 @@ class CheckpointCallback(Callback):
 
 
 class EarlyStoppingCallback(Callback):
-    """Ends training when the mean reward does not rise any more.
+    """Ends training when the mean reward no longer rises.
 
-    It decides by the statistics of all iterations, those before a resume included.
+    The decision uses the statistics of all iterations, including those before a resume.
 
     Args:
-        patience: iterations without an improvement, after which training ends.
-        min_delta: a smaller rise is no improvement.
+        patience: number of iterations without improvement after which training ends.
+        min_delta: a smaller rise does not count as an improvement.
 
     Raises:
         ConfigError: a patience below 1, or a negative ``min_delta``.
@@ -105,10 +105,10 @@ class EarlyStoppingCallback(Callback):
         self.patience, self.min_delta = patience, min_delta
 
     def should_stop(self, rewards: Sequence[float]) -> bool:
-        """Whether the last iterations have brought no improvement.
+        """Whether the last iterations brought no improvement.
 
         Args:
-            rewards: mean reward of each iteration.
+            rewards: mean rewards, one per iteration.
 
         Example:
             >>> stopping = EarlyStoppingCallback(patience=2)
@@ -122,11 +122,11 @@ class EarlyStoppingCallback(Callback):
         return waited >= self.patience
 
     def on_iteration_end(self, iteration: int, stats: Mapping[str, Any], trainer: Any) -> None:
-        """End training, or not."""
+        """End training if there was no improvement."""
         self.on_resume(trainer)
 
     def on_resume(self, trainer: Any) -> None:
-        """End training that had ended before."""
-        # An iteration whose episodes have all failed says nothing.
+        """End training if it had already been stopped before."""
+        # Ignore iterations whose episodes have all failed.
         if self.should_stop([each["avg_reward"] for each in trainer.history if each["rewards"]]):
             trainer.should_stop, trainer.ended_by = True, "the mean reward does not rise any more"

@@ -1,13 +1,13 @@
-"""Journal of the calls that a run makes: what was asked, answered and paid; and a budget.
+"""Journal of the model calls of a run: questions, answers and costs; and a budget.
 
-Each call has a key that follows from what it is for (``"3/critic/7#0"``: iteration 3, the critic,
-episode 7, its first call). A run that begins again finds the answers of its journal and does not
-ask for them a second time. :func:`scope` gives calls their role and key; whoever asks through
-:class:`~torchrl_llm.langmarl.LLMClient` needs to know nothing of it.
+Each call has a key that follows from its purpose (``"3/critic/7#0"``: iteration 3, the critic,
+episode 7, its first call). A restarted run reads the answers from its journal and does not request
+them a second time. :func:`scope` gives calls their role and key; code that uses
+:class:`~torchrl_llm.langmarl.LLMClient` does not depend on it.
 
-The file has two JSON lines a call: one when it begins, one with its answer. So a call that was
-under way when the process was killed is counted, too. ``spent.json`` next to it has the sums, so
-that a budget holds where lines of the journal are lost.
+The file has two JSON lines per call: one at its start, one with its answer. So a call that was in
+flight when the process was killed is also counted. ``spent.json`` next to it contains the totals,
+so that a budget holds even if lines of the journal are lost.
 """
 
 from __future__ import annotations
@@ -39,29 +39,29 @@ from torchrl_llm.rewards.text_models import Messages, TextAnswer, TextModel, Usa
 
 _ASKED = {"key", "role", "model"}
 _ANSWER = {"digest", "text", "finish_reason", "cost_usd", *Usage._fields}
-# What a line of each event has.
+# Fields of a line, by event.
 _NEEDED = {"begun": _ASKED, "failed": _ASKED, "answered": _ASKED | _ANSWER}
 
 
 class BudgetUsedUp(TorchRLLLMError, RuntimeError):
-    """A run may make no further call; what it has is saved."""
+    """A run may make no further calls; its results are saved."""
 
 
 FATAL = (BudgetUsedUp, CheckpointError, ConfigError)
-"""What ends a run: nothing left, no room to write, wrong settings. All else is a call's failure."""
+"""Errors that end a run: no budget, no disk space, wrong settings. Others only fail a call."""
 
 
 @checked
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Limits of calls, tokens and money, over all runs of a folder; ``None`` is no limit.
+    """Limits of calls, tokens and money over all runs of a folder; ``None`` means no limit.
 
-    Calls are counted before they are made. Tokens and money are known after, so that calls under
-    way may exceed them.
+    Calls are counted before they are made. Tokens and money are known afterwards, so calls in
+    flight may exceed their limits.
 
     Args:
-        max_calls: calls that were begun.
-        max_total_tokens: input and output.
+        max_calls: started calls.
+        max_total_tokens: input and output tokens.
         max_cost_usd: US dollars.
 
     Raises:
@@ -73,7 +73,7 @@ class Budget:
     max_cost_usd: Annotated[float, Ge(0)] | None = None
 
     def check(self, spent: Spent) -> None:
-        """Raise :class:`BudgetUsedUp` where nothing is left."""
+        """Raise :class:`BudgetUsedUp` if a limit is reached."""
         for name, value in (
             ("max_calls", spent.calls),
             ("max_total_tokens", spent.input_tokens + spent.output_tokens),
@@ -85,11 +85,11 @@ class Budget:
 
 
 class Prices(NamedTuple):
-    """US dollars for a million tokens; ``None`` where nobody knows.
+    """US dollars per million tokens; ``None`` if unknown.
 
     Attributes:
-        input_usd: of the conversation.
-        output_usd: of the answer.
+        input_usd: price of input tokens.
+        output_usd: price of output tokens.
     """
 
     input_usd: float | None = None
@@ -97,16 +97,16 @@ class Prices(NamedTuple):
 
     @property
     def known(self) -> bool:
-        """Whether both are."""
+        """Whether both prices are known."""
         return self.input_usd is not None and self.output_usd is not None
 
     def costs(self, name: str, input_tokens: int, output_tokens: int) -> tuple[float, float]:
-        """Cost of both in US dollars; what is not known counts as nothing, and is told of once.
+        """Total cost in US dollars; unknown prices count as 0, with one warning.
 
         Args:
-            name: of the model.
-            input_tokens: of conversations.
-            output_tokens: of answers.
+            name: name of the model.
+            input_tokens: tokens of conversations.
+            output_tokens: tokens of answers.
         """
         if not self.known and (input_tokens or output_tokens):
             tell_once(f"nobody has said what tokens of {name!r} cost: they count as 0 USD")
@@ -118,18 +118,19 @@ class Prices(NamedTuple):
 
 @dataclass
 class Spent:
-    """What calls have cost.
+    """Cost of calls.
 
     Attributes:
-        calls: begun.
-        failed: that ended with an error.
-        lost: begun and neither answered nor failed: under way when a process was killed.
-        input_tokens: of conversations.
-        output_tokens: of answers.
-        cost_usd: US dollars.
-        seconds: of waiting for answers.
-        retries: requests that were sent again.
-        estimated: answers whose tokens are guesses.
+        calls: started calls.
+        failed: calls that ended with an error.
+        lost: calls that started and neither succeeded nor failed: in flight when a process was
+            killed.
+        input_tokens: tokens of conversations.
+        output_tokens: tokens of answers.
+        cost_usd: cost in US dollars.
+        seconds: time of waiting for answers.
+        retries: number of repeated requests.
+        estimated: answers whose token counts are estimates.
     """
 
     calls: int = 0
@@ -143,25 +144,25 @@ class Spent:
     estimated: int = 0
 
     def add(self, other: Spent) -> None:
-        """Add what others have cost."""
+        """Add other costs."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
     def at_least(self, other: Spent) -> Spent:
-        """The larger of each figure."""
+        """Elementwise maximum."""
         pairs = {f.name: (getattr(self, f.name), getattr(other, f.name)) for f in fields(self)}
         return Spent(**{name: max(pair) for name, pair in pairs.items()})
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A model, and what its tokens cost.
+    """A model with its token prices.
 
     Attributes:
-        model: answers.
-        name: what the journal calls it.
-        prices: of its tokens.
-        key_variable: environment variable of its key, for messages.
+        model: the model.
+        name: its name in the journal.
+        prices: its token prices.
+        key_variable: environment variable of its API key, for messages.
     """
 
     model: TextModel
@@ -171,16 +172,16 @@ class Asked:
 
 
 class CallLog:
-    """Journal of the calls of a run, a file of JSON lines.
+    """Journal of the calls of a run, a JSON-lines file.
 
     Args:
-        path: the file; what is there is read. ``None`` keeps everything in memory.
-        budget: limits.
-        before: what other runs of the folder have cost, for the budget.
-        seed: where the seeds of models that sample in this process follow from.
+        path: the file; an existing one is read. ``None`` keeps everything in memory.
+        budget: limits of the calls.
+        before: cost of other runs of the folder, for the budget.
+        seed: base of the seeds of models that sample in this process.
 
     Raises:
-        CheckpointError: the file has a line, other than the last, that cannot be read.
+        CheckpointError: a line of the file, except the last, cannot be read.
 
     Example:
         >>> from torchrl_llm.rewards import ScriptedTextModel
@@ -218,10 +219,10 @@ class CallLog:
     # -- the file ---------------------------------------------------------------------------------
 
     def reload(self) -> None:
-        """Read the file again, when nobody else writes to it any more.
+        """Read the file again, once no other process writes to it.
 
         Raises:
-            CheckpointError: as of the constructor.
+            CheckpointError: as in the constructor.
         """
         self.close()
         self._account, self._known = {}, {}
@@ -233,7 +234,7 @@ class CallLog:
         self._written = {key: replace(spent) for key, spent in self._account.items()}
 
     def _write(self, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append lines in one piece, so that answers that came together stay together."""
+        """Append lines in one write, so that answers of one batch stay together."""
         if self.path is None or not records:
             return
         data = b"".join(json.dumps(sealed(record)).encode() + b"\n" for record in records)
@@ -252,7 +253,7 @@ class CallLog:
             raise CheckpointError(f"{self.path} cannot be written: {error.strerror}") from error
 
     def _write_sums(self) -> None:
-        """Write ``spent.json`` in its place, in one operation; spaces stand for what was longer."""
+        """Overwrite ``spent.json`` in one operation; spaces pad a shorter text."""
         if self._sums is None:
             place = plain_file(_sums_path(self.path))
             handle = os.open(place, os.O_RDWR | os.O_CREAT, 0o666)
@@ -271,25 +272,25 @@ class CallLog:
                 file.close()
         self._file = self._sums = None
 
-    # -- what it knows ----------------------------------------------------------------------------
+    # -- costs ------------------------------------------------------------------------------------
 
     def account(self) -> dict[tuple[str, str], Spent]:
-        """What was spent, by role and model."""
+        """Costs by role and model."""
         with self._lock:
             return {key: self._account[key] for key in sorted(self._account)}
 
     def total(self) -> Spent:
-        """What was spent in this run."""
+        """Total cost of this run."""
         total = Spent()
         for spent in self.account().values():
             total.add(spent)
         return total
 
     def spent_for(self, prefix: str) -> Spent:
-        """What answers have cost whose keys begin so.
+        """Cost of the answers whose keys have a prefix.
 
         Args:
-            prefix: of the keys.
+            prefix: prefix of the keys.
         """
         total = Spent()
         with self._lock:
@@ -309,21 +310,22 @@ class CallLog:
         *,
         max_tokens: int | None = None,
     ) -> list[TextAnswer | Exception]:
-        """Answers to conversations: from the journal, or from the model.
+        """Get answers to conversations from the journal or from the model.
 
         Args:
-            asked: who is asked.
-            role: for whom: ``actor``, ``critic``, ``optimizer``, ``judge``.
-            keys: of the calls, each different.
-            conversations: what is asked.
+            asked: the model.
+            role: role of the calls: ``actor``, ``critic``, ``optimizer``, ``judge``.
+            keys: distinct keys of the calls.
+            conversations: the inputs.
             max_tokens: most tokens of an answer.
 
         Returns:
-            An answer for each, or the exception where there is none; failures are not reused.
+            An answer or an exception for each conversation; failures are not reused.
 
         Raises:
-            BudgetUsedUp: nothing is left; answers that had come are in the journal.
-            ConfigError: the server refuses access, or has no such model: no call would be answered.
+            BudgetUsedUp: the budget is used up; answers received before are in the journal.
+            ConfigError: the server denies access or does not have the model, so every call would
+                fail.
         """
         digests = [_digest(asked.name, max_tokens, messages) for messages in conversations]
         found = [self._reuse(*pair) for pair in zip(keys, digests, strict=True)]
@@ -355,7 +357,7 @@ class CallLog:
         return TextAnswer(record["text"], usage, record["finish_reason"])
 
     def _admit(self, asked: Asked, role: str, places: Sequence[int]) -> list[int]:
-        """As many of the calls as may be made together, counted."""
+        """Count and return as many of the calls as may be made together."""
         with self._lock:
             spent = Spent()
             for each in (self.before, *self._account.values()):
@@ -380,7 +382,7 @@ class CallLog:
 
 
 class _Calls:
-    """Calls on their way: each answer is written once, when it comes."""
+    """Calls in flight: each answer is written once, when it arrives."""
 
     def __init__(
         self, log: CallLog, asked: Asked, role: str, keys: Sequence[tuple[str, str]]
@@ -393,13 +395,13 @@ class _Calls:
     def told(self, place: int, answer: TextAnswer | Exception | None) -> None:
         try:
             self._log._keep(self._records(place, answer))
-        except CheckpointError as error:  # raised at the end: whoever tells of a call goes on
+        except CheckpointError as error:  # raised at the end, so that other calls can still report
             self._error = error
         if answer is not None:
             self._written.add(place)
 
     def _records(self, place: int, answer: TextAnswer | Exception | None) -> list[dict[str, Any]]:
-        """The begin of a call, if nobody told of it, and its answer, if it has come."""
+        """Records of a call's start, unless already written, and of its answer, if any."""
         begun = [] if place in self._begun else [{"event": "begun", **self._facts(place)}]
         self._begun.add(place)
         return begun if answer is None else [*begun, self._record(place, answer)]
@@ -432,7 +434,7 @@ class _Calls:
 
 
 def _raise_settings(asked: Asked, answers: Sequence[TextAnswer | Exception]) -> None:
-    """Raise what is wrong for all calls, and so is no failure of one of them."""
+    """Raise errors that concern all calls, not a single one."""
     for answer in answers:
         if isinstance(answer, ConfigError):
             key = f" (the key is that of {asked.key_variable})" if asked.key_variable else ""
@@ -465,10 +467,11 @@ def _digest(name: str, max_tokens: int | None, messages: Messages) -> str:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """The lines of a journal that are whole.
+    """The complete lines of a journal.
 
     Raises:
-        CheckpointError: a line cannot be read, and is not what a killed process left behind.
+        CheckpointError: a line cannot be read and is not the unfinished last line of a killed
+            process.
     """
     if not path.exists():
         return
@@ -476,7 +479,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
         opened = plain_file(path).open("rb")
     except OSError as error:
         raise DamagedCheckpointError(
-            f"{path} cannot be read: {error.strerror}; remove it, what was spent is in "
+            f"{path} cannot be read: {error.strerror}; remove it; the costs are in "
             f"{_sums_path(path).name}"
         ) from None
     with opened as file:
@@ -495,12 +498,12 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def _read_account(
     path: Path,
 ) -> tuple[dict[tuple[str, str], Spent], dict[str, dict[str, Any]]]:
-    """What the calls of a journal have cost, by role and model; and what was answered, by key.
+    """Costs of the calls of a journal by role and model, and answers by key.
 
-    No figure is below that of ``spent.json``: lines that were cut off, or removed, are paid.
+    No value is below the one in ``spent.json``: truncated or removed lines still count as paid.
 
     Raises:
-        CheckpointError: as of :func:`_records`, or ``spent.json`` is damaged.
+        CheckpointError: as in :func:`_records`, or ``spent.json`` is damaged.
     """
     account: dict[tuple[str, str], Spent] = {}
     begun: dict[str, Any] = {}
@@ -546,11 +549,11 @@ def _sums_path(path: Path) -> Path:
 
 
 def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent:
-    """What the runs of a folder have cost so far.
+    """Cost of the runs of a folder so far.
 
     Args:
         folder: ``experiment_dir``, with ``runs/<run>/calls.jsonl``.
-        but: a run that is not counted.
+        but: a run that is excluded.
 
     Raises:
         CheckpointError: a journal cannot be read.
@@ -563,7 +566,7 @@ def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent
     return total
 
 
-# -- what a call is for ---------------------------------------------------------------------------
+# -- scopes of calls ------------------------------------------------------------------------------
 
 
 class _Scope:
@@ -573,13 +576,13 @@ class _Scope:
         self._seen: dict[str, int] = {}
 
     def next_key(self) -> str:
-        """Key of the next call of the thread that the scope is of."""
+        """Key of the next call of the thread of the scope."""
         with self._lock:
             self.count += 1
             return f"{self.key}#{self.count - 1}"
 
     def key_of(self, digest: str) -> str:
-        """Key of a call of another thread: by what is asked, for threads come in any order."""
+        """Key of a call of a different thread: from its input, as thread order varies."""
         with self._lock:
             self._seen[digest] = number = self._seen.get(digest, 0) + 1
             return f"{self.key}#{digest}.{number}"
@@ -590,12 +593,12 @@ _SCOPE: ContextVar[_Scope | None] = ContextVar("torchrl_llm_calls", default=None
 
 @contextmanager
 def scope(log: CallLog, role: str, key: str) -> Iterator[None]:
-    """Let the calls of this thread be those of a role, in a journal.
+    """Record the calls of this thread under a role, in a journal.
 
     Args:
-        log: the journal.
-        role: ``actor``, ``critic``, ``optimizer`` or ``judge``, or another word.
-        key: what the calls are for; each gets a number behind it, in their order.
+        log: journal of the calls.
+        role: ``actor``, ``critic``, ``optimizer`` or ``judge``, or a different word.
+        key: purpose of the calls; each call appends its number.
     """
     token = _SCOPE.set(_Scope(log, role, key))
     try:
@@ -605,13 +608,13 @@ def scope(log: CallLog, role: str, key: str) -> Iterator[None]:
 
 
 def current() -> tuple[CallLog, str]:
-    """The journal and the key of the scope that the caller is in; outside of one, a new journal."""
+    """Journal and key of the caller's scope; a new journal if there is no scope."""
     here = _SCOPE.get()
     return (CallLog(), "0") if here is None else (here.log, here.key)
 
 
 def here() -> _Scope | None:
-    """The scope that the caller is in."""
+    """The caller's scope."""
     return _SCOPE.get()
 
 
@@ -622,17 +625,17 @@ def ask(
     max_tokens: int | None = None,
     place: _Scope | None = None,
 ) -> TextAnswer:
-    """One answer, through the journal where the caller is in a :func:`scope`.
+    """Get one answer, through the journal if the caller is in a :func:`scope`.
 
     Args:
-        asked: who is asked.
+        asked: the model.
         messages: the conversation.
         max_tokens: most tokens of the answer.
-        place: scope of a caller that is in none, as in a thread of its own.
+        place: scope to use if the caller has none, for example in a separate thread.
 
     Raises:
-        Exception: whatever kept the model from answering.
-        BudgetUsedUp: nothing is left.
+        Exception: the error of the model.
+        BudgetUsedUp: the budget is used up.
     """
     scope_, key = _SCOPE.get(), ""
     if scope_ is not None:

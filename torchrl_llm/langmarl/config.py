@@ -1,7 +1,7 @@
-"""Configurations of training in language space: flat dataclasses, one for each environment.
+"""Configurations of training in language space: flat dataclasses, one per environment.
 
-A file is JSON. Models in it are presets by name, mappings, or mappings with a ``preset`` whose
-values are replaced. Keys that are not known are errors.
+Files are JSON. A model is the name of a preset, a mapping, or a mapping with a ``preset`` and
+values that override it. Unknown keys are errors.
 """
 
 from __future__ import annotations
@@ -28,48 +28,50 @@ Layout = Literal[
     "forced_coordination",
     "counter_circuit",
 ]
-"""Kitchens of Overcooked."""
+"""Layouts of Overcooked kitchens."""
 
 _MODELS = ("llm", "actor_llm", "critic_llm", "optimizer_llm", "judge_llm")
 
 
 class BaseConfig(Group):
-    """What all environments share.
+    """Settings shared by all environments.
 
     Args:
         env: name of the environment.
-        exp_name: of the experiment, and of its run.
-        paradigm: ``central_credit`` evaluates each agent, ``central_global`` all at once.
-        num_iterations: all in all; 0 trains nothing.
-        trajectories_per_iteration: episodes of each.
-        mini_batch_size: episodes that gradients are made of; all if not given.
-        start_iteration: where to begin; the newest checkpoint if that is later.
-        llm: model of all roles that have none of their own; refused where all have.
-        actor_llm: of the agents.
-        critic_llm: of the critic.
-        optimizer_llm: of the optimizer.
-        judge_llm: of the judge; the critic's if not given.
-        num_agents: how many agents.
-        experiment_dir: where runs are kept.
-        checkpoint_dir: where the newest and the best policies are written as files.
-        max_workers: episodes, or calls of the critic, at a time.
-        log_level: of the file and the console.
-        seed: decides the order of tasks, mini-batches and held-out tasks.
-        run_name: of the run, where it is not ``exp_name``.
-        resume: ``latest`` goes on with a run of that name, ``never`` refuses; or a run's name.
+        exp_name: name of the experiment and of its run.
+        paradigm: ``central_credit`` evaluates each agent separately, ``central_global`` all
+            together.
+        num_iterations: total number of iterations; 0 trains nothing.
+        trajectories_per_iteration: episodes per iteration.
+        mini_batch_size: episodes used for gradients; all if not given.
+        start_iteration: first iteration; the newest checkpoint if that is later.
+        llm: model of all roles without a model of their own; rejected if every role has one.
+        actor_llm: model of the agents.
+        critic_llm: model of the critic.
+        optimizer_llm: model of the optimizer.
+        judge_llm: model of the judge; the critic's if not given.
+        num_agents: number of agents.
+        experiment_dir: folder of the runs.
+        checkpoint_dir: folder for the newest and the best policies as files.
+        max_workers: concurrent episodes or calls of the critic.
+        log_level: level of the log file and the console.
+        seed: determines the order of tasks, mini-batches and held-out tasks.
+        run_name: name of the run, if different from ``exp_name``.
+        resume: ``latest`` resumes an existing run of that name, ``never`` rejects it; or a run's
+            name.
         update: ``feedback`` replaces a section of the policy, ``rewrite`` lets a model rewrite it.
-        accept: ``better`` keeps the old policies unless held-out tasks say that the new are better.
-        validation_fraction: of the tasks that are held out.
-        max_policy_chars: most characters of a policy; a longer one is not taken.
-        edited_policies: whether texts of the newest checkpoint that were edited by hand are taken;
-            ``refuse`` takes them for damaged.
-        max_calls: of all runs of ``experiment_dir``.
-        max_total_tokens: likewise.
-        max_cost_usd: likewise; the prices of all models must be known.
-        prompts_dir: a folder with templates that replace ours.
+        accept: ``better`` keeps the old policies unless the new ones are better on held-out tasks.
+        validation_fraction: fraction of the tasks that is held out.
+        max_policy_chars: most characters of a policy; a longer one is rejected.
+        edited_policies: whether texts of the newest checkpoint that were edited by hand are
+            accepted; ``refuse`` treats them as damaged.
+        max_calls: most calls of all runs of ``experiment_dir``.
+        max_total_tokens: most tokens, likewise.
+        max_cost_usd: most US dollars, likewise; the prices of all models must be known.
+        prompts_dir: a folder with templates that replace the built-in ones.
 
     Raises:
-        ConfigError: a value that is impossible, of the wrong type, or without effect.
+        ConfigError: a value is impossible, has the wrong type, or has no effect.
 
     Example:
         >>> BaseConfig(paradigm="central_globe")
@@ -180,7 +182,7 @@ class BaseConfig(Group):
         return self._model("optimizer_llm", "llm")
 
     def get_judge_llm(self) -> LLMConfig:
-        """The model of the judge, never the actor's own.
+        """The model of the judge, never the actor's model.
 
         Raises:
             ConfigError: none is set.
@@ -197,10 +199,10 @@ class BaseConfig(Group):
 
         Args:
             path: of the file.
-            overrides: replace its values.
+            overrides: values that replace those of the file.
 
         Raises:
-            ConfigError: an unknown key, with the nearest, or a value that is impossible.
+            ConfigError: a key is unknown (the nearest is suggested), or a value is impossible.
         """
         return cls._of({**_of_file(path), **(overrides or {})})
 
@@ -214,11 +216,11 @@ class BaseConfig(Group):
         return from_mapping(cls, given)
 
     def to_dict(self) -> dict[str, Any]:
-        """The values as JSON has them, without keys of servers."""
+        """The values as JSON types, without API keys."""
         return masked(redacted(self))
 
     def to_json(self, path: str | os.PathLike[str]) -> None:
-        """Write a file, without keys of servers.
+        """Write a file, without API keys.
 
         Args:
             path: of the file.
@@ -245,14 +247,14 @@ class LanguageTaskConfig(BaseConfig):
     Args:
         task_type: ``qa``, ``math``, ``writing`` or ``coding``.
         benchmark_path: a folder with ``<task_type>.jsonl``, or a file.
-        data_limit: first so many tasks; all if not given, or not above 0.
-        use_verified_reward: let a judge compare answers with the task's.
-        episode_generation_workers: agents that are asked at a time.
-        optimizer_workers: gradients that are written at a time.
-        code_timeout: seconds of a program.
+        data_limit: number of tasks to use, from the first; all if not given or not above 0.
+        use_verified_reward: let a judge compare answers with the reference answers.
+        episode_generation_workers: concurrent calls of agents.
+        optimizer_workers: concurrently written gradients.
+        code_timeout: time limit of a program in seconds.
 
     Raises:
-        ConfigError: as of :class:`BaseConfig`.
+        ConfigError: as in :class:`BaseConfig`.
     """
 
     task_type: Literal["qa", "math", "writing", "coding"] = "qa"
@@ -284,13 +286,13 @@ class OvercookedConfig(BaseConfig):
     """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for what it needs.
 
     Args:
-        layout: of the kitchen.
+        layout: layout of the kitchen.
         episode_horizon: most steps of an episode.
         p0_agent: kind of the first cook.
         p1_agent: kind of the second.
 
     Raises:
-        ConfigError: as of :class:`BaseConfig`; ``num_agents`` must be 2.
+        ConfigError: as in :class:`BaseConfig`; ``num_agents`` must be 2.
     """
 
     env: str = "overcooked"
@@ -309,14 +311,14 @@ class PistonballConfig(BaseConfig):
     """Pistons that move a ball to the left.
 
     Args:
-        num_agents: as many as pistons; taken from ``num_pistons`` if not given.
-        num_pistons: how many, at least 2.
-        max_cycles: most cycles of an episode.
-        frame_size: of what a piston sees.
+        num_agents: number of pistons; equal to ``num_pistons`` if not given.
+        num_pistons: number of pistons, at least 2.
+        max_cycles: most cycles per episode.
+        frame_size: size of a piston's view.
         action_mode: ``discrete`` or ``continuous``.
 
     Raises:
-        ConfigError: as of :class:`BaseConfig`; another ``num_agents`` than ``num_pistons``.
+        ConfigError: as in :class:`BaseConfig`; or ``num_agents`` differs from ``num_pistons``.
     """
 
     env: str = "pistonball"
@@ -344,10 +346,10 @@ def load_config(
 
     Args:
         path: of the file.
-        overrides: replace its values, ``env`` too.
+        overrides: values that replace those of the file, including ``env``.
 
     Raises:
-        ConfigError: an unknown environment or key, or a value that is impossible.
+        ConfigError: an environment or key is unknown, or a value is impossible.
     """
     values = {**_of_file(path), **(overrides or {})}
     name = str(values.get("env", "language"))
@@ -356,7 +358,7 @@ def load_config(
 
 
 def _of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The values of a file; what it names by a relative path may lie next to it."""
+    """The values of a file; relative paths in it may be relative to its folder."""
     values = read_object(path, "the configuration")
     for name in ("benchmark_path", "prompts_dir"):
         if isinstance(values.get(name), str) and values[name]:

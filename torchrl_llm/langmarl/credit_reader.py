@@ -1,8 +1,8 @@
-"""Reader of a critic's answers: which text is for which agent.
+"""Parser of a critic's answers: assigns texts to agents.
 
 Four formats are tried in turn: a JSON object, bracket markers, thirds of a row of pistons, and the
-whole text. A text goes to the agents that it addresses by name and to no other; it is for everyone
-only where it names nobody. Reading never raises, and takes time linear in the length of the answer.
+whole text. A text goes only to the agents that it names; if it names nobody, it is for everyone.
+Parsing never raises and takes linear time in the length of the answer.
 
 Next: :mod:`torchrl_llm.langmarl.critic` asks for such answers.
 """
@@ -18,7 +18,7 @@ from textwrap import indent
 from typing import Any
 
 CREDIT_FORMATS = ("json", "markers", "thirds")
-"""The formats that an environment may ask its critic for."""
+"""The formats that an environment may request from its critic."""
 
 _SEPARATOR = r"(?:[^\S\r\n]|[_\-\u2010\u2011])"
 _SPLIT = re.compile(r"[\s_\-\u2010\u2011]+")
@@ -44,16 +44,16 @@ def parse_credit_response(
 ) -> dict[str, str]:
     """Split a critic's answer into the texts of the agents.
 
-    Case, spaces, ``_`` and ``-`` do not matter in a name: ``Agent 1`` is ``agent_1``, and never
-    ``agent_10``. Numbers are taken as they are, not counted from another base.
+    Names match regardless of case, spaces, ``_`` and ``-``: ``Agent 1`` is ``agent_1``, and never
+    ``agent_10``. Numbers are not shifted to a different base.
 
     Args:
-        response: the answer; what is no text counts as an empty one.
+        response: the answer; anything except a text counts as empty.
         agent_names: names of the agents.
-        credit_format: ``json``, ``markers`` or ``thirds`` to try this one first.
+        credit_format: ``json``, ``markers`` or ``thirds`` to try this format first.
 
     Returns:
-        A text for every agent; empty where others are addressed and it is not.
+        A text for every agent; empty if only others are addressed.
 
     Example:
         >>> parse_credit_response('Well: {"Agent 1": "Be brief."}', ["agent_1", "agent_2"])
@@ -71,14 +71,14 @@ def parse_credit_response(
 
 
 def thirds_of(agent_names: Sequence[str]) -> dict[str, int] | None:
-    """Which third each piston of a row is in: 0 left, 1 in the middle, 2 right.
+    """The third of the row in which each piston is: 0 left, 1 middle, 2 right.
 
     Args:
         agent_names: names of the agents.
 
     Returns:
-        A number for each name; ``None`` unless they are ``piston_0``, ``piston_1`` and so on, and
-        three at least.
+        A number for each name; ``None`` unless there are at least three, called ``piston_0``,
+        ``piston_1`` and so on.
 
     Example:
         >>> thirds_of(["piston_0", "piston_1", "piston_2"])
@@ -93,7 +93,7 @@ def thirds_of(agent_names: Sequence[str]) -> dict[str, int] | None:
 
 
 class _Team:
-    """The names of a team, as they are found in labels and in prose."""
+    """The names of a team, as they appear in labels and in prose."""
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
@@ -104,7 +104,7 @@ class _Team:
         self._mention = _mention_pattern(names)
 
     def who(self, label: str) -> str | None:
-        """The agent that a key or a marker is for; ``None`` for nobody of the team."""
+        """The agent of a key or a marker; ``None`` if it is not in the team."""
         if label in self.names:
             return label
         parts = _parts(label)
@@ -116,7 +116,7 @@ class _Team:
         return None
 
     def read_whole(self, text: str) -> dict[str, str]:
-        """The text for those that it names, or for everyone; a stranger's name counts, too."""
+        """The text for the agents that it names, or for everyone; unknown names also count."""
         named = {self.who(match[0]) for match in self._mention.finditer(text)}
         return {name: text if name in named or not named else "" for name in self.names}
 
@@ -135,12 +135,12 @@ def _joined(parts: Sequence[str], pieces: Sequence[str], number_gap: str, gap: s
 
 
 def _key(parts: Sequence[str]) -> str:
-    """The parts in one, with a gap only between numbers: ``agent_1_1`` is not ``agent_11``."""
+    """Join the parts, with a gap only between numbers: ``agent_1_1`` is not ``agent_11``."""
     return _joined(parts, parts, " ", "")
 
 
 def _mention_pattern(names: Sequence[str]) -> re.Pattern[str]:
-    """Finds each name as a word of its own, and strangers that differ from one by their number."""
+    """Finds each name as a separate word, and unknown names that differ only in the number."""
     patterns = set()
     for parts in filter(None, map(_parts, names)):
         pieces = [re.escape(part) for part in parts]
@@ -161,7 +161,7 @@ def _read_json(text: str, team: _Team) -> dict[str, str] | None:
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The JSON objects in a text.
 
-    An attempt that fails may have read all the rest, so there are only so many.
+    A failed attempt may read the whole rest, so the number of attempts is limited.
     """
     budget, end = 10_000_000 + 64 * len(text), 0
     for match in _OBJECT.finditer(text):
@@ -177,7 +177,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _addressed(value: Any, team: _Team) -> dict[str, str]:
-    """The texts under names of agents, on the outermost level that has any."""
+    """The texts under agent names, on the outermost level that has any."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         found: dict[str, list[str]] = {}
@@ -193,7 +193,7 @@ def _addressed(value: Any, team: _Team) -> dict[str, str]:
 
 
 def _readable(value: Any, depth: int = 0) -> str:
-    """A JSON value as a person would write it down."""
+    """A JSON value as readable text."""
     if isinstance(value, str):
         return value.strip()
     if value is None or depth > _MAX_DEPTH:
@@ -227,13 +227,13 @@ def _read_thirds(text: str, team: _Team) -> dict[str, str] | None:
         return None
     found = [(match, _THIRDS[match["third"].lower()]) for match in _THIRD.finditer(text)]
     if len({third for _, third in found}) < 2 and not any(match["what"] for match, _ in found):
-        return None  # "Right: ..." alone is how a sentence begins
+        return None  # a single "Right: ..." is the start of a sentence
     sections = _sections(text, found) or {}
     return {name: sections.get(third, "") for name, third in team.thirds.items()}
 
 
 def _sections(text: str, found: Sequence[tuple[re.Match[str], Any]]) -> dict[Any, str] | None:
-    """The text behind each heading up to the next; ``None`` where no heading is for anybody."""
+    """The text between each heading and the next; ``None`` if no heading names an agent."""
     ends = [match.start() for match, _ in found[1:]] + [len(text)]
     sections: dict[Any, list[str]] = {}
     for (match, name), end in zip(found, ends, strict=False):

@@ -1,8 +1,7 @@
-"""Critic that reads an episode and says what each agent, or the team, did well and badly.
+"""Critic that reads an episode and describes what each agent, or the team, did well and badly.
 
-It makes one call an episode. What it answers is split by
-:mod:`~torchrl_llm.langmarl.credit_reader`; a call that fails is an evaluation without texts, with
-an ``error``.
+It makes one call per episode. :mod:`~torchrl_llm.langmarl.credit_reader` splits the answer; a
+failed call gives an evaluation without texts and with an ``error``.
 
 Next: :mod:`torchrl_llm.langmarl.optimizer` turns evaluations into changed policies.
 """
@@ -30,7 +29,7 @@ from torchrl_llm.langmarl.safe_chat import SafeChat
 
 CRITIC_FIELDS = {"trajectory", "num_agents", "task_type", "role_context", "agent_names"}
 CRITIC_FIELDS |= {"agent_evaluation_sections", "agent_specific_criteria", "answer_format"}
-"""Fields that every critic's template may have; an environment may fill further ones."""
+"""Fields available in every critic's template; an environment may fill further ones."""
 
 _FORMATTERS = {
     "central_credit": TrajectoryFormatter.format_for_credit_assignment,
@@ -41,20 +40,20 @@ _WORDS = json.loads((PROMPTS / "critic.json").read_text(encoding="utf-8"))
 
 
 class CentralizedCritic(SafeChat, BaseCritic):
-    """Evaluates an episode with one call of a model.
+    """Evaluates an episode with one model call.
 
     Args:
         config: its ``paradigm`` is ``central_credit`` (a text for each agent) or
             ``central_global`` (one for all).
-        prompts_dir: folder of templates called like the paradigms, that take the place of ours.
+        prompts_dir: folder of templates, named like the paradigms, that replace the built-in ones.
 
     Attributes:
-        client: asks the model.
-        environment: says who the agents are and in which format the critic answers.
-        num_fallbacks: evaluations that failed.
+        client: client of the model.
+        environment: defines the agents and the format of the critic's answers.
+        num_fallbacks: number of failed evaluations.
 
     Raises:
-        ConfigError: no model, or no such folder.
+        ConfigError: there is no model, or the folder does not exist.
     """
 
     def __init__(self, config: BaseConfig, prompts_dir: Path | str | None = None) -> None:
@@ -64,7 +63,7 @@ class CentralizedCritic(SafeChat, BaseCritic):
         self._template = Template.load(config.paradigm, self._folders, None)
 
     def for_environment(self, env: BaseEnvironment) -> Self:
-        """Judge episodes of an environment, with its templates and in its format.
+        """Prepare for the episodes of an environment, with its templates and format.
 
         Args:
             env: the environment.
@@ -73,9 +72,9 @@ class CentralizedCritic(SafeChat, BaseCritic):
             The critic itself.
 
         Raises:
-            ConfigError: a template has a field that neither the critic nor the environment fills,
-                the format is none, or a model in this process cannot read the prompt even of an
-                episode without answers.
+            ConfigError: neither the critic nor the environment fills a field of a template, the
+                format is unknown, or even the prompt of an episode without answers is too long for
+                a model in this process.
         """
         if env.CREDIT_FORMAT not in (None, *CREDIT_FORMATS):
             raise ConfigError(
@@ -112,12 +111,12 @@ class CentralizedCritic(SafeChat, BaseCritic):
             policies: the policies that played it.
 
         Returns:
-            ``raw_response``, ``paradigm``, ``per_agent`` (a text for each agent, empty where it
-            was not addressed), and ``error`` where there is no evaluation.
+            ``raw_response``, ``paradigm``, ``per_agent`` (a text for each agent, empty if the agent
+            was not addressed), and ``error`` if there is no evaluation.
 
         Raises:
-            ConfigError: a template has a field that nobody fills.
-            BudgetUsedUp: no call is left.
+            ConfigError: a field of a template is not filled.
+            BudgetUsedUp: the budget allows no further call.
         """
         env = self.environment
         names = list(policies) if env is None else env.agent_names
@@ -158,7 +157,7 @@ class CentralizedCritic(SafeChat, BaseCritic):
 
 
 def _titles(num_agents: int, num_steps: int) -> list[str]:
-    """What each agent is: its place in the order of answers, if each answers once."""
+    """Description of each agent: its position in the order of answers, if each answers once."""
     if num_steps > num_agents:
         return ["member"] * num_agents
     if num_agents == 1:
@@ -168,7 +167,7 @@ def _titles(num_agents: int, num_steps: int) -> list[str]:
 
 
 def _extras(env: BaseEnvironment) -> Mapping[str, str]:
-    """The fields that an environment fills, tried on an episode without turns."""
+    """The fields that an environment fills, tested on an episode without turns."""
     try:
         return env.critic_prompt_vars(Trajectory(dict(env.tasks()[0]), [], 0.0))
     except Exception as error:
@@ -179,7 +178,7 @@ def _extras(env: BaseEnvironment) -> Mapping[str, str]:
 
 
 def _answer_format(names: Sequence[str], credit_format: str | None) -> str:
-    """How the critic is to write, so that its answer can be split."""
+    """Format instructions for the critic, so that its answer can be split."""
     thirds = thirds_of(names)
     if credit_format == "thirds" and thirds is not None:
         members = [[n for n in names if thirds[n] == third] for third in range(3)]

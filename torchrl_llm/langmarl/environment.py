@@ -1,10 +1,10 @@
-"""Environments of language-space training: the abstract parts, an episode, and the registry.
+"""Environments of language-space training: base classes, episodes, and the registry.
 
-A :class:`BaseEnvironment` plays episodes with policies that are texts. Ours collect through
-:class:`~torchrl_llm.collectors.LLMCollector`; one of the user's needs no more than
+A :class:`BaseEnvironment` plays episodes with policies that are texts. The built-in ones collect
+with :class:`~torchrl_llm.collectors.LLMCollector`; a user's environment only needs
 :meth:`~BaseEnvironment.collect_trajectory`.
 
-Next: :mod:`torchrl_llm.langmarl.phases` trains in one.
+Next: :mod:`torchrl_llm.langmarl.phases` trains in an environment.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from torchrl_llm.langmarl.calls import CallLog
 
 @dataclass
 class Trajectory:
-    """An episode: its task, what each agent saw and did, and its reward.
+    """An episode: its task, the observations and actions of each agent, and its reward.
 
     Args:
-        task: the task, with ``question`` and ``ground_truth`` for example.
-        steps: of each turn ``agent_id``, ``observation``, ``action`` and whatever else the
-            environment tells; there may be none.
-        reward: of the episode; NaN where it failed.
-        metadata: ``episode_id``, ``error`` of an episode that failed, and anything else.
+        task: the task, for example with ``question`` and ``ground_truth``.
+        steps: for each turn ``agent_id``, ``observation``, ``action`` and other data of the
+            environment; may be empty.
+        reward: reward of the episode; NaN if it failed.
+        metadata: ``episode_id``, ``error`` of a failed episode, and other data.
 
     Example:
         >>> one = Trajectory({"question": "2+2?"}, [], 1.0, {"episode_id": 3})
@@ -54,7 +54,7 @@ class Trajectory:
         return self.reward is not None and math.isfinite(self.reward)
 
     def to_dict(self) -> dict[str, Any]:
-        """As a store keeps it."""
+        """The mapping that a store keeps."""
         return {
             "episode_id": self.metadata.get("episode_id", 0),
             "task": self.task,
@@ -65,10 +65,10 @@ class Trajectory:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read what :meth:`to_dict` wrote.
+        """Read a mapping from :meth:`to_dict`.
 
         Raises:
-            DataError: a part is missing, or of another type.
+            DataError: a part is missing or has the wrong type.
         """
         steps, task, reward = data.get("transitions"), data.get("task"), data.get("reward", 0.0)
         metadata = dict(data.get("metadata") or {})
@@ -81,14 +81,14 @@ class Trajectory:
 
 @dataclass(frozen=True)
 class Episodes:
-    """Episodes that are to be played.
+    """Episodes to play.
 
     Args:
-        numbered: of each episode its number, and its task.
+        numbered: number and task of each episode.
         log: journal of the calls.
-        prefix: of the keys of their calls.
-        workers: episodes at a time, where each is played by itself.
-        on_done: is told of each episode when it is over, in any thread.
+        prefix: prefix of the keys of their calls.
+        workers: concurrent episodes, if each is played separately.
+        on_done: called with each finished episode, in any thread.
     """
 
     numbered: Sequence[tuple[int, dict[str, Any]]]
@@ -111,38 +111,38 @@ class Episodes:
         """Key of a call.
 
         Args:
-            role: for whom.
-            number: of the episode.
-            rest: which call of the episode.
+            role: role of the call.
+            number: number of the episode.
+            rest: identifies the call within the episode.
         """
         return f"{self.prefix}/{role}/{number}/{rest}"
 
 
 class BaseEnvironment(ABC):
-    """Base of the environments; a subclass plays episodes with the policies it is given.
+    """Base of the environments; a subclass plays episodes with given policies.
 
     Args:
-        config: of the training.
+        config: the training configuration.
     """
 
     ENV_NAME: ClassVar[str] = ""
     CREDIT_FORMAT: ClassVar[str | None] = None
-    """How the critic is asked to write: ``json``, ``markers`` or ``thirds``; ``None`` to look."""
+    """Format of the critic's answers: ``json``, ``markers`` or ``thirds``; ``None`` to detect."""
     CONFIG_CLASS: ClassVar[type | None] = None
     """Dataclass of its configuration; ``BaseConfig`` if ``None``."""
     prompts_dir: Path | None = None
-    """Folder of its own templates; those that are not there are taken from ours."""
+    """Folder of its own templates; missing ones are replaced by the built-in ones."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
 
     @property
     def agent_names(self) -> list[str]:
-        """Names of the agents, in the order in which they are shown."""
+        """Names of the agents, in display order."""
         return [f"agent_{k}" for k in range(1, self.config.num_agents + 1)]
 
     def default_policies(self) -> dict[str, str]:
-        """The policy that each agent begins with."""
+        """The initial policy of each agent."""
         total = self.config.num_agents
         return {
             name: f"You are {name}, agent {k} of {total}. Do your part of the task as well as you "
@@ -151,11 +151,11 @@ class BaseEnvironment(ABC):
         }
 
     def tasks(self) -> list[dict[str, Any]]:
-        """The tasks that episodes are drawn from."""
+        """The tasks of the episodes."""
         return [{}]
 
     def task_context(self, task: dict[str, Any]) -> str:
-        """What an optimizer is told of a task, the most important first; never the answer.
+        """Description of a task for the optimizer, the most important first; never the answer.
 
         Args:
             task: the task.
@@ -175,7 +175,7 @@ class BaseEnvironment(ABC):
             task: the task.
 
         Returns:
-            What each agent sees first.
+            The first observation of each agent.
         """
 
     @abstractmethod
@@ -184,10 +184,10 @@ class BaseEnvironment(ABC):
 
         Args:
             agent_id: name of the agent.
-            action: what it does.
+            action: the agent's action.
 
         Returns:
-            Observation, reward, whether the episode is over, and further facts.
+            Observation, reward, whether the episode is over, and further information.
         """
 
     @abstractmethod
@@ -203,18 +203,18 @@ class BaseEnvironment(ABC):
         """
 
     def collect_batch(self, policies: dict[str, str], episodes: Episodes) -> list[Trajectory]:
-        """Play several episodes, here each in a thread of its own.
+        """Play several episodes, by default each in a separate thread.
 
         Args:
             policies: the text of each agent.
-            episodes: those to play.
+            episodes: the episodes to play.
 
         Returns:
-            The episodes in their order. One that failed has no steps, a NaN reward and an
-            ``error`` in its metadata.
+            The episodes in order. A failed episode has no steps, a NaN reward and an ``error`` in
+            its metadata.
 
         Raises:
-            BudgetUsedUp: nothing is left to ask with; episodes that had ended were told of.
+            BudgetUsedUp: the budget is used up; ``on_done`` was called for finished episodes.
         """
 
         def play(numbered: tuple[int, dict[str, Any]]) -> Trajectory:
@@ -227,7 +227,7 @@ class BaseEnvironment(ABC):
                 found.reward = float(found.reward)
             except calls.FATAL:
                 raise
-            except Exception as error:  # an episode that fails is data
+            except Exception as error:  # a failed episode is also data
                 told = f"{type(error).__name__}: {error}"
                 logger.warning(f"episode {number} of {episodes.prefix} failed: {told}")
                 found = Trajectory(task, [], math.nan, {"error": told})
@@ -239,12 +239,12 @@ class BaseEnvironment(ABC):
 
 
 def in_threads(function: Callable[[Any], Any], items: Sequence[Any], workers: int) -> list[Any]:
-    """Call a function for each item, so many at a time; the first exception is raised at the end.
+    """Call a function for each item, in threads; the first exception is raised at the end.
 
     Args:
-        function: of one item.
-        items: its arguments.
-        workers: calls at a time.
+        function: called with one item.
+        items: the items.
+        workers: concurrent calls.
 
     Returns:
         The results in the order of the items.
@@ -260,44 +260,44 @@ class BaseAgent(ABC):
 
     @abstractmethod
     def act(self, observation: str, policy: str) -> str:
-        """What the agent does.
+        """Choose an action.
 
         Args:
-            observation: what it sees.
-            policy: its system prompt.
+            observation: the agent's observation.
+            policy: the agent's system prompt.
         """
 
 
 class BaseCritic(ABC):
-    """Base of what judges episodes."""
+    """Base of critics, which evaluate episodes."""
 
     def for_environment(self, env: BaseEnvironment) -> None:
-        """Get to know the environment, before the first episode; nothing here.
+        """Prepare for an environment, before the first episode; does nothing by default.
 
         Args:
-            env: whose episodes are judged.
+            env: environment of the episodes.
         """
 
     @abstractmethod
     def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
-        """Judge an episode.
+        """Evaluate an episode.
 
         Args:
             trajectory: the episode.
             policies: the policies that played it.
 
         Returns:
-            ``raw_response``, and ``per_agent``: a text for each agent, empty for none.
+            ``raw_response``, and ``per_agent``: a text for each agent, may be empty.
         """
 
 
 def evaluation_of(
     critic: BaseCritic, trajectory: Trajectory, policies: dict[str, str]
 ) -> dict[str, Any]:
-    """What a critic says of an episode; where it fails, an ``error`` and nothing of anyone.
+    """Evaluate an episode; if the critic fails, the result has an ``error`` and no texts.
 
     Args:
-        critic: evaluates.
+        critic: the critic.
         trajectory: the episode.
         policies: the policies that played it.
     """
@@ -308,18 +308,18 @@ def evaluation_of(
         return dict(found)
     except calls.FATAL:
         raise
-    except Exception as error:  # a critic that fails is data
+    except Exception as error:  # a failed evaluation is also data
         told = f"{type(error).__name__}: {error}"
         logger.warning(f"no evaluation of episode {trajectory.metadata.get('episode_id')}: {told}")
         return {"raw_response": "", "per_agent": {}, "error": told}
 
 
 def said_of(per_agent: Mapping[str, Any], agent: str) -> str:
-    """What an evaluation says of an agent; nothing where it does not name it.
+    """The text for an agent in an evaluation; empty if the agent is not named.
 
     Args:
-        per_agent: texts by name; what is none is written as JSON.
-        agent: its name.
+        per_agent: texts by name; other values are written as JSON.
+        agent: name of the agent.
 
     Example:
         >>> said_of({"a": "Good. ", "b": None}, "a"), said_of({"a": "Good.", "b": None}, "b")
@@ -342,50 +342,50 @@ class BaseReward(ABC):
 
 
 class BaseOptimizer(ABC):
-    """Base of what turns evaluations into better policies."""
+    """Base of optimizers, which turn evaluations into better policies."""
 
     num_fallbacks: int = 0
-    """Calls that failed, whose answer was replaced by none."""
+    """Number of failed calls, which changed nothing."""
 
     def reconcile_gradients(self, gradients: list[str]) -> str:
-        """One gradient for several, of ``update="rewrite"``; here as for ``feedback``."""
+        """Merge gradients for ``update="rewrite"``; by default as for ``feedback``."""
         return self.aggregate_gradients(gradients)
 
     def synthesize_policy(self, policy: str, gradient: str, max_chars: int | None = None) -> str:
-        """A policy rewritten by a gradient, of ``update="rewrite"``.
+        """Rewrite a policy by a gradient, for ``update="rewrite"``.
 
         Args:
-            policy: the policy.
+            policy: the old policy.
             gradient: how it should change.
             max_chars: most characters of the new one.
 
         Raises:
-            NotImplementedError: this optimizer only applies gradients.
+            NotImplementedError: this optimizer can only apply gradients.
         """
         raise NotImplementedError(f"{type(self).__name__} does not rewrite: use update='feedback'")
 
     @abstractmethod
     def generate_gradient(self, policy: str, evaluation: str, context: str) -> str:
-        """How a policy should change, as a text.
+        """Write how a policy should change.
 
         Args:
-            policy: of one agent.
-            evaluation: what the critic said of it.
+            policy: policy of one agent.
+            evaluation: the critic's text for the agent.
             context: the task.
         """
 
     def generate_shared_gradient(self, evaluation: str, task_context: str) -> str:
-        """How all policies should change; here the gradient of a policy that is not shown.
+        """Write how all policies should change; by default a gradient without a shown policy.
 
         Args:
-            evaluation: what the critic said of the team.
+            evaluation: the critic's text for the team.
             task_context: the task.
         """
         return self.generate_gradient("", evaluation, task_context)
 
     @abstractmethod
     def apply_gradient(self, policy: str, gradient: str) -> str:
-        """The changed policy.
+        """Apply a gradient to a policy.
 
         Args:
             policy: the policy.
@@ -394,10 +394,10 @@ class BaseOptimizer(ABC):
 
     @abstractmethod
     def aggregate_gradients(self, gradients: list[str]) -> str:
-        """One gradient for several.
+        """Merge several gradients into one.
 
         Args:
-            gradients: those of several episodes.
+            gradients: gradients of several episodes.
         """
 
 
@@ -405,13 +405,14 @@ _ANSWERS = {"answer", "ground_truth", "solution", "canonical_solution", "test", 
 
 
 def register_env(name: str) -> Callable[[type[BaseEnvironment]], type[BaseEnvironment]]:
-    """Register an environment of one's own, as a decorator of its class.
+    """Decorator that registers an environment class.
 
     Args:
-        name: what configurations call it.
+        name: its name in configurations.
 
     Raises:
-        ConfigError: what is no environment, or a name that another class has, or that is none.
+        ConfigError: the class is not an environment, or the name is invalid or used by a different
+            class.
 
     Example:
         >>> @register_env("echo")
@@ -426,14 +427,14 @@ def register_env(name: str) -> Callable[[type[BaseEnvironment]], type[BaseEnviro
     def decorate(cls: type[BaseEnvironment]) -> type[BaseEnvironment]:
         if not isinstance(name, str) or not name or ":" in name:
             raise ConfigError(f"an environment needs a name without ':', got {name!r}")
-        names("environments")  # those that are here come first, whoever is imported first
+        names("environments")  # the built-in ones come first, regardless of import order
         return register("environments", name)(_checked_class(f"register_env({name!r})", cls))
 
     return decorate
 
 
 def list_envs() -> list[str]:
-    """Names of the environments that there are.
+    """Names of all environments.
 
     Example:
         >>> [name for name in list_envs() if name in ("language", "pistonball")]
@@ -446,10 +447,10 @@ def env_class(name: str) -> type[BaseEnvironment]:
     """The class of an environment.
 
     Args:
-        name: as it is registered, or ``"module:Class"`` or ``"file.py:Class"``.
+        name: the registered name, or ``"module:Class"`` or ``"file.py:Class"``.
 
     Raises:
-        ConfigError: there is none of that name; the nearest is named.
+        ConfigError: the name is unknown; the nearest one is suggested.
     """
     return _checked_class(f"env={name!r}", find("environments", name))
 
@@ -464,23 +465,23 @@ def make_env(name: str, config: Any) -> BaseEnvironment:
     """Make an environment.
 
     Args:
-        name: as it is registered.
-        config: of the training.
+        name: the registered name.
+        config: the training configuration.
 
     Raises:
-        ConfigError: there is none of that name, or it refuses the configuration.
+        ConfigError: the name is unknown, or the environment rejects the configuration.
     """
     return env_class(name)(config)
 
 
 def checked_names(env: BaseEnvironment) -> list[str]:
-    """The names of the agents of an environment.
+    """Check and return the agent names of an environment.
 
     Args:
         env: the environment.
 
     Raises:
-        ConfigError: none, or one twice.
+        ConfigError: there are no names, or a name occurs twice.
     """
     names: Sequence[str] = list(env.agent_names)
     if not names or len(set(names)) < len(names) or not all(isinstance(n, str) for n in names):

@@ -1,6 +1,6 @@
-"""Writer of episodes as texts that a critic reads: for a team, for each agent, or in short.
+"""Formats episodes as texts for a critic: for a team, for each agent, or as a summary.
 
-What an episode does not have is shown as ``N/A``.
+Missing parts are shown as ``N/A``.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ _MISSING = "N/A"
 _QUESTION = ("question", "query", "problem", "prompt", "instruction", "description")
 _TRUTH = ("ground_truth", "answer")
 _CONTEXT = ("context",)
-# What a critic needs not, or must not, see as part of the task.
+# Fields of the task that a critic does not need or must not see.
 _HIDDEN = {*_QUESTION, *_TRUTH, *_CONTEXT, "task_type", "tests", "test", "canonical_solution"}
 _VERIFIED = ("verified_score", "verified_reward")
 
 Episode = Mapping[str, Any] | Trajectory
-"""An episode as a store keeps it (``task``, ``transitions``, ``reward``, ``metadata``; there may be
-``policies``, too), or the episode itself."""
+"""An episode or its stored form (with ``task``, ``transitions``, ``reward``, ``metadata``)."""
 
 
 class TrajectoryFormatter:
-    """Writes episodes as texts, in three lengths.
+    """Formats episodes as texts of three lengths.
 
     Example:
         >>> step = {"agent_id": "agent_1", "action": "It is 4."}
@@ -39,14 +38,14 @@ class TrajectoryFormatter:
 
     @staticmethod
     def format_trajectory(episode: Episode) -> str:
-        """An episode for a judgement of the whole team, with long parts cut.
+        """Format an episode to evaluate the whole team; long parts are cut.
 
         Args:
             episode: the episode.
 
         Returns:
-            The task (context up to 500 characters), what each agent was told (200) and did (500),
-            the final answer (500), the ground truth (200) and the score.
+            The task (context up to 500 characters), the policy (200) and the actions (500) of each
+            agent, the final answer (500), the ground truth (200) and the score.
         """
         parts = _Parts(episode)
         lines = [*parts.opening(context_chars=500), "", "Agents:"]
@@ -60,14 +59,14 @@ class TrajectoryFormatter:
 
     @staticmethod
     def format_for_credit_assignment(episode: Episode) -> str:
-        """An episode for a judgement of each agent, with a section for each and nothing cut.
+        """Format an episode to evaluate each agent, with a section per agent and nothing cut.
 
         Args:
             episode: the episode.
 
         Returns:
-            The task, for each agent its policy and its turns (numbered in the order of all turns),
-            the final answer, the ground truth and the score.
+            The task, the policy and turns of each agent (numbered in the order of all turns), the
+            final answer, the ground truth and the score.
         """
         parts = _Parts(episode)
         lines = parts.opening()
@@ -82,7 +81,7 @@ class TrajectoryFormatter:
 
     @staticmethod
     def format_trajectory_minimal(episode: Episode) -> str:
-        """An episode in four lines: task, agents, final answer, score.
+        """Format an episode in four lines: task, agents, final answer, score.
 
         Args:
             episode: the episode.
@@ -99,7 +98,7 @@ class TrajectoryFormatter:
 
 
 class _Parts:
-    """What the three formats show, found in an episode of which anything may be missing."""
+    """The parts that the three formats show; any of them may be missing in the episode."""
 
     def __init__(self, episode: Episode) -> None:
         data = episode.to_dict() if isinstance(episode, Trajectory) else episode
@@ -115,7 +114,7 @@ class _Parts:
         self.question = _text(_first(self.task, _QUESTION) or "\n".join(rest))
 
     def policy(self, agent: str) -> str:
-        """What an agent was told: by the policies of the episode, or in its first step."""
+        """Policy of an agent: from the policies of the episode, or from its first step."""
         told = (step.get("policy") for step in self.steps if _agent(step) == agent)
         return _text(self.policies.get(agent) or next(told, None))
 
@@ -125,7 +124,7 @@ class _Parts:
         return [f"Task: {self.question}", f"Context: {_cut(context, context_chars)}"]
 
     def ending(self, answer_chars: int | None = None, truth_chars: int | None = None) -> list[str]:
-        """The lines of what came out."""
+        """The lines of the outcome."""
         truth = _text(_first(self.task, _TRUTH))
         lines = [
             f"Final answer: {_cut(self.answer, answer_chars)}",

@@ -1,11 +1,11 @@
 """The ``language`` environment: agents answer one after another, and the last answer counts.
 
-The agents share a pool of messages: each sees the task and what those before it wrote. An episode
-is a row for each agent in :class:`MessagePoolEnv`, so that the same rollouts train texts and
-weights; the actors of all episodes are asked at once. :class:`LanguageEnvironment` is the front
-that :func:`torchrl_llm.langmarl.make_env` makes.
+The agents share a pool of messages: each sees the task and the answers of earlier agents. An
+episode has one row per agent in :class:`MessagePoolEnv`, so that the same rollouts train texts and
+weights; the actors of all episodes are called in one batch. :class:`LanguageEnvironment` is the
+interface that :func:`torchrl_llm.langmarl.make_env` creates.
 
-Next: :mod:`torchrl_llm.langmarl.language_tasks` has the tasks and scores answers.
+Next: :mod:`torchrl_llm.langmarl.language_tasks` loads the tasks and scores answers.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ ERROR_KEY = "call_error"
 
 @dataclass(frozen=True, kw_only=True)
 class Passed(Reaction):
-    """A reaction with the pool of messages after it.
+    """A reaction with the resulting pool of messages.
 
     Args:
         pool: the answers so far, as JSON.
@@ -67,15 +67,15 @@ class Passed(Reaction):
 
 
 class MessagePool(PlayersTransform):
-    """Lets agents answer in their order; the last answer is scored.
+    """Lets agents answer in order; the last answer is scored.
 
-    In addition to what every :class:`~torchrl_llm.envs.players.PlayersTransform` writes: ``"task"``
-    and ``"pool"``, the task and the answers so far as JSON, and ``"episode"``, its number as text.
-    All rows of an episode get its reward.
+    In addition to the keys of every :class:`~torchrl_llm.envs.players.PlayersTransform`, it writes
+    ``"task"`` and ``"pool"``, the task and the answers so far as JSON, and ``"episode"``, the
+    number of the episode as text. All rows of an episode get the episode's reward.
 
     Args:
-        agents: names, in the order in which they answer.
-        score: tasks and last answers to a score each, or the exception where there is none.
+        agents: names, in the order of their answers.
+        score: function from tasks and last answers to a score or an exception for each.
     """
 
     COLUMNS = ("task", "pool", "episode")
@@ -91,7 +91,7 @@ class MessagePool(PlayersTransform):
         return Opening({self.players[0]: self.prompt(task, [], self.players[0])}, columns)
 
     def prompt(self, task: Mapping[str, Any], pool: Sequence[str], agent: str) -> str:
-        """What an agent sees.
+        """Prompt of an agent.
 
         Args:
             task: the task.
@@ -107,7 +107,7 @@ class MessagePool(PlayersTransform):
     def react_together(
         self, td: TensorDictBase, episodes: Sequence[Episode]
     ) -> list[EpisodeReaction]:
-        """Pass an answer on, or score the last."""
+        """Pass an answer to the next agent, or score the last one."""
         tasks, pools = td.get("task").tolist(), td.get("pool").tolist()
         errors = td.get(ERROR_KEY, None)
         errors = [""] * len(tasks) if errors is None else errors.tolist()
@@ -130,7 +130,7 @@ class MessagePool(PlayersTransform):
         return reactions
 
     def _passed(self, task: Mapping[str, Any], pool: Sequence[str]) -> EpisodeReaction:
-        """The pool grows, and the next agent, if there is one, is told of it."""
+        """Extend the pool, and show it to the next agent, if there is one."""
         following = self.players[len(pool) : len(pool) + 1]
         told = dict.fromkeys(self.players, Passed(observation="", pool=json.dumps(pool)))
         for agent in following:
@@ -152,7 +152,7 @@ class MessagePool(PlayersTransform):
 
 
 def _scored(reaction: EpisodeReaction, score: float | Exception) -> EpisodeReaction:
-    """The end of an episode, with its reward for all, or with what failed."""
+    """The end of an episode, with its reward for all rows, or with an error."""
     if isinstance(score, Exception):
         return replace(reaction, error=score)
     ended = {"reward": score, "success": score >= 1, "terminated": True}
@@ -161,12 +161,12 @@ def _scored(reaction: EpisodeReaction, score: float | Exception) -> EpisodeReact
 
 
 class MessagePoolEnv(MultiAgentChatEnv):
-    r"""An environment in which agents answer one after another, a row for each of them.
+    r"""An environment in which agents answer one after another, with a row per agent.
 
     Args:
-        tasks: what episodes are about; of each the fields of its type, see
+        tasks: tasks of the episodes, with the fields of their types, see
             :mod:`torchrl_llm.langmarl.language_tasks`.
-        agents: names, in the order in which they answer.
+        agents: names, in the order of their answers.
         score: see :class:`MessagePool`.
         kwargs: further arguments of :class:`~torchrl_llm.envs.players.MultiAgentChatEnv`.
 
@@ -198,17 +198,18 @@ def _row(numbered: tuple[int, Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class TextActors(TensorDictModuleBase):
-    """Policy of conversations that a :class:`~torchrl_llm.rewards.TextModel` answers.
+    """Policy for conversations that uses a :class:`~torchrl_llm.rewards.TextModel`.
 
     It reads ``("history", "prompt")`` and writes ``("history", "full")``, ``("tokens",
-    "finish_reason")``, ``("tokens", "response_length")``, and ``"call_error"``, a text: what kept
-    a row from being answered. There are no token ids. Rows that ``"_step"`` leaves out are not
-    asked about.
+    "finish_reason")``, ``("tokens", "response_length")``, and ``"call_error"``, a text with the
+    error of a row without an answer. There are no token ids. Rows that ``"_step"`` excludes are
+    skipped.
 
     Args:
-        asked: who answers.
-        log: remembers the calls.
-        keys: the key of the call of a row, by its ``"episode"``, ``"agent"`` and ``"turn"``.
+        asked: the model.
+        log: journal of the calls.
+        keys: function from ``"episode"``, ``"agent"`` and ``"turn"`` of a row to the key of its
+            call.
     """
 
     in_keys = [("history", "prompt")]  # noqa: RUF012
@@ -222,7 +223,7 @@ class TextActors(TensorDictModuleBase):
         """Answer the rows.
 
         Raises:
-            BudgetUsedUp: nothing is left to ask with.
+            BudgetUsedUp: the budget is used up.
         """
         chats = tensordict["history"].prompt.chats
         size, steps = len(chats), tensordict.get("_step", None)
@@ -260,14 +261,14 @@ def _sent(message: Mapping[str, Any]) -> dict[str, str]:
 
 @register("environments", "language")
 class LanguageEnvironment(BaseEnvironment):
-    """Agents that answer one after another; tasks of a benchmark, or one's own.
+    """Agents that answer one after another, on tasks of a benchmark or your own.
 
     Args:
-        config: of the training.
+        config: the training configuration.
 
     Raises:
-        ConfigError: an unknown ``task_type``, or a score that needs a judge where there is none.
-        DataError: the file of the tasks is missing or malformed; the line is named.
+        ConfigError: ``task_type`` is unknown, or the score needs a judge and there is none.
+        DataError: the file of the tasks is missing or malformed; the message names the line.
     """
 
     ENV_NAME = "language"
@@ -286,7 +287,7 @@ class LanguageEnvironment(BaseEnvironment):
         return self._tasks
 
     def default_policies(self) -> dict[str, str]:
-        """A card of each agent's part."""
+        """A role description for each agent."""
         return {name: self._card(k) for k, name in enumerate(self.agent_names, 1)}
 
     def _card(self, number: int) -> str:
@@ -303,7 +304,7 @@ class LanguageEnvironment(BaseEnvironment):
         )
 
     def task_context(self, task: dict[str, Any]) -> str:
-        """What an optimizer is told of a task: its question first."""
+        """Description of a task for the optimizer; the question comes first."""
         if task.get("task_type") != "qa":
             return task_text(task)
         return "\n\n".join(filter(None, (str(task["question"]), str(task.get("context", "")))))
@@ -315,11 +316,11 @@ class LanguageEnvironment(BaseEnvironment):
     # -- episodes ---------------------------------------------------------------------------------
 
     def collect_batch(self, policies: dict[str, str], episodes: Episodes) -> list[Trajectory]:
-        """Play episodes together: the actors of all of them are asked at once.
+        """Play episodes together: the actors of all episodes are called in one batch.
 
         Args:
             policies: the text of each agent.
-            episodes: those to play.
+            episodes: the episodes to play.
         """
         names = self.agent_names
         env = MessagePoolEnv(
@@ -356,18 +357,18 @@ class LanguageEnvironment(BaseEnvironment):
         return found
 
     def collect_trajectory(self, policies: dict[str, str], task: dict[str, Any]) -> Trajectory:
-        """Play one episode; its calls are in the journal of the caller's scope, if there is one."""
+        """Play one episode; its calls are recorded in the caller's scope, if there is one."""
         log, prefix = calls.current()
         [trajectory] = self.collect_batch(policies, Episodes([(0, task)], log, prefix))
         return trajectory
 
     def reset(self, task: dict[str, Any]) -> dict[str, Any]:
-        """Begin an episode by hand, without models: what the first agent sees."""
+        """Begin an episode manually, without models; returns the first agent's observation."""
         self._by_hand = (task, [])
         return {self.agent_names[0]: self._pool().prompt(task, [], self.agent_names[0])}
 
     def step(self, agent_id: str, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Let the agent whose turn it is answer; what the next agent sees is the observation."""
+        """Step the agent whose turn it is; the observation is that of the next agent."""
         task, pool = self._by_hand
         expected = self.agent_names[len(pool)]
         if agent_id != expected:

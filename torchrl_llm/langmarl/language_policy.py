@@ -1,8 +1,8 @@
-"""Policies whose parameter is a text, and what puts the text into the prompts of its player.
+"""Policies whose parameter is a text, and a transform that adds the text to prompts.
 
-A :class:`LanguagePolicy` has a base and a feedback. The base is what a person, or a rewriting
-model, wrote; the feedback is one section that each update replaces. :class:`LanguagePrompts` makes
-the text the system prompt of the player's conversations, in any environment of conversations.
+A :class:`LanguagePolicy` has a base and a feedback. The base is written by a person or a rewriting
+model; the feedback is a section that each update replaces. :class:`LanguagePrompts` makes the text
+the system prompt of the player's conversations, in any environment of conversations.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ _DEFUSED = "(CASE-SPECIFIC FEEDBACK)"
 
 
 class PolicyParts(NamedTuple):
-    """A policy in its two parts.
+    """The two parts of a policy.
 
     Attributes:
-        base: what updates leave alone.
-        feedback: what they replace; empty for none.
+        base: the part that updates do not change.
+        feedback: the part that updates replace; may be empty.
     """
 
     base: str
@@ -39,7 +39,7 @@ def split_policy(text: str) -> PolicyParts:
     r"""The base of a policy and its newest feedback.
 
     Args:
-        text: a base, and behind it any number of sections that begin with ``FEEDBACK_MARKER``.
+        text: a base, followed by any number of sections that begin with ``FEEDBACK_MARKER``.
 
     Example:
         >>> split_policy("Be kind.\n\n[CASE-SPECIFIC FEEDBACK]\nBe brief.")
@@ -50,11 +50,11 @@ def split_policy(text: str) -> PolicyParts:
 
 
 def with_feedback(base: str, feedback: str) -> str:
-    """A policy of a base and a feedback.
+    """Combine a base and a feedback into a policy.
 
     Args:
-        base: without a section.
-        feedback: the section; a marker in it is defused. Empty for none.
+        base: a base without a feedback section.
+        feedback: the section; markers in it are escaped. Empty for none.
 
     Example:
         >>> with_feedback("Be kind.", "")
@@ -68,8 +68,8 @@ class LanguagePolicy(nn.Module):
     """A policy whose parameter is a text; a checkpoint of the module holds it.
 
     Args:
-        base: what the player is told.
-        feedback: what it should mind besides.
+        base: instructions for the player.
+        feedback: additional advice.
 
     Raises:
         ConfigError: the base is empty, or has the marker of a feedback in it.
@@ -96,7 +96,7 @@ class LanguagePolicy(nn.Module):
 
     @property
     def text(self) -> str:
-        """The whole policy, as the player is told it."""
+        """The whole policy, as the player sees it."""
         return with_feedback(self.base, self.feedback)
 
     @text.setter
@@ -108,10 +108,10 @@ class LanguagePolicy(nn.Module):
         return {"base": self.base, "feedback": self.feedback}
 
     def set_extra_state(self, state: Mapping[str, str]) -> None:
-        """Continue where :meth:`get_extra_state` was taken.
+        """Restore the state of :meth:`get_extra_state`.
 
         Raises:
-            CheckpointError: it is of something else.
+            CheckpointError: the state does not belong to a policy.
         """
         if set(state) != {"base", "feedback"}:
             raise CheckpointError(f"a LanguagePolicy has base and feedback, got {sorted(state)}")
@@ -123,7 +123,7 @@ class LanguagePolicy(nn.Module):
 
 
 def check_base(base: Any) -> None:
-    """Raise ``ConfigError`` for a base that is no text, is empty, or imitates a feedback."""
+    """Raise ``ConfigError`` for a base that is not a text, is empty, or contains the marker."""
     if not isinstance(base, str) or not base.strip():
         raise ConfigError(f"a policy is a text that is not empty, got {base!r}")
     if FEEDBACK_MARKER in base:
@@ -136,16 +136,16 @@ def check_base(base: Any) -> None:
 class LanguagePrompts(Transform):
     """Makes the policy of each player the system prompt of its conversations.
 
-    It replaces the system message at the player's first turn, or puts one before it; a conversation
-    that has begun keeps the policy it began with. The policies are submodules: ``state_dict`` of
-    the environment holds them. Append it last.
+    It replaces the system message at the player's first turn, or inserts one; a running
+    conversation keeps its initial policy. The policies are submodules: ``state_dict`` of the
+    environment holds them. Append this transform last.
 
     Args:
-        policies: of each player by its name (``"agent"``); where rows have no player, one policy
+        policies: policy of each player by name (``"agent"``); if rows have no player, one policy
             under any name.
 
     Raises:
-        ConfigError: no policy, or what is none.
+        ConfigError: there is no policy, or a value is not a policy.
 
     Example:
         >>> from torchrl_llm.envs.games import TicTacToeForTwoEnv

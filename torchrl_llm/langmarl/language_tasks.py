@@ -1,14 +1,14 @@
-"""Tasks of the ``language`` environment: their files, what is shown of them, and who scores.
+"""Tasks of the ``language`` environment: their files, their prompts and their scores.
 
-A file has a task a line, as JSON:
+A file has one JSON task per line:
 
-- ``qa``: ``question``, ``answer`` and perhaps ``context``;
+- ``qa``: ``question``, ``answer`` and optionally ``context``;
 - ``math``: ``problem`` and ``answer``;
-- ``writing``: ``prompt`` and perhaps ``criteria``;
-- ``coding``: ``prompt``, ``entry_point`` and ``tests`` (or ``test``), as HumanEval has them.
+- ``writing``: ``prompt`` and optionally ``criteria``;
+- ``coding``: ``prompt``, ``entry_point`` and ``tests`` (or ``test``), as in HumanEval.
 
-Answers are compared with the task's (``qa`` as text, ``math`` as a number), judged by a model
-(``use_verified_reward``; ``writing`` always), or run in a sandbox (``coding`` always).
+Answers are compared with the reference answer (``qa`` as text, ``math`` as a number), judged by a
+model (``use_verified_reward``; ``writing`` always), or run in a sandbox (``coding`` always).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from torchrl_llm.rewards.reward_scorer import Sample
 from torchrl_llm.rewards.text_models import Messages
 
 Scorer = Callable[[Sequence[tuple[Mapping[str, Any], str]]], Sequence[float | Exception]]
-"""Tasks and last answers to a score each, between 0 and 1, or why there is none."""
+"""Function from tasks and last answers to scores in ``[0, 1]``, or exceptions."""
 
 _COLUMNS = {
     "qa": ("question", "answer"),
@@ -50,13 +50,13 @@ _PROMPTS = Path(__file__).with_name("judge_prompts")
 
 
 def load_tasks(config: LanguageTaskConfig) -> list[dict[str, Any]]:
-    """The tasks that a configuration names, each with its ``task_type``.
+    """Load the tasks of a configuration, each with its ``task_type``.
 
     Args:
         config: ``benchmark_path`` is a file, or a folder with a file ``<task_type>.jsonl``.
 
     Raises:
-        DataError: there is no such file, it has no task, or a line is malformed.
+        DataError: the file does not exist or has no task, or a line is malformed.
     """
     path = Path(config.benchmark_path)
     path = path / f"{config.task_type}.jsonl" if path.is_dir() else path
@@ -86,10 +86,10 @@ def _task(row: FileRow, task_type: str) -> dict[str, Any]:
 
 
 def task_text(task: Mapping[str, Any]) -> str:
-    """What agents are shown of a task.
+    """Text of a task for the agents.
 
     Args:
-        task: with its ``task_type``.
+        task: the task with its ``task_type``.
 
     Example:
         >>> task_text({"task_type": "math", "problem": "2 + 2"})
@@ -108,10 +108,10 @@ def task_text(task: Mapping[str, Any]) -> str:
 
 
 def final_request(task: Mapping[str, Any]) -> str:
-    """What the last agent is asked for.
+    """Final instruction for the last agent.
 
     Args:
-        task: with its ``task_type``.
+        task: the task with its ``task_type``.
     """
     match task.get("task_type"):
         case "qa" | "math":
@@ -123,13 +123,13 @@ def final_request(task: Mapping[str, Any]) -> str:
 
 
 def final_answer(response: str) -> str:
-    r"""The answer that a response ends with.
+    r"""Final answer of a response.
 
     Args:
-        response: what the last agent wrote.
+        response: text of the last agent.
 
     Returns:
-        What stands behind the last ``FINAL ANSWER:``, else the last line that is not empty.
+        The text after the last ``FINAL ANSWER:``, else the last non-empty line.
 
     Example:
         >>> final_answer("It is 4.\nFINAL ANSWER: 4"), final_answer("So:\n4\n")
@@ -142,7 +142,7 @@ def final_answer(response: str) -> str:
 
 
 def same_text(response: str, answer: Any) -> bool:
-    """Whether two short texts are the same but for case, articles and punctuation.
+    """Whether two short texts are equal up to case, articles and punctuation.
 
     Example:
         >>> same_text("The Blue Whale.", "blue whale"), same_text("1.5", "15")
@@ -184,7 +184,7 @@ class _Judge:
             answers = log.ask(self._asked, "judge", keys, conversations)
             return [each if isinstance(each, Exception) else each.text for each in answers]
 
-        # A judge that cannot be read is not asked again: the journal would answer the same.
+        # An unreadable verdict is not requested again: the journal would return the same answer.
         judge = JudgeReward(ask, self._prompt, read=read_verdict, retries=0, cache_size=0)
         samples = [
             Sample(
@@ -217,13 +217,13 @@ def _run(
 
 
 def make_scorer(config: LanguageTaskConfig) -> Callable[..., Sequence[float | Exception]]:
-    """What scores the last answers: a function of the rows, a journal and a prefix of keys.
+    """Make the scorer of last answers: a function of rows, a journal and a key prefix.
 
     Args:
         config: its ``task_type`` and ``use_verified_reward``.
 
     Raises:
-        ConfigError: a judge is needed and no model is configured for it.
+        ConfigError: a judge is needed, but no model is configured for it.
     """
     if config.task_type == "coding":
         runner = CodeRunner(timeout_s=config.code_timeout)

@@ -1,8 +1,7 @@
 """Client of one model, with a system prompt and an input; and a counter of tokens.
 
-Behind the client is a :class:`~torchrl_llm.rewards.TextModel`: a server, a model in this process or
-a function. Calls are remembered and counted by :mod:`torchrl_llm.langmarl.calls` where a run makes
-them.
+The client uses a :class:`~torchrl_llm.rewards.TextModel`: a server, a model in this process or a
+function. :mod:`torchrl_llm.langmarl.calls` records and counts the calls of a run.
 """
 
 from __future__ import annotations
@@ -35,14 +34,14 @@ _OPENAI = "https://api.openai.com/v1"
 
 
 def make_text_model(config: LLMConfig) -> TextModel:
-    """The model that a configuration describes.
+    """Make the model of a configuration.
 
     Args:
         config: its ``model_string`` is ``local:FOLDER`` (``local:`` for the embedded model),
             ``scripted:package.module:function``, or the name of a model at ``base_url``.
 
     Raises:
-        ConfigError: no key for a server, a function that is not there, or settings without effect.
+        ConfigError: a server has no key, a function does not exist, or settings have no effect.
 
     Example:
         >>> make_text_model(LLMConfig("up", "scripted:builtins:str")).name
@@ -91,7 +90,7 @@ def _loaded(folder: str) -> tuple[Any, Any]:
 
 @lru_cache(maxsize=16)
 def _wrapper(folder: str, max_tokens: int, options: str) -> TransformersWrapper:
-    """A wrapper of a folder; roles that name the same folder share its weights."""
+    """Wrapper of the model in a folder; roles with the same folder share its weights."""
     model, tokenizer = _loaded(folder)
     try:
         return TransformersWrapper(
@@ -107,17 +106,17 @@ def _wrapper(folder: str, max_tokens: int, options: str) -> TransformersWrapper:
 
 
 class LLMClient:
-    """Asks a model, with a system prompt and an input.
+    """Client that calls a model with a system prompt and an input.
 
     Args:
-        llm_config: of the model.
-        model: what answers, instead of what the configuration describes.
+        llm_config: configuration of the model.
+        model: model to use instead of the configured one.
 
     Attributes:
         tracker: counts the tokens of this client.
 
     Raises:
-        ConfigError: as :func:`make_text_model`.
+        ConfigError: as in :func:`make_text_model`.
 
     Example:
         >>> from torchrl_llm.rewards import ScriptedTextModel
@@ -136,18 +135,19 @@ class LLMClient:
         self.asked = Asked(model or make_text_model(llm_config), llm_config.name, prices, variable)
         self.tracker = TokenTracker(llm_config.name, *prices)
         self._raw: Any = None
-        # Where it was made is where its calls belong to, also those of other threads.
+        # All calls, including those of other threads, belong to the scope in which the client was
+        # made.
         self._place = calls.here()
 
     def messages(self, system_prompt: str, user_input: Any) -> Messages:
-        """The conversation of a system prompt and an input.
+        """Make a conversation from a system prompt and an input.
 
         Args:
             system_prompt: empty for none.
-            user_input: a text; for a multimodal model also a list of parts, as OpenAI has them.
+            user_input: a text; for a multimodal model also a list of parts in OpenAI's format.
 
         Raises:
-            ConfigError: parts for a model that takes texts only.
+            ConfigError: parts were given to a text-only model.
         """
         if not isinstance(user_input, str) and not self.config.is_multimodal:
             raise ConfigError(
@@ -158,7 +158,7 @@ class LLMClient:
         return ({"role": "system", "content": system_prompt}, user) if system_prompt else (user,)
 
     def chat(self, system_prompt: str, user_input: Any, max_tokens: int | None = None) -> str:
-        """The text of an answer.
+        """Get the text of an answer.
 
         Args:
             system_prompt: first message; empty for none.
@@ -166,14 +166,14 @@ class LLMClient:
             max_tokens: most tokens; the configuration's if not given.
 
         Raises:
-            TorchRLLLMError: no answer, after all attempts.
+            TorchRLLLMError: all attempts failed.
         """
         return self.chat_with_usage(system_prompt, user_input, max_tokens)[0]
 
     def chat_with_usage(
         self, system_prompt: str, user_input: Any, max_tokens: int | None = None
     ) -> tuple[str, dict[str, int]]:
-        """The text of an answer, and its tokens.
+        """Get the text of an answer and the token counts.
 
         Args:
             system_prompt: first message; empty for none.
@@ -181,10 +181,10 @@ class LLMClient:
             max_tokens: most tokens; the configuration's if not given.
 
         Returns:
-            The text, without blanks around it, and ``input`` and ``output``, tokens.
+            The stripped text, and the token counts ``input`` and ``output``.
 
         Raises:
-            TorchRLLLMError: no answer, after all attempts.
+            TorchRLLLMError: all attempts failed.
         """
         answer = self.answer(system_prompt, user_input, max_tokens)
         usage = answer.usage
@@ -193,7 +193,7 @@ class LLMClient:
     def answer(
         self, system_prompt: str, user_input: Any, max_tokens: int | None = None
     ) -> TextAnswer:
-        """An answer with all that is known of it.
+        """Get an answer with all its data.
 
         Args:
             system_prompt: first message; empty for none.
@@ -201,7 +201,7 @@ class LLMClient:
             max_tokens: most tokens; the configuration's if not given.
 
         Raises:
-            TorchRLLLMError: no answer, after all attempts.
+            TorchRLLLMError: all attempts failed.
         """
         messages = self.messages(system_prompt, user_input)
         answer = calls.ask(self.asked, messages, max_tokens=max_tokens, place=self._place)
@@ -210,12 +210,12 @@ class LLMClient:
 
     @property
     def longest_prompt(self) -> int | None:
-        """Tokens that a prompt may have, of a model in this process; ``None`` of any other."""
+        """Most tokens of a prompt for a model in this process; ``None`` for any other model."""
         model = self.asked.model
         return model.wrapper.longest_prompt if isinstance(model, WrapperTextModel) else None
 
     def count_tokens(self, system_prompt: str, user_input: Any) -> int:
-        """Tokens of a prompt, as a model in this process reads it.
+        """Count the tokens of a prompt for a model in this process.
 
         Args:
             system_prompt: first message; empty for none.
@@ -226,14 +226,14 @@ class LLMClient:
 
     @property
     def raw_client(self) -> Any:
-        """OpenAI's own client of the same server, made when it is first asked for.
+        """OpenAI's own client of the same server, created at first access.
 
         Raises:
             MissingExtraError: the package ``openai`` is not installed.
-            ConfigError: the model is not at a server.
+            ConfigError: the model is not on a server.
         """
         if self.config.model_string.partition(":")[0] in ("local", "scripted"):
-            raise ConfigError(f"{self.config.model_string!r} is at no server")
+            raise ConfigError(f"{self.config.model_string!r} is not on a server")
         if self._raw is None:
             openai = require("openai", extra="openai", feature="LLMClient.raw_client")
             key, url = self.config.get_api_key(), self.config.base_url
@@ -242,11 +242,12 @@ class LLMClient:
 
 
 class TokenTracker:
-    """Counts tokens and what they cost; many threads may use one.
+    """Counts tokens and their cost; thread-safe.
 
     Args:
-        model: a preset, whose prices are looked up.
-        input_price: US dollars for a million input tokens, instead of the preset's; 0.0 is a price.
+        model: name of the preset with the prices.
+        input_price: US dollars per million input tokens, instead of the preset's; 0.0 is a valid
+            price.
         output_price: likewise for output tokens.
 
     Example:
@@ -274,8 +275,8 @@ class TokenTracker:
         """Count tokens.
 
         Args:
-            input_tokens: of what was asked.
-            output_tokens: of what was answered.
+            input_tokens: tokens of inputs.
+            output_tokens: tokens of answers.
         """
         with self._lock:
             self._input += input_tokens
@@ -297,21 +298,21 @@ class TokenTracker:
         }
 
     def estimate_cost(self, input_tokens: int, output_tokens: int) -> float:
-        """What tokens would cost, in US dollars; they are not counted.
+        """Cost of tokens in US dollars, without counting them.
 
         Args:
-            input_tokens: of what would be asked.
-            output_tokens: of what would be answered.
+            input_tokens: tokens of inputs.
+            output_tokens: tokens of answers.
         """
         return sum(self._prices.costs(self.model, input_tokens, output_tokens))
 
     def reset(self) -> None:
-        """Begin to count from 0."""
+        """Reset the counts to 0."""
         with self._lock:
             self._input = self._output = 0
 
     def get_summary_string(self) -> str:
-        """Tokens and costs so far, in a line."""
+        """Tokens and costs so far, as one line."""
         stats: Mapping[str, Any] = self.get_stats()
         return (
             f"{stats['model']}: {stats['input_tokens']:,} input and {stats['output_tokens']:,} "

@@ -1,6 +1,6 @@
-"""Description of a model that answers: where it is, what it takes, what it costs; and presets.
+"""Configuration of a model: its address, its options and its prices; and presets.
 
-Presets are in ``presets.json``, with their prices and the date on which these were looked up.
+Presets are in ``presets.json``, with their prices and the date of the prices.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _COMPLETION_TOKENS = re.compile(r"(?:o\d|gpt-5)(?:[-.].*)?$")
 
 
 class LLMConfig(Group, kw_only=False):
-    """A model behind an address, in this process, or scripted.
+    """A model at an address, in this process, or scripted.
 
     Args:
-        name: what people call it.
-        model_string: what the server calls it; or ``local:FOLDER`` (``local:`` for the embedded
-            model), or ``scripted:package.module:function``.
-        base_url: address of the server, OpenAI's if not given.
-        api_key: the key; better left to the environment.
-        api_key_env_var: environment variable that holds it.
+        name: display name.
+        model_string: name at the server; or ``local:FOLDER`` (``local:`` for the embedded model),
+            or ``scripted:package.module:function``.
+        base_url: address of the server; OpenAI's address if not given.
+        api_key: the API key; prefer the environment variable.
+        api_key_env_var: environment variable of the API key.
         is_multimodal: whether an input may be a list of parts.
         max_tokens: most tokens of an answer.
-        input_price_per_million: US dollars for a million tokens; ``None`` if nobody knows.
+        input_price_per_million: US dollars per million tokens; ``None`` if unknown.
         output_price_per_million: likewise.
         extra_params: further fields of each request, or arguments of sampling for ``local:``.
-        timeout_s: seconds of a request, those of repeated attempts included.
+        timeout_s: most seconds of a request, including repeated attempts.
         max_retries: how often one request is sent again.
-        concurrency: requests at a time, or rows of a batch for ``local:``.
+        concurrency: concurrent requests, or rows of a batch for ``local:``.
 
     Raises:
-        ConfigError: a value that is impossible.
+        ConfigError: a value is impossible.
 
     Example:
         >>> LLMConfig("mine", "my-model", "http://localhost:8000/v1", api_key="secret")
@@ -90,16 +90,16 @@ class LLMConfig(Group, kw_only=False):
 
     @property
     def prices(self) -> tuple[float | None, float | None]:
-        """US dollars for a million input and output tokens; ``None`` where unknown."""
+        """US dollars per million input and output tokens; ``None`` if unknown."""
         return self.input_price_per_million, self.output_price_per_million
 
     def get_api_key(self) -> str:
-        """The key: the configured one, else that of the environment.
+        """The API key from the configuration, else from the environment.
 
-        A server on this machine, and a model that is no server's, need none.
+        A server on this machine, or a model without a server, needs no key.
 
         Raises:
-            ConfigError: there is none; the message names the variable.
+            ConfigError: there is no key; the message names the variable.
         """
         key = self.api_key or os.environ.get(self.api_key_env_var)
         if key:
@@ -112,13 +112,13 @@ class LLMConfig(Group, kw_only=False):
 
     @classmethod
     def from_preset(cls, name: str) -> Self:
-        """A preset, as a copy of one's own.
+        """Make a copy of a preset.
 
         Args:
-            name: of the preset.
+            name: name of the preset.
 
         Raises:
-            ConfigError: there is none of that name; the nearest is named.
+            ConfigError: the name is unknown; the nearest one is suggested.
         """
         if not isinstance(name, str) or name not in _presets():
             hint = did_you_mean(name, _presets())
@@ -127,14 +127,14 @@ class LLMConfig(Group, kw_only=False):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a mapping; ``preset`` in it names what the other values replace parts of.
+        """Read a mapping; the other values override those of its ``preset``, if it has one.
 
         Args:
-            data: fields of this class; without a name the model's is taken, and a ``local:`` model
-                writes at most 256 tokens unless ``max_tokens`` says otherwise.
+            data: fields of this class; the default name is that of the model, and a ``local:``
+                model writes at most 256 tokens unless ``max_tokens`` is set.
 
         Raises:
-            ConfigError: an unknown key, with the nearest; no model.
+            ConfigError: a key is unknown (the nearest is suggested), or there is no model.
         """
         values = dict(data)
         base = values.pop("preset", None)
@@ -153,7 +153,7 @@ class LLMConfig(Group, kw_only=False):
         return cls(**{**own, **values})
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields, the key included."""
+        """All fields, including the API key."""
         return {each.name: copy.deepcopy(getattr(self, each.name)) for each in fields(self)}
 
 
@@ -161,7 +161,7 @@ def _is_on_this_machine(url: str | None) -> bool:
     try:
         host = urlsplit(url or "").hostname or ""
         return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:  # a name, or no address at all
+    except ValueError:  # a host name, or not an address
         return False
 
 
@@ -171,10 +171,10 @@ def _presets() -> dict[str, Any]:
 
 
 def preset_prices(name: str) -> tuple[float | None, float | None]:
-    """US dollars for a million input and output tokens of a preset; ``None`` where unknown.
+    """US dollars per million input and output tokens of a preset; ``None`` if unknown.
 
     Args:
-        name: of the preset.
+        name: name of the preset.
 
     Example:
         >>> preset_prices("not-a-preset")
@@ -184,13 +184,13 @@ def preset_prices(name: str) -> tuple[float | None, float | None]:
 
 
 def get_llm_config(name_or_path: str) -> LLMConfig:
-    """A preset by its name, or what a JSON file says.
+    """Get a model by the name of a preset, or from a JSON file.
 
     Args:
-        name_or_path: of either.
+        name_or_path: name of a preset, or path of a file.
 
     Raises:
-        ConfigError: neither; or a file that is malformed.
+        ConfigError: there is no such preset or file, or the file is malformed.
 
     Example:
         >>> get_llm_config("gpt-4o-mini").model_string
@@ -203,14 +203,14 @@ def get_llm_config(name_or_path: str) -> LLMConfig:
 
 
 def read_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
-    """The JSON object of a file.
+    """Read a JSON object from a file.
 
     Args:
         path: of the file.
-        what: it is called so in errors.
+        what: name of the file in errors.
 
     Raises:
-        ConfigError: there is no such file, or it holds something else.
+        ConfigError: the file does not exist, or contains something else.
     """
     try:
         values = json.loads(Path(path).read_text(encoding="utf-8"))
@@ -219,20 +219,20 @@ def read_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{what} {path} is no JSON: {error}") from error
     if not isinstance(values, dict):
-        raise ConfigError(f"{what} {path} is a {type(values).__name__}, no JSON object")
+        raise ConfigError(f"{what} {path} is a {type(values).__name__}, not a JSON object")
     return values
 
 
 def list_available_models() -> dict[str, str]:
-    """Names of the presets, with what they are."""
+    """Names of the presets with their descriptions."""
     return {name: each["description"] for name, each in _presets().items()}
 
 
 def uses_completion_tokens(model_string: str) -> bool:
-    """Whether a model of OpenAI's wants ``max_completion_tokens`` in place of ``max_tokens``.
+    """Whether an OpenAI model needs ``max_completion_tokens`` instead of ``max_tokens``.
 
     Args:
-        model_string: as a server calls it, perhaps with a provider before a slash.
+        model_string: name at the server, optionally with a provider before a slash.
 
     Example:
         >>> [uses_completion_tokens(name) for name in ("o3-mini", "gpt-5", "llama-o1x", "gpt-4o")]

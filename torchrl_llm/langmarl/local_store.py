@@ -1,8 +1,8 @@
-"""Where a run in language space is kept: the abstract store, a folder, and what JSON is in it.
+"""Storage of a run in language space: the abstract store, a folder store, and JSON files.
 
-A file is replaced as a whole, so a process that is killed leaves the old one. No secret is written.
+Files are replaced atomically, so a killed process leaves the old file. Secrets are not written.
 
-Next: :mod:`torchrl_llm.langmarl.store` says which file is what.
+Next: :mod:`torchrl_llm.langmarl.store` defines the files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _appending = threading.Lock()
 
 
 class MissingCheckpointError(CheckpointError, FileNotFoundError):
-    """A file or an iteration that is not there."""
+    """A file or an iteration does not exist."""
 
 
 class BaseStore(ABC):
@@ -47,7 +47,7 @@ class BaseStore(ABC):
 
     @abstractmethod
     def path(self, path: str) -> Path:
-        """Where a file is on this machine; a ``ConfigError`` if that is outside of the store."""
+        """Path of a file on this machine; ``ConfigError`` if it is outside the store."""
 
     @abstractmethod
     def read_text(self, path: str) -> str:
@@ -55,22 +55,22 @@ class BaseStore(ABC):
 
     @abstractmethod
     def write_text(self, path: str, text: str) -> None:
-        """Replace a file at once; a ``CheckpointError`` leaves the old one."""
+        """Replace a file atomically; after a ``CheckpointError`` the old one remains."""
 
     @abstractmethod
     def append_line(self, path: str, text: str) -> None:
-        """Append a line behind the last whole one; a ``CheckpointError`` leaves the old file."""
+        """Append a line after the last complete one; a ``CheckpointError`` leaves the old file."""
 
     @abstractmethod
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether a file or folder exists."""
 
     @abstractmethod
     def list(self, folder: str) -> list[str]:
-        """Names in a folder, numbers in them sorted by value; none if it is missing."""
+        """Names in a folder, with numbers sorted by value; empty if the folder is missing."""
 
     def lock(self, run_id: str) -> contextlib.AbstractContextManager[None]:
-        """Keep others out of a run while the context is open; here nobody is kept out."""
+        """Lock a run while the context is open; does nothing by default."""
         return contextlib.nullcontext()
 
 
@@ -78,7 +78,7 @@ class LocalStore(BaseStore):
     """A store in a folder.
 
     Args:
-        base_dir: the folder, made when the first file is written.
+        base_dir: the folder, created when the first file is written.
 
     Example:
         >>> import tempfile
@@ -93,7 +93,7 @@ class LocalStore(BaseStore):
         self.base_dir = Path(base_dir).expanduser().absolute()
 
     def path(self, path: str) -> Path:
-        """Where a file is in the folder."""
+        """Path of a file in the folder."""
         parts = PurePosixPath(path)
         if parts.is_absolute() or ".." in parts.parts or "\0" in path:
             raise ConfigError(f"a path in a store is relative and without '..', got {path!r}")
@@ -104,11 +104,11 @@ class LocalStore(BaseStore):
         return read_file(self.path(path))
 
     def write_text(self, path: str, text: str) -> None:
-        """Replace a file at once."""
+        """Replace a file atomically."""
         replace_file(self.path(path), text)
 
     def append_line(self, path: str, text: str) -> None:
-        """Append a line; threads may do so at a time."""
+        """Append a line; thread-safe."""
         place, line = self.path(path), f"{text}\n".encode("utf-8", "surrogatepass")
         with _appending, _writing(place), place.open("a+b", buffering=0) as file:
             end = whole_lines(file)
@@ -120,11 +120,11 @@ class LocalStore(BaseStore):
                 raise
 
     def exists(self, path: str) -> bool:
-        """Whether there is such a file or folder."""
+        """Whether a file or folder exists."""
         return self.path(path).exists()
 
     def list(self, folder: str) -> list[str]:
-        """Names in a folder, without drafts of files."""
+        """Names in a folder, except drafts."""
         place = self.path(folder)
         names = os.listdir(place) if place.is_dir() else []
         # Drafts begin with a dot.
@@ -132,16 +132,16 @@ class LocalStore(BaseStore):
 
     @contextlib.contextmanager
     def lock(self, run_id: str) -> Iterator[None]:
-        """Keep other processes, and other trainers of this one, out of a run.
+        """Lock a run against other processes, and against other trainers of this process.
 
-        Drafts of files that a killed process has left in it are removed.
+        Removes drafts of files that a killed process left behind.
 
         Args:
             run_id: name of the run.
 
         Raises:
-            ConfigError: the run is being trained.
-            CheckpointError: the file of the lock cannot be written.
+            ConfigError: another trainer is training the run.
+            CheckpointError: the lock file cannot be written.
         """
         place = self.path(f"{run_folder(run_id)}/lock")
         with _writing(place):
@@ -153,7 +153,7 @@ class LocalStore(BaseStore):
                 file.seek(0)
                 raise ConfigError(
                     f"the run {run_id!r} in {self.base_dir} is being trained by "
-                    f"{file.read().strip()}; wait for its end, or give run_name another name"
+                    f"{file.read().strip()}; wait for its end, or choose a different run_name"
                 ) from None
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -162,7 +162,7 @@ class LocalStore(BaseStore):
             try:
                 yield
             finally:
-                # A child that was forked has the file too, and would keep the lock.
+                # A forked child also has the file open and would keep the lock.
                 fcntl.flock(file, fcntl.LOCK_UN)
 
 
@@ -170,7 +170,7 @@ class LocalStore(BaseStore):
 
 
 def read_file(place: Path) -> str:
-    """Read a text, as :meth:`BaseStore.read_text` does."""
+    """Read a text, like :meth:`BaseStore.read_text`."""
     try:
         return plain_file(place).read_bytes().decode("utf-8", "surrogatepass")
     except FileNotFoundError:
@@ -182,7 +182,7 @@ def read_file(place: Path) -> str:
 
 
 def replace_file(place: Path, text: str) -> None:
-    """Write a text so that readers see the old file or the new one, and nothing between."""
+    """Write a text atomically: readers see either the old file or the new one."""
     with _writing(place), replacing(place) as draft, draft.open("xb") as file:
         file.write(text.encode("utf-8", "surrogatepass"))
         file.flush()
@@ -196,13 +196,13 @@ def _writing(place: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise CheckpointError(
-            f"{place} cannot be written: {error.strerror}; what was there is as before. Make room "
+            f"{place} cannot be written: {error.strerror}; the old file is unchanged. Make room "
             "there, or choose another experiment_dir"
         ) from error
 
 
 def whole_lines(file: IO[bytes]) -> int:
-    """Cut off half a line, which a process that was killed has left; the bytes that remain."""
+    """Cut off an incomplete line left by a killed process; returns the remaining bytes."""
     end = file.seek(0, os.SEEK_END)
     file.seek(max(0, end - 1))
     if file.read(1) in (b"", b"\n"):
@@ -217,14 +217,14 @@ def _by_number(name: str) -> list[Any]:
 
 
 def check_name(name: str, what: str) -> str:
-    """Check that a name can be one of a file.
+    """Check that a name is valid as a file name.
 
     Args:
         name: the name.
-        what: is called so, in the error.
+        what: description of the named thing, for the error.
 
     Raises:
-        ConfigError: empty, too long, or with what would leave the folder.
+        ConfigError: the name is empty, too long, or would leave the folder.
 
     Example:
         >>> check_name("piston_3", "an agent")
@@ -233,21 +233,21 @@ def check_name(name: str, what: str) -> str:
     bad = not isinstance(name, str) or not name or name.startswith(".") or ".." in name
     if bad or re.search(r"[/\\\x00-\x1f]", name) or len(os.fsencode(name)) > _MOST_BYTES:
         raise ConfigError(
-            f"the name of {what} becomes that of a file: it must not be empty, begin with a dot, "
+            f"the name of {what} becomes a file name: it must not be empty, begin with a dot, "
             f"hold '/', '\\' or '..', or be longer than {_MOST_BYTES} bytes; got {name!r}"
         )
     return name
 
 
 def check_number(value: int, what: str) -> int:
-    """Check that a number can be one in the name of a file.
+    """Check that a number is valid in a file name.
 
     Args:
         value: the number.
-        what: is counted by it, in the error.
+        what: description of the counted thing, for the error.
 
     Raises:
-        ConfigError: no whole number from 0 on.
+        ConfigError: the value is not a whole number from 0.
 
     Example:
         >>> check_number(7, "an episode")
@@ -259,12 +259,12 @@ def check_number(value: int, what: str) -> int:
 
 
 def run_folder(run_id: str) -> str:
-    """Folder of a run; a ``ConfigError`` if its name cannot be one of a folder."""
+    """Folder of a run; ``ConfigError`` if its name is not valid for a folder."""
     return f"runs/{check_name(run_id, 'a run')}"
 
 
 def evaluation_path(run_id: str, iteration: int, episode: int) -> str:
-    """Path of what the critic said of an episode.
+    """Path of the critic's evaluation of an episode.
 
     Example:
         >>> evaluation_path("one", 2, 7)
@@ -276,12 +276,12 @@ def evaluation_path(run_id: str, iteration: int, episode: int) -> str:
 
 
 def gradients_path(run_id: str, iteration: int, agent: str) -> str:
-    """Path of the gradients of an agent, one for each episode."""
+    """Path of the gradients of an agent, one per episode."""
     return f"{_gradients_of(run_id, iteration, agent)}_gradients.json"
 
 
 def aggregated_path(run_id: str, iteration: int, agent: str) -> str:
-    """Path of the gradient that was applied to the policy of an agent."""
+    """Path of the gradient applied to an agent's policy."""
     return f"{_gradients_of(run_id, iteration, agent)}_aggregated.txt"
 
 
@@ -294,14 +294,14 @@ def _gradients_of(run_id: str, iteration: int, agent: str) -> str:
 
 
 def redacted(value: Any) -> Any:
-    """A value as JSON has it, without secrets.
+    """Convert a value to JSON types, without secrets.
 
     Args:
-        value: mappings, lists, dataclasses, sets, numbers of numpy, tensors; what is none of these
-            becomes its text, and what is not finite becomes ``None``.
+        value: mappings, lists, dataclasses, sets, NumPy numbers, tensors; other values become text,
+            and numbers that are not finite become ``None``.
 
     Returns:
-        The same of plain types, with ``None`` for each ``api_key`` at any depth.
+        The value in plain types, with ``None`` for each ``api_key`` at any depth.
 
     Example:
         >>> redacted({"llm": {"name": "m", "api_key": "sk-1"}, "rewards": [torch.tensor(0.5)]})
@@ -332,7 +332,7 @@ def redacted(value: Any) -> Any:
 
 
 def to_json_text(value: Any) -> str:
-    r"""The text of a JSON file; the value goes through :func:`redacted`.
+    r"""The text of a JSON file; :func:`redacted` is applied to the value.
 
     Example:
         >>> to_json_text({"reward": float("nan")})
@@ -342,7 +342,7 @@ def to_json_text(value: Any) -> str:
 
 
 def digest_of(text: str) -> str:
-    """A short digest of a text, by which a change of it is noticed.
+    """A short digest of a text, to detect changes.
 
     Example:
         >>> digest_of("Be kind.")
@@ -352,7 +352,7 @@ def digest_of(text: str) -> str:
 
 
 def sealed(value: Any) -> Any:
-    """A value as of :func:`redacted`; a mapping gets a digest, which :func:`parsed` checks.
+    """The result of :func:`redacted`; a mapping gets a digest, which :func:`parsed` checks.
 
     Example:
         >>> sealed({"reward": 1.0})
@@ -368,33 +368,34 @@ def read_json(store: BaseStore, path: str) -> Any:
     """Read a JSON file.
 
     Args:
-        store: where it is.
+        store: store of the file.
         path: of the file.
 
     Raises:
-        DamagedCheckpointError: it is no JSON, or not what was written.
-        CheckpointError: it is missing, or of a newer version of this package.
+        DamagedCheckpointError: the file is not JSON, or differs from the written one.
+        CheckpointError: the file is missing, or from a newer version of this package.
     """
     value = parsed(store.read_text(path), str(store.path(path)))
     version = value.get("schema_version", 1) if isinstance(value, dict) else 1
     if not isinstance(version, int) or version > SCHEMA_VERSION:
         raise CheckpointError(
             f"{store.path(path)} has schema_version {version!r}, and this version of torchrl_llm "
-            f"reads up to {SCHEMA_VERSION}; go on with the version that wrote it"
+            f"reads up to {SCHEMA_VERSION}; continue with the version that wrote it"
         )
     return value
 
 
 def parsed(text: str, place: str) -> Any:
-    """The value of a JSON text, without its digest.
+    """Parse a JSON text and remove its digest.
 
     Raises:
-        DamagedCheckpointError: it is no JSON, or its digest is another; the place is named.
+        DamagedCheckpointError: the text is not JSON, or its digest differs; the message names the
+            place.
     """
     try:
         value = json.loads(text)
         if isinstance(value, dict) and _SEAL in value:
-            seal = value.pop(_SEAL)  # of what was kept, which hides secrets already
+            seal = value.pop(_SEAL)  # of the stored value, in which secrets are already masked
             if digest_of(json.dumps(value, sort_keys=True)) != seal:
                 raise ValueError("it is not what was written")
         return value

@@ -1,8 +1,8 @@
 """Optimizer that turns evaluations into advice, and advice into changed policies.
 
 The advice is called a gradient: a few sentences from one evaluation. An update either replaces the
-feedback section of a policy (:meth:`PolicyGradientOptimizer.apply_gradient`) or lets a model write
-the policy anew (:meth:`~PolicyGradientOptimizer.synthesize_policy`). A call that fails changes
+feedback section of a policy (:meth:`PolicyGradientOptimizer.apply_gradient`) or lets a model
+rewrite the policy (:meth:`~PolicyGradientOptimizer.synthesize_policy`). A failed call changes
 nothing and is counted.
 """
 
@@ -36,16 +36,16 @@ class PolicyGradientOptimizer(SafeChat, BaseOptimizer):
     """Writes gradients with a model, and applies them to policies.
 
     Args:
-        llm_config: of the model.
-        prompts_dir: folders of templates that take the place of ours.
+        llm_config: configuration of the model.
+        prompts_dir: folders of templates that replace the built-in ones.
 
     Attributes:
-        client: asks the model.
-        num_fallbacks: calls that failed, and rewritten policies that were refused.
+        client: client of the model.
+        num_fallbacks: number of failed calls and rejected rewritten policies.
 
     Raises:
-        TypeError: ``llm_config`` is none.
-        ConfigError: a template has a field that nobody fills.
+        TypeError: ``llm_config`` is not an :class:`LLMConfig`.
+        ConfigError: a field of a template is not filled.
 
     Example:
         >>> text = PolicyGradientOptimizer.apply_gradient("Be kind.", "Be brief.")
@@ -64,19 +64,19 @@ class PolicyGradientOptimizer(SafeChat, BaseOptimizer):
     def generate_gradient(
         self, policy: str, evaluation: str, context: str, agent_name: str = "agent"
     ) -> str:
-        """What one agent should do differently.
+        """Write what one agent should do differently.
 
         Args:
-            policy: of the agent.
-            evaluation: what the critic said of it; without one, nobody is asked.
+            policy: policy of the agent.
+            evaluation: the critic's text for the agent; if empty, no call is made.
             context: the task, of which 800 characters are shown.
             agent_name: name of the agent.
 
         Returns:
-            2 to 4 sentences; empty where the call failed.
+            2 to 4 sentences; empty if the call failed.
 
         Raises:
-            BudgetUsedUp: no call is left.
+            BudgetUsedUp: the budget is used up.
         """
         if not evaluation.strip():
             return ""
@@ -89,17 +89,17 @@ class PolicyGradientOptimizer(SafeChat, BaseOptimizer):
         return self._advice(prompt, f"gradient for {agent_name}")
 
     def generate_shared_gradient(self, evaluation: str, task_context: str) -> str:
-        """What every agent of a team should do differently.
+        """Write what every agent of a team should do differently.
 
         Args:
-            evaluation: what the critic said of the team; without one, nobody is asked.
+            evaluation: the critic's text for the team; if empty, no call is made.
             task_context: the task, of which 800 characters are shown.
 
         Returns:
-            2 to 4 sentences; empty where the call failed.
+            2 to 4 sentences; empty if the call failed.
 
         Raises:
-            BudgetUsedUp: no call is left.
+            BudgetUsedUp: the budget is used up.
         """
         if not evaluation.strip():
             return ""
@@ -109,16 +109,17 @@ class PolicyGradientOptimizer(SafeChat, BaseOptimizer):
         return self._advice(prompt, "gradient for the team")
 
     def reconcile_gradients(self, gradients: Sequence[str]) -> str:
-        """One gradient in which a model has brought together those of several episodes.
+        """Let a model merge the gradients of several episodes into one.
 
         Args:
-            gradients: those of the episodes.
+            gradients: gradients of the episodes.
 
         Returns:
-            The gradient; all of them joined where the call failed. One alone needs no call.
+            The merged gradient; all of them joined if the call failed. A single gradient needs no
+            call.
 
         Raises:
-            BudgetUsedUp: no call is left.
+            BudgetUsedUp: the budget is used up.
         """
         joined = self.aggregate_gradients(gradients)
         if len(gradients) < 2:
@@ -127,19 +128,19 @@ class PolicyGradientOptimizer(SafeChat, BaseOptimizer):
         return self._advice(prompt, "gradient for several episodes", most_tokens=600) or joined
 
     def synthesize_policy(self, policy: str, gradient: str, max_chars: int | None = None) -> str:
-        """A policy that a model has written anew, so that it follows a gradient.
+        """Let a model rewrite a policy so that it follows a gradient.
 
         Args:
-            policy: the policy.
-            gradient: the advice; without one, nobody is asked.
-            max_chars: most characters of the new policy; ``None`` for any number.
+            policy: the old policy.
+            gradient: the advice; if empty, no call is made.
+            max_chars: most characters of the new policy; ``None`` for no limit.
 
         Returns:
-            The new policy; the old one where the call failed, or its answer is empty, too long, or
-            has the marker of a feedback in it.
+            The new policy; the old one if the call failed, or if the answer is empty, too long, or
+            contains the feedback marker.
 
         Raises:
-            BudgetUsedUp: no call is left.
+            BudgetUsedUp: the budget is used up.
         """
         if not gradient.strip():
             return policy
@@ -160,26 +161,26 @@ class PolicyGradientOptimizer(SafeChat, BaseOptimizer):
 
     @staticmethod
     def apply_gradient(base_policy: str, gradient: str) -> str:
-        """A policy with a gradient as its feedback, in place of the one it had.
+        """Replace the feedback of a policy by a gradient.
 
         Args:
-            base_policy: a policy, with or without feedback; its base stays.
+            base_policy: a policy, with or without feedback; its base does not change.
             gradient: the new feedback; empty for none.
         """
         return with_feedback(split_policy(base_policy).base, gradient)
 
     @staticmethod
     def aggregate_gradients(gradients: Sequence[str]) -> str:
-        """Gradients one behind the other, with a line between them.
+        """Join gradients, with a line between them.
 
         Args:
-            gradients: those of several episodes.
+            gradients: gradients of several episodes.
         """
         return _BETWEEN.join(gradients)
 
     @staticmethod
     def parse_credit_response(response: str, agent_names: list[str]) -> dict[str, str]:
-        """Split an answer of a critic, as :func:`~torchrl_llm.langmarl.parse_credit_response` does.
+        """Same as :func:`~torchrl_llm.langmarl.parse_credit_response`.
 
         Args:
             response: the answer.

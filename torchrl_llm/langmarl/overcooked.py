@@ -1,7 +1,7 @@
-"""The ``overcooked`` environment: its configuration is checked here, but it cannot be played.
+"""The ``overcooked`` environment: its configuration is checked, but it cannot be played.
 
-Its players are ProAgents, which no package on PyPI has, and ``overcooked-ai`` 1.1.0 does not run
-beside the base packages: it reads ``numpy.Inf``, which NumPy 2 removed.
+Its players are ProAgents, which are not on PyPI, and ``overcooked-ai`` 1.1.0 is incompatible with
+the base packages: it uses ``numpy.Inf``, which NumPy 2 removed.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torchrl_llm.langmarl.environment import BaseEnvironment
 
 @register("environments", "overcooked")
 class OvercookedEnvironment(BaseEnvironment):
-    """Two cooks in a kitchen; making it says what is missing, and what can be done.
+    """Two cooks in a kitchen; the constructor raises an error that explains what is missing.
 
     Args:
-        config: of the training.
+        config: the training configuration.
 
     Raises:
         ConfigError: always.
@@ -28,10 +28,10 @@ class OvercookedEnvironment(BaseEnvironment):
     ENV_NAME, CONFIG_CLASS = "overcooked", OvercookedConfig
 
     def __new__(cls, config: Any) -> Self:
-        """Refuse, before the abstract methods that are missing are looked for."""
+        """Raise before the check for missing abstract methods."""
         raise ConfigError(
             "the environment 'overcooked' needs overcooked-ai with its ProAgent players; they do "
-            "not run beside the base packages (NumPy 2) and are no part of torchrl_llm. Register "
+            "not run next to the base packages (NumPy 2) and are not part of torchrl_llm. Register "
             'one of your own: @register_env("my_overcooked") on a subclass of BaseEnvironment '
             "with reset, step, collect_trajectory and CONFIG_CLASS = OvercookedConfig; then set "
             'env="my_overcooked" in the configuration'

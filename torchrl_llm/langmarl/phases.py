@@ -1,9 +1,9 @@
 """The five phases of an iteration of training in language space.
 
-Load the policies, collect episodes, evaluate them and write gradients, apply these, save: each is a
-function of a :class:`TrainingState` and a :class:`RunFiles`, and may be called again after a kill.
-What is on disk is read; of what is not, the calls that were answered are in the journal. So a phase
-that begins again asks only for what nobody has answered.
+The phases load the policies, collect episodes, evaluate them and write gradients, apply the
+gradients, and save. Each is a function of a :class:`TrainingState` and a :class:`RunFiles`, and may
+be called again after a kill. Results on disk are read; for missing results, the journal has the
+calls that were already answered. So a restarted phase makes only the unanswered calls.
 
 Next: :class:`~torchrl_llm.langmarl.MonteCarloTrainer` calls them in turn.
 """
@@ -59,9 +59,9 @@ class RunFiles:
     """The files of a run.
 
     Args:
-        store: where they are.
+        store: store of the files.
         run_id: name of the run.
-        policies: a checkpoint for each iteration.
+        policies: policies, with a checkpoint for each iteration.
         trajectories: the episodes.
     """
 
@@ -72,12 +72,12 @@ class RunFiles:
 
     @classmethod
     def of(cls, store: BaseStore, run_id: str, env: BaseEnvironment) -> RunFiles:
-        """Those of a run in an environment.
+        """Files of a run in an environment.
 
         Args:
-            store: where they are.
+            store: store of the files.
             run_id: name of the run.
-            env: says who the agents are and what they begin with.
+            env: defines the agents and their initial policies.
         """
         names, defaults = checked_names(env), env.default_policies()
         if missing := sorted(set(names) - set(defaults)):
@@ -90,7 +90,7 @@ class RunFiles:
         return cls(store, run_id, checkpoint, TrajectoryStore(store, run_id))
 
     def read(self, path: str) -> Any:
-        """A JSON file, or ``None`` where it is not there."""
+        """Read a JSON file; ``None`` if it does not exist."""
         return read_json(self.store, path) if self.store.exists(path) else None
 
     def write(self, path: str, value: Any) -> None:
@@ -99,32 +99,32 @@ class RunFiles:
 
 
 def _silent(hook: str, *args: Any) -> None:
-    """Tells nobody."""
+    """Calls no hooks."""
 
 
 @dataclass
 class TrainingState:
-    """An iteration: its parts, and what the phases have made so far.
+    """State of an iteration: its parts, and the results of the phases so far.
 
     Args:
         iteration: number, from 0.
-        config: of the training.
-        env: plays.
-        critic: evaluates.
+        config: the training configuration.
+        env: plays the episodes.
+        critic: evaluates them.
         optimizer: writes gradients and applies them.
         log: journal of the calls.
         reward_fn: replaces the rewards of the environment.
-        fire: tells callbacks, by the name of the hook.
+        fire: calls a hook of the callbacks by name.
 
     Attributes:
-        policies: that play.
-        trajectories: all episodes, also those that failed.
-        evaluations: of each episode in the mini-batch, by its number.
-        gradients: of each agent, in the order of the episodes.
+        policies: policies that play.
+        trajectories: all episodes, including failed ones.
+        evaluations: evaluations of the mini-batch, by episode number.
+        gradients: gradients of each agent, in the order of the episodes.
         updated: the policies of the next iteration.
-        num_fallbacks: calls of critic or optimizer that failed, and updates that were refused.
-        validation: mean reward on held-out tasks, of the policies that go on.
-        accepted: whether the updated policies go on.
+        num_fallbacks: number of failed calls of critic or optimizer, and of rejected updates.
+        validation: mean reward on held-out tasks of the policies for the next iteration.
+        accepted: whether the updated policies are accepted.
     """
 
     iteration: int
@@ -146,17 +146,17 @@ class TrainingState:
 
     @property
     def prefix(self) -> str:
-        """What the keys of this iteration's calls begin with."""
+        """Prefix of the keys of this iteration's calls."""
         return str(self.iteration)
 
     @cached_property
     def tasks(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """The tasks to train on, and those that are held out."""
+        """The training tasks, and the held-out tasks."""
         config = self.config
         return split_tasks(self.env.tasks(), config.validation_fraction, config.seed)
 
     def random(self, purpose: str) -> random.Random:
-        """A generator that depends on the seed, the iteration and what it is for."""
+        """A generator that depends on the seed, the iteration and its purpose."""
         return random.Random(f"{self.config.seed}/{self.iteration}/{purpose}")
 
 
@@ -166,15 +166,15 @@ class TrainingState:
 def split_tasks(
     tasks: Sequence[dict[str, Any]], fraction: float, seed: int
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Tasks to train on, and those that are held out.
+    """Split tasks into training tasks and held-out tasks.
 
     Args:
         tasks: all of them.
-        fraction: that is held out, at least one where it is above 0.
-        seed: decides which.
+        fraction: held-out fraction; if it is above 0, at least one task is held out.
+        seed: determines the split.
 
     Raises:
-        ConfigError: nothing is left to train on.
+        ConfigError: no task is left for training.
     """
     if not tasks:
         raise ConfigError("the environment has no tasks: tasks() is empty")
@@ -197,12 +197,12 @@ def split_tasks(
 def draw_tasks(
     tasks: Sequence[dict[str, Any]], count: int, generator: random.Random
 ) -> list[dict[str, Any]]:
-    """Draw tasks; none a second time before each was drawn once.
+    """Draw tasks; no task is repeated before every task was drawn.
 
     Args:
-        tasks: to draw from.
-        count: how many.
-        generator: decides.
+        tasks: the tasks.
+        count: number of tasks.
+        generator: random generator.
     """
     drawn: list[dict[str, Any]] = []
     while len(drawn) < count:
@@ -216,7 +216,7 @@ def draw_tasks(
 
 
 def load_policies(state: TrainingState, files: RunFiles) -> None:
-    """Load the policies that the iteration begins with; those of the environment at first."""
+    """Load the policies of the iteration; at first the environment's default policies."""
     state.policies = files.policies.get_policies(state.iteration if state.iteration else None)
 
 
@@ -224,7 +224,7 @@ def load_policies(state: TrainingState, files: RunFiles) -> None:
 
 
 def collect(state: TrainingState, files: RunFiles) -> None:
-    """Play the episodes that are not on disk yet, and load the others."""
+    """Play the episodes that are not yet on disk, and load the others."""
     config, store = state.config, files.trajectories
     tasks = draw_tasks(state.tasks[0], config.trajectories_per_iteration, state.random("tasks"))
     missing = [n for n in range(len(tasks)) if not store.has(state.iteration, n)]
@@ -242,14 +242,14 @@ def collect(state: TrainingState, files: RunFiles) -> None:
 
 
 def _overwrite_reward(reward_fn: BaseReward | None, trajectory: Trajectory) -> None:
-    """Put the reward in before the episode is stored; one that fails makes the episode fail."""
+    """Replace the reward before the episode is stored; a failed reward fails the episode."""
     if reward_fn is None or "error" in trajectory.metadata:
         return
     try:
         trajectory.reward = float(reward_fn.compute(trajectory))
         if not math.isfinite(trajectory.reward):
             raise ValueError(f"the reward is {trajectory.reward}")
-    except Exception as error:  # a reward that fails is data
+    except Exception as error:  # a failed reward is also data
         trajectory.reward = math.nan
         trajectory.metadata["error"] = f"{type(error).__name__}: {error}"
 
@@ -258,7 +258,7 @@ def _overwrite_reward(reward_fn: BaseReward | None, trajectory: Trajectory) -> N
 
 
 def evaluate(state: TrainingState, files: RunFiles) -> None:
-    """Let the critic evaluate episodes, and turn each evaluation into gradients."""
+    """Evaluate episodes with the critic, and turn each evaluation into gradients."""
     chosen = _mini_batch(state)
     found = in_threads(lambda one: _evaluation(state, files, one), chosen, state.config.max_workers)
     state.evaluations = {
@@ -305,7 +305,7 @@ def _evaluation(state: TrainingState, files: RunFiles, one: Trajectory) -> dict[
 
 
 def _gradient_of(state: TrainingState) -> list[str | None]:
-    """Whose gradients are written: those of each agent, or one for all (``None``)."""
+    """The agents for which gradients are written: each agent, or ``None`` for all together."""
     return [None] if state.config.paradigm == "central_global" else list(state.policies)
 
 
@@ -324,7 +324,7 @@ def _gradient(state: TrainingState, agent: str | None, one: Trajectory, said: st
             return optimizer.generate_gradient(state.policies[agent], said, context, **more)
         except FATAL:
             raise
-        except Exception as error:  # an optimizer that fails changes nothing
+        except Exception as error:  # a failed optimizer call changes nothing
             logger.warning(f"no gradient for {agent or 'the agents'}: {error}")
             return ""
 
@@ -333,11 +333,11 @@ def _gradient(state: TrainingState, agent: str | None, one: Trajectory, said: st
 
 
 def apply(state: TrainingState, files: RunFiles) -> None:
-    """Bring the gradients of each agent together, and apply them to its policy."""
+    """Merge the gradients of each agent, and apply them to its policy."""
     state.updated = {}
     shared: dict[tuple[str, ...], str] = {}
     for agent, policy in state.policies.items():
-        gradients = tuple(dict.fromkeys(state.gradients.get(agent, ())))  # the same advice once
+        gradients = tuple(dict.fromkeys(state.gradients.get(agent, ())))  # equal advice only once
         state.updated[agent] = policy
         if not gradients:
             continue
@@ -378,7 +378,7 @@ def _applied(state: TrainingState, policy: str, gradient: str) -> str:
 
 
 def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
-    """Judge the updated policies on held-out tasks, and save those that go on.
+    """Evaluate the updated policies on held-out tasks, and save the accepted policies.
 
     Returns:
         The statistics of the iteration.
@@ -387,7 +387,7 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
     if held_out := state.tasks[1]:
         before, lost = _validated(state, files, state.policies, held_out, state.iteration)
         after, more = _validated(state, files, state.updated, held_out, state.iteration + 1)
-        # Who fails more often is not better, whatever is left of its rewards.
+        # Policies that fail more often are not better, whatever their remaining rewards.
         better = after > before and more <= lost
         state.accepted = state.config.accept == "always" or better
         state.validation = after if state.accepted else before
@@ -414,7 +414,7 @@ def _validated(
     held_out: Sequence[dict[str, Any]],
     checkpoint: int,
 ) -> tuple[float, int]:
-    """Mean reward of policies on held-out tasks, -inf without a valid one; and how many failed."""
+    """Mean reward on held-out tasks (-inf if none is valid), and the number of failed episodes."""
     if checkpoint == state.iteration and checkpoint:
         known = files.policies.metadata(checkpoint)
         if known.get("validation_reward") is not None:
@@ -437,7 +437,7 @@ def _num_failed(state: TrainingState) -> int:
 
 
 def statistics_of(state: TrainingState) -> dict[str, Any]:
-    """The ten statistics of an iteration; failed episodes take no part in those of rewards."""
+    """The ten statistics of an iteration; reward statistics exclude failed episodes."""
     rewards = [one.reward for one in state.trajectories if one.valid]
     spent: Spent = state.log.spent_for(f"{state.prefix}/")
     return {

@@ -1,7 +1,7 @@
 """The ``pistonball`` environment: pistons side by side that roll a ball to the left wall.
 
-Each piston is an agent and acts in each cycle, so that an episode costs up to ``num_pistons`` times
-``max_cycles`` calls. Pistons are told of the state of the game; no model sees an image.
+Each piston is an agent and acts in each cycle, so an episode costs up to ``num_pistons`` times
+``max_cycles`` calls. Pistons get the state of the game as text; no model sees an image.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ASK = {"discrete": "up, down or stay", "continuous": "a number from -1 (down) t
 
 
 def _read(text: str, mode: str) -> float | None:
-    """What the last line that is an action alone says, or the only action that is named."""
+    """The action on the last line that is only an action, or the only action in the text."""
     said = text.rpartition("</think>")[2].lower().replace("\N{MINUS SIGN}", "-")
     alone = re.compile(rf"(?:\W*action\b)?\W*?({_ACTION[mode]})\W*")
     lines = [found[1] for line in said.splitlines() if (found := alone.fullmatch(line))]
@@ -41,7 +41,7 @@ def _read(text: str, mode: str) -> float | None:
 
 
 class _Game:
-    """An episode that is being played, in the words of its players."""
+    """A running episode, with its observations and actions as text."""
 
     def __init__(self, config: PistonballConfig, number: int, task: dict[str, Any]) -> None:
         if not isinstance(task.get("seed"), int) or task["seed"] < 0:
@@ -59,14 +59,14 @@ class _Game:
 
     @property
     def over(self) -> bool:
-        """Whether nobody acts any more."""
+        """Whether the episode is over."""
         return not self.env.agents or not self.trajectory.valid
 
     def _units(self, pixels: float) -> int:
         return round(float(pixels) * self.config.frame_size / (3 * self.world.piston_width))
 
     def see(self, name: str) -> str:
-        """What a piston is told."""
+        """Observation of a piston."""
         world, place, (x, y) = self.world, self.names.index(name), self.world.ball.position
         floor = world.screen_height - world.wall_width
         floor -= world.piston_height - world.piston_head_height
@@ -85,7 +85,7 @@ class _Game:
         )
 
     def act(self, answers: Mapping[str, str | Exception]) -> float:
-        """Move all pistons, and note it; the mean of their rewards. Or fail, with an answer."""
+        """Move all pistons and return their mean reward; fail if an answer is an error."""
         episode, mode, world = self.trajectory, self.config.action_mode, self.world
         for failed in (each for each in answers.values() if isinstance(each, Exception)):
             episode.metadata["error"] = f"{type(failed).__name__}: {failed}"
@@ -110,11 +110,12 @@ class _Game:
 
 @register("environments", "pistonball")
 class PistonballEnvironment(BaseEnvironment):
-    """PettingZoo's Pistonball; the reward is the mean over the pistons, summed over the cycles.
+    """PettingZoo's Pistonball; the reward is the sum over cycles of the mean over pistons.
 
     Args:
-        config: ``num_agents`` is ``num_pistons``. ``frame_size`` is how finely pistons see: in
-            whole units, of which so many are as wide as three pistons, as the game's images are.
+        config: ``num_agents`` is ``num_pistons``. ``frame_size`` is the resolution of the
+            observations: the number of whole units in the width of three pistons, the width of the
+            game's images.
 
     Raises:
         MissingExtraError: PettingZoo is not installed.
@@ -134,7 +135,7 @@ class PistonballEnvironment(BaseEnvironment):
         return [f"piston_{k}" for k in range(self.config.num_pistons)]
 
     def default_policies(self) -> dict[str, str]:
-        """The rules, and which piston it is."""
+        """The rules, and the position of the piston."""
         return {
             name: f"You are {name}, number {k} of {self.config.num_pistons} pistons, from left to "
             "right. Each moves up and down alone. A ball lies on the pistons; together you roll it "
@@ -143,7 +144,7 @@ class PistonballEnvironment(BaseEnvironment):
         }
 
     def tasks(self) -> list[dict[str, Any]]:
-        """A thousand seeds, of where pistons and ball begin."""
+        """A thousand seeds of initial positions."""
         goal = f"Roll the ball to the left wall in at most {self.config.max_cycles} cycles."
         return [{"seed": seed, "question": goal} for seed in range(1000)]
 
@@ -159,7 +160,7 @@ class PistonballEnvironment(BaseEnvironment):
         return {"task_type": "pistonball", "trajectory": "\n".join(lines)}
 
     def collect_batch(self, policies: dict[str, str], episodes: Episodes) -> list[Trajectory]:
-        """Play episodes together: in each cycle the pistons of all of them are asked at once."""
+        """Play episodes together: in each cycle, all pistons of all episodes form one batch."""
         games = [_Game(self.config, *one) for one in episodes.numbered]
         ask = f"Answer with {_ASK[self.config.action_mode]}, and nothing else."
         while playing := [game for game in games if not game.over]:
@@ -175,16 +176,16 @@ class PistonballEnvironment(BaseEnvironment):
         return [game.trajectory for game in games]
 
     def collect_trajectory(self, policies: dict[str, str], task: dict[str, Any]) -> Trajectory:
-        """Play one episode; one in which a call failed has an ``error`` and a NaN reward."""
+        """Play one episode; after a failed call it has an ``error`` and a NaN reward."""
         return self.collect_batch(policies, Episodes([(0, task)], *calls.current()))[0]
 
     def reset(self, task: dict[str, Any]) -> dict[str, str]:
-        """Begin an episode by hand, without models: what each piston sees."""
+        """Begin an episode manually, without models; returns each piston's observation."""
         self._by_hand, self._acted = _Game(self.config, 0, task), {}
         return {name: self._by_hand.see(name) for name in self._by_hand.names}
 
     def step(self, agent_id: str, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Note the action of a piston; all move, and the reward comes, when the last has acted."""
+        """Record the action of a piston; when the last has acted, all move and get the reward."""
         waiting = [name for name in self._by_hand.env.agents if name not in self._acted]
         if agent_id not in waiting:
             raise DataError(f"one of {waiting} is to act in this cycle, got {agent_id!r}")

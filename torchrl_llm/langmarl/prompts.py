@@ -1,8 +1,8 @@
-"""Templates of prompts: files with fields in braces.
+"""Prompt templates: files with fields in braces.
 
 A field is ``{name}``, of letters and ``_``; all other braces are text. Fields are filled in one
-pass, so braces in what is filled in are text, too. Ours lie in the folder ``prompts``; a file of
-the same name in a folder of the user's takes the place of one.
+pass, so braces in the values are also text. Built-in templates are in the folder ``prompts``; a
+file of the same name in a user's folder replaces one.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from torchrl_llm.errors import ConfigError
 
 PROMPTS = Path(__file__).with_name("prompts")
-"""The folder of our templates."""
+"""The folder of the built-in templates."""
 Folders = str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None
 _FIELD = re.compile(r"\{([A-Za-z_]+)\}")
 
@@ -28,7 +28,7 @@ class Template:
 
     Args:
         text: the prompt.
-        source: where it is from, for messages.
+        source: its origin, for messages.
 
     Example:
         >>> Template('Answer {"a": {value}} to {who}.').fill(value="{who}", who="me")
@@ -48,12 +48,12 @@ class Template:
         """Read a template.
 
         Args:
-            name: of the file, without ``.txt``.
-            prompts_dir: a folder, or several, that are looked into before ours.
+            name: name of the file, without ``.txt``.
+            prompts_dir: one or several folders that are searched before the built-in one.
             variables: fields that will be filled; ``None`` does not check them.
 
         Raises:
-            ConfigError: no such folder or file, or a field that nobody fills.
+            ConfigError: the folder or file does not exist, or a field is not filled.
         """
         single = isinstance(prompts_dir, str | os.PathLike)
         folders = [Path(folder) for folder in ([prompts_dir] if single else prompts_dir or ())]
@@ -90,7 +90,7 @@ class Template:
         """The prompt with its fields filled.
 
         Args:
-            values: of the fields; there may be more than it has.
+            values: values of the fields; extra values are allowed.
 
         Raises:
             ConfigError: a field has no value.

@@ -13,11 +13,11 @@ from torchrl_llm.trainers.run_folder import METRICS_FILE, STEP
 
 
 def iteration_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A line for each iteration.
+    """Table with one line per iteration.
 
     Args:
-        rows: statistics, with ``iteration`` and ``metadata``, as a run's ``training_curve.jsonl``
-            has them.
+        rows: statistics, with ``iteration`` and ``metadata``, as in a run's
+            ``training_curve.jsonl``.
 
     Example:
         >>> row = {"iteration": 0, "num_episodes": 2, "avg_reward": 0.5, "min_reward": 0.0}
@@ -44,11 +44,11 @@ def iteration_table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def account_table(account: Mapping[tuple[str, str], Spent], *, reused: int = 0) -> str:
-    """A line for each role and model: calls, tokens and money of the whole run.
+    """Table with one line per role and model: calls, tokens and cost of the whole run.
 
     Args:
-        account: what was spent, by role and model.
-        reused: answers that this process took out of the journal.
+        account: costs by role and model.
+        reused: number of answers that this process read from the journal.
 
     Example:
         >>> print(account_table({("critic", "judge"): Spent(calls=2, input_tokens=9)}))
@@ -76,7 +76,7 @@ def metrics_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """The text of ``metrics.csv``: a row per iteration, and row 0 with the first held-out reward.
 
     Args:
-        rows: as of :func:`iteration_table`.
+        rows: as in :func:`iteration_table`.
 
     Example:
         >>> row = {"iteration": 0, "avg_reward": 0.5, "rewards": [0.5], "total_tokens": 120}
@@ -105,7 +105,7 @@ train/language_tokens,train/cost_usd
 
 
 def summary(trainer: Any) -> str:
-    """The table that ends a run: rewards, files, and commands that come next.
+    """Final table of a run: rewards, files, and next commands.
 
     Args:
         trainer: a :class:`~torchrl_llm.langmarl.MonteCarloTrainer` that has trained.

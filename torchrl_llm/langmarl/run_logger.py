@@ -18,17 +18,17 @@ _FORMAT = logging.Formatter("%(asctime)s %(levelname)s %(message)s")
 
 
 class RunLogger:
-    """Writes what happens in a run into ``logs/train.log``, and to the console.
+    """Writes the events of a run to ``logs/train.log`` and to the console.
 
-    A file that cannot be written costs the log, and not the run.
+    If the file cannot be written, the log is lost but the run continues.
 
     Args:
-        store: where the run is.
+        store: store of the run.
         run_id: name of the run.
-        level: of both: ``DEBUG``, ``INFO``, ``WARNING`` or ``ERROR``.
+        level: level of both: ``DEBUG``, ``INFO``, ``WARNING`` or ``ERROR``.
 
     Raises:
-        ConfigError: another level.
+        ConfigError: the level is unknown.
     """
 
     def __init__(self, store: BaseStore, run_id: str, *, level: str = "INFO") -> None:
@@ -51,23 +51,23 @@ class RunLogger:
         say(line)
 
     def info(self, message: str) -> None:
-        """Log what is worth knowing."""
+        """Log information."""
         self._log(logging.INFO, message)
 
     def debug(self, message: str) -> None:
-        """Log what helps to find an error."""
+        """Log details for debugging."""
         self._log(logging.DEBUG, message)
 
     def warning(self, message: str) -> None:
-        """Log what may be wrong."""
+        """Log a possible problem."""
         self._log(logging.WARNING, message)
 
     def error(self, message: str) -> None:
-        """Log what went wrong."""
+        """Log an error."""
         self._log(logging.ERROR, message)
 
     def iteration_start(self, iteration: int, policies: Mapping[str, str]) -> None:
-        """Log which policies an iteration begins with, by their length."""
+        """Log the lengths of the policies at the start of an iteration."""
         sizes = ", ".join(f"{name} {len(text)}" for name, text in policies.items())
         self.debug(f"iteration {iteration}: policies (characters): {sizes}")
 
@@ -75,7 +75,7 @@ class RunLogger:
         """Log the statistics of an iteration.
 
         Raises:
-            ConfigError: a figure is missing, or is no number.
+            ConfigError: a value is missing or is not a number.
         """
         for name in ("avg_reward", "num_episodes", "total_tokens", "cost_usd"):
             if isinstance(stats.get(name), bool) or not isinstance(stats.get(name), Real):
@@ -95,13 +95,13 @@ class RunLogger:
     def evaluation_done(
         self, iteration: int, episode_id: int, paradigm: str, response: str
     ) -> None:
-        """Log what the critic said, its begin."""
+        """Log the beginning of the critic's answer."""
         said = " ".join(str(response).split())[:_SHOWN]
         self.debug(f"iteration {iteration}: episode {episode_id} evaluated ({paradigm}): {said}")
 
     def gradient_saved(self, iteration: int, agent_name: str, num_gradients: int) -> None:
-        """Log how many gradients an agent has."""
+        """Log the number of gradients of an agent."""
         self.debug(f"iteration {iteration}: {num_gradients} gradients of {agent_name}")
 
     def close(self) -> None:
-        """Nothing is left open: each line is written by itself."""
+        """Do nothing: the file is opened and closed for each line."""

@@ -1,6 +1,6 @@
-"""Calls of a critic or an optimizer whose failure is data: counted, logged, and never a text.
+"""Calls of a critic or an optimizer that may fail: failures are counted and logged.
 
-An answer that is empty or declines counts as a failure. Raised is what ends a run: a used-up
+An empty answer or a refusal counts as a failure. Errors that end a run are raised: a used-up
 budget, wrong settings, a full disk.
 """
 
@@ -24,10 +24,10 @@ _REFUSAL = re.compile(
 
 
 def is_refusal(text: str) -> bool:
-    """Whether a model declines to do what it was asked, in its first sentence.
+    """Whether the first sentence of an answer is a refusal.
 
     Args:
-        text: its answer.
+        text: the answer.
 
     Example:
         >>> is_refusal("I'm sorry, but I can't help with that."), is_refusal("I can't fault it.")
@@ -37,14 +37,14 @@ def is_refusal(text: str) -> bool:
 
 
 class SafeChat:
-    """Mixin of what asks a model and goes on where there is no answer; threads may share it.
+    """Mixin for classes that call a model and continue without an answer; thread-safe.
 
     Args:
-        client: of the model.
+        client: client of the model.
 
     Attributes:
-        client: of the model; another may be put in its place.
-        num_fallbacks: how often there was no answer that could be used.
+        client: client of the model; may be replaced.
+        num_fallbacks: number of calls without a usable answer.
     """
 
     def __init__(self, client: LLMClient) -> None:
@@ -52,16 +52,16 @@ class SafeChat:
         self._counting = threading.Lock()
 
     def _ask(self, system_prompt: str, user_input: str, most_tokens: int) -> tuple[str, str]:
-        """An answer, and what is wrong with it: empty where nothing is."""
+        """An answer, and the problem with it: empty if there is none."""
         config = self.client.config
-        # What such a model thinks counts, too, and nobody knows how much it is.
+        # The hidden reasoning of such a model also counts, and its length is unknown.
         thinks = uses_completion_tokens(config.model_string)
         limit = config.max_tokens if thinks else min(most_tokens, config.max_tokens)
         try:
             answer = self.client.answer(system_prompt, user_input, limit)
         except FATAL:
             raise
-        except Exception as error:  # the failure of a model is data
+        except Exception as error:  # a failed model call is data
             return "", f"{type(error).__name__}: {error}"
         text = answer.text.rpartition("</think>")[2].strip()
         if answer.finish_reason == "length" or text.startswith("<think>"):

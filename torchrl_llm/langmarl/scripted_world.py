@@ -1,8 +1,8 @@
-"""Scripted models in whose world the right advice can be found: for tests, examples and dry runs.
+"""Scripted models with a known correct advice: for tests, examples and dry runs.
 
-Each agent guesses until its policy has a sentence of its own in it (``ADVICE``). A task needs
-some of the agents to know what they do, and is answered rightly if these do. The critic sees who
-guessed; the optimizer turns what it says into advice, and keeps what a policy has already.
+Each agent guesses until its policy contains a specific sentence (``ADVICE``). A task depends on
+some of the agents, and is answered correctly if none of these guesses. The critic reports who
+guessed; the optimizer turns this into advice, and keeps the advice that a policy already has.
 
 Configurations name them: ``scripted:torchrl_llm.langmarl.scripted_world:actor``.
 """
@@ -42,10 +42,10 @@ def _advice(agent: int) -> str:
 
 
 def actor(messages: Messages) -> str:
-    """An agent: it knows what it does if its policy has its advice.
+    """An agent that does not guess if its policy contains its advice.
 
     Args:
-        messages: its policy, and what it sees.
+        messages: its policy and its observation.
     """
     policy, seen = (message["content"] for message in messages[-2:])
     number, total = map(int, _AGENT.search(policy).groups())
@@ -55,7 +55,7 @@ def actor(messages: Messages) -> str:
         return f"Here is what I make of it. {said}"
     found = {int(k): word == "knew" for k, word in _SAID.findall(seen)} | {number: knows}
     question = next((q for q in _answers() if q in seen), None)
-    # One task in eight needs nobody, one in eight all of the first three.
+    # One task in eight depends on no agent, one in eight on all of the first three.
     needed = _hash(question or "")
     right = all(known for k, known in found.items() if needed >> (k - 1) % 3 & 1)
     answer = _answers()[question] if question and right else "I do not know"
@@ -63,12 +63,12 @@ def actor(messages: Messages) -> str:
 
 
 def critic(messages: Messages) -> str:
-    """A critic: what it is asked for decides whether it writes of each agent or of all.
+    """A critic that writes about each agent or about all, depending on its instructions.
 
-    Of all it names what worked and the first weak link, since that is where it stops.
+    About all, it names what worked and only the first agent that guessed.
 
     Args:
-        messages: its instructions, with an episode.
+        messages: the critic's instructions, with an episode.
     """
     text = messages[-1]["content"]
     found = {int(k): word == "knew" for k, word in _SAID.findall(text)}
@@ -84,20 +84,20 @@ def critic(messages: Messages) -> str:
 
 
 def optimizer(messages: Messages) -> str:
-    """An optimizer: advice that the policy has, or that the evaluation gives.
+    """An optimizer that writes the advice from the policy and from the evaluation.
 
     Args:
-        messages: its instructions, with a policy and an evaluation.
+        messages: the optimizer's instructions, with a policy and an evaluation.
     """
     text = " ".join(message["content"] for message in messages)
     return " ".join(advice for advice in ADVICE if advice in text) or "Go on like this."
 
 
 def noise(messages: Messages) -> str:
-    """An optimizer whose advice helps nobody.
+    """An optimizer with useless advice.
 
     Args:
-        messages: are not read but for their hash.
+        messages: only their hash is used.
     """
     words = ("Be", "bold", "and", "think", "of", "clouds", "rivers", "today")
     number = _hash(messages[-1]["content"])

@@ -1,7 +1,7 @@
 """Files of a run in language space: policies of each iteration, episodes, evaluations, metrics.
 
-The layout is that of LangMARL, ``runs/<run>/checkpoints/iter_3/agent_1.txt`` for example, and can
-be read both ways.
+The layout is that of LangMARL, for example ``runs/<run>/checkpoints/iter_3/agent_1.txt``, so each
+library can read the other's files.
 
 Next: :mod:`torchrl_llm.langmarl.phases` reads and writes them.
 """
@@ -41,14 +41,14 @@ from torchrl_llm.langmarl.local_store import evaluation_path as evaluation_path
 from torchrl_llm.langmarl.local_store import gradients_path as gradients_path
 from torchrl_llm.langmarl.local_store import redacted as redacted
 
-# What a line of metrics has besides the statistics; the reference writes "type".
+# Fields of a metrics line besides the statistics; the reference writes "type".
 _NO_STATISTICS = {"iteration", "metadata", "type"}
-# What each line has.
+# Fields of each line.
 _STATISTICS = {"iteration", "avg_reward"}
 
 
 def _open_run(store: BaseStore, run_id: str) -> str:
-    """Folder of a run; one of a newer version is refused."""
+    """Folder of a run; raises for a run of a newer version."""
     folder = run_folder(run_id)
     if store.exists(f"{folder}/run_meta.json"):
         read_json(store, f"{folder}/run_meta.json")
@@ -56,7 +56,7 @@ def _open_run(store: BaseStore, run_id: str) -> str:
 
 
 def _iterations(store: BaseStore, folder: str) -> list[int]:
-    """Numbers of the checkpoints that are complete."""
+    """Numbers of the complete checkpoints."""
     named = [re.fullmatch(r"iter_([0-9]+)", name) for name in store.list(f"{folder}/checkpoints")]
     whole = [n for n in named if n and store.exists(f"{folder}/checkpoints/{n[0]}/meta.json")]
     return sorted(int(n[1]) for n in whole)
@@ -66,22 +66,22 @@ def _iterations(store: BaseStore, folder: str) -> list[int]:
 
 
 class PolicyCheckpoint:
-    """The policies of a run, a checkpoint for each iteration.
+    """The policies of a run, with a checkpoint for each iteration.
 
-    Checkpoint ``i`` is what iteration ``i`` plays with; iteration ``i - 1`` has written it. It is
-    complete when it has its ``meta.json``, which is written last.
+    Iteration ``i`` plays with checkpoint ``i``, which iteration ``i - 1`` wrote. A checkpoint is
+    complete if it has a ``meta.json``, which is written last.
 
     Args:
-        store: where they are.
+        store: store of the run.
         run_id: name of the run.
-        num_agents: how many policies there are.
-        agent_names: of the agents; ``agent_1`` and so on if not given, and then a checkpoint may
-            have other names too.
-        default_policies: before there is a checkpoint.
+        num_agents: number of policies.
+        agent_names: names of the agents; ``agent_1`` and so on if not given, and then a checkpoint
+            may also have other names.
+        default_policies: policies to use before the first checkpoint.
 
     Raises:
-        ConfigError: numbers or names do not fit together, or a name cannot be one of a file.
-        CheckpointError: the run is of a newer version of this package.
+        ConfigError: number and names do not fit together, or a name is not valid for a file.
+        CheckpointError: the run is from a newer version of this package.
 
     Example:
         >>> import tempfile
@@ -120,23 +120,23 @@ class PolicyCheckpoint:
         self._defaults = {name: defaults[name] for name in self.agent_names}
 
     def iterations(self) -> list[int]:
-        """Numbers of the checkpoints that are complete, the newest last."""
+        """Numbers of the complete checkpoints, the newest last."""
         return _iterations(self.store, self._folder)
 
     def get_policies(self, iteration: int | None = None) -> dict[str, str]:
         """The policies of an iteration.
 
         Args:
-            iteration: its number; the newest if not given. Number 0 is the defaults, unless it was
+            iteration: its number; the newest if not given. Number 0 means the defaults, unless
                 saved.
 
         Returns:
-            A text for each agent, the defaults before there is a checkpoint.
+            A text for each agent; the defaults if there is no checkpoint.
 
         Raises:
-            FileNotFoundError: no such checkpoint.
-            DamagedCheckpointError: the policy of an agent is missing in it, or is another text than
-                the one that was saved.
+            FileNotFoundError: the checkpoint does not exist.
+            DamagedCheckpointError: the policy of an agent is missing or differs from the saved
+                text.
         """
         saved = self.iterations()
         number = iteration if iteration is not None else max(saved, default=0)
@@ -157,16 +157,16 @@ class PolicyCheckpoint:
         if changed := _changed(meta, texts):
             raise DamagedCheckpointError(
                 f"{self.store.path(folder)}/{changed[0]}.txt is not the text that was saved: it is "
-                "damaged, or was edited. Put the text back; or go on with this one, by "
+                "damaged, or was edited. Put the text back; or continue with this one, by "
                 "edited_policies=take; or remove the folder to make it again"
             )
         return texts
 
     def take_edits(self) -> list[str]:
-        """Let texts of the newest checkpoint that were edited by hand be those that were saved.
+        """Accept manual edits of texts in the newest checkpoint.
 
         Returns:
-            Names of their agents.
+            Names of the agents whose texts were edited.
         """
         number = max(self.iterations(), default=0)
         meta, folder = self._meta(number) if number else {}, self._of(number)
@@ -188,20 +188,20 @@ class PolicyCheckpoint:
         """Save the policies of an iteration.
 
         Args:
-            iteration: that will play with them.
+            iteration: the iteration that will play with them.
             policies: a text for each agent.
-            stats: of the iteration that made them.
-            metadata: further facts.
+            stats: statistics of the iteration that made them.
+            metadata: further data.
 
         Raises:
-            ConfigError: a policy is no text, or the names are not those of the agents.
-            CheckpointError: nothing can be written.
+            ConfigError: a policy is not a text, or the names are not those of the agents.
+            CheckpointError: the files cannot be written.
         """
         if self._strict and set(policies) != set(self.agent_names):
             raise ConfigError(f"the agents are {self.agent_names}, got policies of {[*policies]}")
         for name, text in policies.items():
             if not isinstance(text, str):
-                raise ConfigError(f"a policy is a text, and that of {name!r} is {text!r}")
+                raise ConfigError(f"a policy is a text, got {text!r} for {name!r}")
             self.store.write_text(f"{self._of(iteration)}/{check_name(name, 'an agent')}.txt", text)
         meta = {
             "schema_version": SCHEMA_VERSION,
@@ -215,17 +215,17 @@ class PolicyCheckpoint:
         self.store.write_text(f"{self._of(iteration)}/meta.json", to_json_text(sealed(meta)))
 
     def diff_policies(self, iter_a: int, iter_b: int) -> dict[str, str]:
-        """What changed between two iterations.
+        """Compare the policies of two iterations.
 
         Args:
             iter_a: number of the old one; 0 for the defaults.
             iter_b: number of the new one.
 
         Returns:
-            A unified diff for each agent, empty where nothing changed.
+            A unified diff for each agent, empty if nothing changed.
 
         Raises:
-            FileNotFoundError: no such checkpoint.
+            FileNotFoundError: the checkpoint does not exist.
         """
         old, new = self.get_policies(iter_a), self.get_policies(iter_b)
         folders = f"iter_{iter_a}", f"iter_{iter_b}"
@@ -235,11 +235,11 @@ class PolicyCheckpoint:
         }
 
     def stats(self, iteration: int) -> dict[str, Any]:
-        """Statistics that were saved with a checkpoint; a missing one is a FileNotFoundError."""
+        """Statistics saved with a checkpoint; raises FileNotFoundError if it is missing."""
         return self._meta(iteration).get("training_stats") or {}
 
     def metadata(self, iteration: int) -> dict[str, Any]:
-        """Further facts that were saved with a checkpoint, likewise."""
+        """Further data saved with a checkpoint, likewise."""
         return self._meta(iteration).get("metadata") or {}
 
     def _of(self, iteration: int) -> str:
@@ -255,7 +255,7 @@ class PolicyCheckpoint:
 
 
 def _changed(meta: Mapping[str, Any], texts: Mapping[str, str]) -> list[str]:
-    """Agents whose text is not the one that was saved; where nothing is known of it, it is."""
+    """Agents whose text differs from the saved one; texts without a digest count as equal."""
     saved = meta.get("digests") or {}
     return [name for name, text in texts.items() if saved.get(name) not in (None, digest_of(text))]
 
@@ -268,15 +268,15 @@ def _diff(old: str | None, new: str | None, old_name: str, new_name: str) -> str
 def write_policy_file(
     path: str | os.PathLike[str], iteration: int, policies: Mapping[str, str]
 ) -> None:
-    """Write policies to a file of their own.
+    """Write policies to a separate file.
 
     Args:
-        path: of the file; its folder is made.
-        iteration: that plays with them.
+        path: path of the file; its folder is created.
+        iteration: the iteration that plays with them.
         policies: a text for each agent.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     agents = {name: {"policy": text} for name, text in policies.items()}
     value = {
@@ -289,18 +289,18 @@ def write_policy_file(
 
 
 def read_policy_file(path: str | os.PathLike[str], iteration: int | None = None) -> dict[str, str]:
-    """Read policies from a file of their own.
+    """Read policies from a separate file.
 
     Args:
-        path: of the file, which :func:`write_policy_file` or LangMARL has written.
-        iteration: whose policies; those of ``current_iteration`` if not given.
+        path: path of a file that :func:`write_policy_file` or LangMARL wrote.
+        iteration: iteration of the policies; ``current_iteration`` if not given.
 
     Returns:
         A text for each agent.
 
     Raises:
-        FileNotFoundError: the file, or the iteration in it, is missing.
-        DamagedCheckpointError: it is no such file.
+        FileNotFoundError: the file or its iteration is missing.
+        DamagedCheckpointError: the file is not a file of policies.
     """
     value = parsed(read_file(Path(path)), str(path))
     try:
@@ -308,7 +308,7 @@ def read_policy_file(path: str | os.PathLike[str], iteration: int | None = None)
         if f"iteration_{number}" not in value["policies"]:
             raise MissingCheckpointError(f"{path} has {list(value['policies'])}, not {number}")
         found = value["policies"][f"iteration_{number}"]
-        found = found.get("agent_policies", found)  # some files of LangMARL have no such level
+        found = found.get("agent_policies", found)  # some files of LangMARL do not have this level
         return {name: each["policy"] for name, each in found.items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise DamagedCheckpointError(
@@ -324,12 +324,12 @@ class TrajectoryStore:
     """The episodes of a run.
 
     Args:
-        store: where they are.
+        store: store of the run.
         run_id: name of the run.
 
     Raises:
-        ConfigError: the name cannot be one of a folder.
-        CheckpointError: the run is of a newer version of this package.
+        ConfigError: the name is not valid for a folder.
+        CheckpointError: the run is from a newer version of this package.
 
     Example:
         >>> import tempfile
@@ -355,16 +355,16 @@ class TrajectoryStore:
         return sorted((int(found[1]), name) for found, name in named if found)
 
     def save(self, iteration: int, episode_id: int, trajectory: Trajectory) -> None:
-        """Save an episode; its number is this one, whatever its metadata says.
+        """Save an episode under a number, which replaces the number in its metadata.
 
         Args:
-            iteration: that played it.
+            iteration: the iteration that played it.
             episode_id: its number.
             trajectory: the episode.
 
         Raises:
-            ConfigError: a number is none, or below 0.
-            CheckpointError: it cannot be written.
+            ConfigError: a number is invalid or below 0.
+            CheckpointError: the file cannot be written.
         """
         path = self._file(iteration, episode_id)
         data = trajectory.to_dict()
@@ -376,19 +376,19 @@ class TrajectoryStore:
         """Load episodes, in the order of their numbers.
 
         Args:
-            iteration: that played them.
+            iteration: the iteration that played them.
             limit: most episodes; no other files are read. ``None`` for all.
 
         Returns:
-            The episodes; a reward that was not finite is NaN.
+            The episodes; rewards that were not finite are NaN.
 
         Raises:
             ConfigError: the limit is negative.
-            DamagedCheckpointError: a file is damaged; it is named.
+            DamagedCheckpointError: a file is damaged; the message names it.
         """
         first = range(0 if limit is None else limit)
         if limit is not None and all(self.has(iteration, number) for number in first):
-            # The folder, which may have thousands, is not listed.
+            # The folder may contain thousands of files, so it is not listed.
             chosen = [(number, f"episode_{number:03d}.json") for number in first]
         else:
             chosen = self._numbered(iteration)[:limit]
@@ -406,11 +406,11 @@ class TrajectoryStore:
         return found
 
     def count(self, iteration: int) -> int:
-        """How many episodes of an iteration there are."""
+        """Number of episodes of an iteration."""
         return len(self._numbered(iteration))
 
     def has(self, iteration: int, episode_id: int) -> bool:
-        """Whether there is an episode of that number."""
+        """Whether an episode with a number exists."""
         return self.store.exists(self._file(iteration, episode_id))
 
 
@@ -423,25 +423,25 @@ def append_metrics(store: BaseStore, run_id: str, row: Mapping[str, Any]) -> Non
     Args:
         store: where it is.
         run_id: name of the run.
-        row: statistics of an iteration, with its number as ``iteration``.
+        row: statistics of an iteration, with the number of the iteration as ``iteration``.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     path = f"{run_folder(run_id)}/metrics/training_curve.jsonl"
     store.append_line(path, json.dumps(sealed(row), allow_nan=False))
 
 
 def read_metrics(store: BaseStore, run_id: str, *, whole: bool = False) -> list[dict[str, Any]]:
-    """Statistics of all iterations, in their order.
+    """Statistics of all iterations, in order.
 
-    Of an iteration that is there twice the newest line counts. The last line does not count if it
-    is cut short; of an iteration without a line the checkpoint that it wrote has the statistics.
+    If an iteration has several lines, the newest one counts. An incomplete last line is ignored;
+    for an iteration without a line, the statistics are read from the checkpoint that it wrote.
 
     Args:
         store: where they are.
         run_id: name of the run.
-        whole: with ``iteration`` and ``metadata``.
+        whole: include ``iteration`` and ``metadata``.
 
     Raises:
         DamagedCheckpointError: a line is damaged.

@@ -1,8 +1,8 @@
-"""Text credit: what a critic says of each agent, written into the rows of an episode.
+"""Text credit: a critic's texts for each agent, written into the rows of an episode.
 
-:class:`TextCredit` is to language space what an advantage estimator is to weights, and stands in a
-replay buffer beside one: the same rows train both. :func:`episode_of` makes of rows what a critic
-reads.
+:class:`TextCredit` corresponds to an advantage estimator for weights; a replay buffer can contain
+both, so that the same rows train texts and weights. :func:`episode_of` turns rows into an episode
+for a critic.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ EVALUATION_KEY = "evaluation"
 
 
 def episode_of(rows: Sequence[TensorDictBase], number: int = 0) -> Trajectory:
-    """An episode of one or several agents, out of the rows of its turns.
+    """Build an episode of one or several agents from the rows of its turns.
 
     Args:
-        rows: with a history, ``"agent"`` where there are several, and ``"task"``, JSON, where the
-            environment has tasks of that kind; else the columns ``query`` and ``answer``.
-        number: that the episode is known by.
+        rows: rows with a history, ``"agent"`` if there are several agents, and ``"task"``, JSON, if
+            the environment has such tasks; else the columns ``query`` and ``answer``.
+        number: number of the episode.
 
     Returns:
-        The steps turn by turn, in each the agents in the order of their rows; the reward is that of
-        the agent with most (a team's is the same for all), NaN where one is invalid.
+        The steps turn by turn, with the agents of each turn in the order of their rows. The reward
+        is the highest of the agents (all agents of a team have the same), NaN if one is invalid.
     """
     ordered = sorted(rows, key=lambda row: (int(row["turn"]), int(row["traj_id"])))
     totals: dict[str, float] = {}
@@ -77,7 +77,7 @@ def _task(row: TensorDictBase) -> dict[str, Any]:
 
 
 def _failure(row: TensorDictBase) -> str:
-    """What failed, where the row says so."""
+    """The error of a row, if it has one."""
     kind, message = _text(row, ("error", "type")), _text(row, ("error", "message"))
     return f"{kind}: {message}" if kind else ""
 
@@ -89,20 +89,20 @@ def _text(row: TensorDictBase, name: NestedKey) -> str:
 
 
 class TextCredit(GroupTransform):
-    """Asks a critic about each episode that enters a replay buffer, one call an episode.
+    """Evaluates each episode that enters a replay buffer, with one call of a critic per episode.
 
-    It writes ``"evaluation"`` into every row: what the critic said of the row's agent, empty where
-    it did not name it, or failed. An episode without a valid reward is dropped, as by every
-    :class:`~torchrl_llm.data.replay_buffers.GroupTransform`.
+    It writes ``"evaluation"`` into every row: the critic's text for the row's agent, empty if the
+    critic failed or did not name the agent. An episode without a valid reward is dropped, as in
+    every :class:`~torchrl_llm.data.replay_buffers.GroupTransform`.
 
     Args:
-        critic: evaluates.
-        policies: that play, by the agent's name; the critic may read them.
-        log: journal of the calls; one in memory if not given.
-        workers: episodes that are evaluated at a time.
+        critic: the critic.
+        policies: playing policies by agent name; the critic may read them.
+        log: journal of the calls; an in-memory journal if not given.
+        workers: number of episodes that are evaluated concurrently.
 
     Attributes:
-        num_fallbacks: episodes whose critic failed.
+        num_fallbacks: number of episodes with a failed evaluation.
 
     Example:
         >>> from torchrl_llm.langmarl.environment import BaseCritic
@@ -132,7 +132,7 @@ class TextCredit(GroupTransform):
         return None if self.group_size == 1 else self._group_of(row)
 
     def complete(self, groups: Sequence[Sequence[AgentRows]]) -> list[list[TensorDict] | None]:
-        """The rows with what the critic said."""
+        """The rows with the critic's texts."""
         first = self._num_episodes
         self._num_episodes += len(groups)
         jobs = [
@@ -162,6 +162,6 @@ class TextCredit(GroupTransform):
         return {**super().get_extra_state(), **counted}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
-        """Continue where :meth:`get_extra_state` was taken."""
+        """Restore the state of :meth:`get_extra_state`."""
         super().set_extra_state(state)
         self.num_fallbacks, self._num_episodes = state["num_fallbacks"], state["num_episodes"]

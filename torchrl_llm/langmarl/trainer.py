@@ -1,7 +1,7 @@
 """Trainer of policies that are texts: :class:`MonteCarloTrainer`, and :func:`train` in one line.
 
-It opens a run, calls the :mod:`~torchrl_llm.langmarl.phases` in turn and tells callbacks. A run has
-a name that stays, so that the same command goes on where the last one ended.
+It opens a run, runs the :mod:`~torchrl_llm.langmarl.phases` in turn and calls the callbacks. A run
+keeps its name, so the same command resumes where the last one ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from torchrl_llm.langmarl.store import (
 )
 from torchrl_llm.trainers.run_folder import METRICS_FILE
 
-# What may differ when a run goes on: how far, how fast, at what cost.
+# Settings that may change at a resume: number of iterations, speed and budget.
 _FREE = {"num_iterations", "start_iteration", "resume", "run_name", "max_workers", "log_level"}
 _FREE |= {"episode_generation_workers", "optimizer_workers", "checkpoint_dir", "experiment_dir"}
 _FREE |= {"max_calls", "max_total_tokens", "max_cost_usd", "schema_version", "prompts_dir"}
@@ -55,24 +55,25 @@ class MonteCarloTrainer:
     """Trains the policies of an environment.
 
     Args:
-        config: of the training.
+        config: the training configuration.
         env: plays episodes.
         critic: evaluates them.
         optimizer: writes gradients and applies them.
         reward_fn: replaces the rewards of the environment.
-        store: where the run is kept; a :class:`~torchrl_llm.langmarl.LocalStore` of
+        store: store of the run; a :class:`~torchrl_llm.langmarl.LocalStore` of
             ``config.experiment_dir`` if not given.
-        callbacks: are told of iterations, episodes and updates.
+        callbacks: called for iterations, episodes and updates.
 
     Attributes:
-        history: statistics of all iterations, those before a resume included.
+        history: statistics of all iterations, including those before a resume.
         log: journal of the calls.
-        files: of the run.
-        should_stop: set by a callback to end training after the iteration.
-        ended_by: why training ended early, if it did.
+        files: files of the run.
+        should_stop: a callback sets it to end training after the iteration.
+        ended_by: reason why training ended early, if it did.
 
     Raises:
-        ConfigError: the run exists and was made with another configuration, or is being trained.
+        ConfigError: the run exists with a different configuration, or another trainer is training
+            it.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class MonteCarloTrainer:
         self._open()
         self.logger = RunLogger(self.store, self.run_id, level=config.log_level)
         if config.edited_policies == "take" and (edited := self.files.policies.take_edits()):
-            self.logger.warning(f"goes on with edited policies of {', '.join(edited)}")
+            self.logger.warning(f"continuing with edited policies of {', '.join(edited)}")
         self.log = CallLog(
             self.store.path(f"runs/{self.run_id}/calls.jsonl"),
             budget=Budget(
@@ -109,7 +110,7 @@ class MonteCarloTrainer:
         self.history: list[dict[str, Any]] = read_metrics(self.store, self.run_id)
 
     def _open(self) -> None:
-        """Make the run, or check that it is the same."""
+        """Create the run, or check that an existing one matches."""
         path, resume = f"runs/{self.run_id}/config.json", self.config.resume
         ours = json.loads(to_json_text(self.config.to_dict()))
         if not self.store.exists(path):
@@ -122,8 +123,8 @@ class MonteCarloTrainer:
             return
         if resume == "never":
             raise ConfigError(
-                f"the run {self.run_id!r} exists in {self.config.experiment_dir}: give run_name "
-                "another name, or resume=latest to go on with it"
+                f"the run {self.run_id!r} exists in {self.config.experiment_dir}: choose "
+                "a different run_name, or set resume=latest to resume it"
             )
         theirs = read_json(self.store, path)
         different = sorted(
@@ -131,13 +132,13 @@ class MonteCarloTrainer:
         )
         if different and not self.files.policies.iterations():
             calls = self.store.path(f"runs/{self.run_id}/calls.jsonl")
-            if not calls.exists() or not calls.stat().st_size:  # nothing was done with it
+            if not calls.exists() or not calls.stat().st_size:  # the run is still empty
                 self.store.write_text(path, to_json_text(ours))
                 return
         if different:
             raise ConfigError(
-                f"the run {self.run_id!r} was begun with another {', '.join(different)}: give "
-                "run_name another name, or set what it had ("
+                f"the run {self.run_id!r} was started with a different {', '.join(different)}: "
+                "choose a different run_name, or restore ("
                 + ", ".join(f"{key}={theirs[key]!r}" for key in different)[:300]
                 + ")"
             )
@@ -145,11 +146,10 @@ class MonteCarloTrainer:
     # -- training ---------------------------------------------------------------------------------
 
     def train(self, num_iterations: int | None = None) -> list[dict[str, Any]]:
-        """Train up to an iteration; what is done already is not done again.
+        """Train up to an iteration; finished work is not repeated.
 
         Args:
-            num_iterations: all in all, those of earlier calls included; the configuration's if not
-                given.
+            num_iterations: total number, including earlier calls; the configuration's if not given.
 
         Returns:
             The statistics of all iterations so far.
@@ -159,7 +159,7 @@ class MonteCarloTrainer:
             for suffix in ("", "_best"):
                 name = f"{self.run_id}{suffix}.json"
                 remove_drafts(Path(self.config.checkpoint_dir), name)
-            # Others may have trained since this trainer was made.
+            # Other processes may have trained since this trainer was made.
             self.log.before = spent_in(self.store.path("."), but=self.run_id)
             self.log.reload()
             self.history = read_metrics(self.store, self.run_id)
@@ -178,7 +178,7 @@ class MonteCarloTrainer:
                     self.train_one_iteration(iteration)
             except BudgetUsedUp as error:
                 self.ended_by = str(error)
-                self.logger.warning(f"training ends: {error}; the run is saved and can go on")
+                self.logger.warning(f"training ends: {error}; the run is saved and can be resumed")
         self.save_policy_files()
         self._write_table()
         return list(self.history)
@@ -194,7 +194,7 @@ class MonteCarloTrainer:
             ``rewards``, ``input_tokens``, ``output_tokens``, ``total_tokens``, ``cost_usd``.
 
         Raises:
-            BudgetUsedUp: nothing is left to ask with; what was answered is kept.
+            BudgetUsedUp: the budget is used up; received answers are kept.
         """
         self._fire("on_iteration_start", iteration, self)
         state = TrainingState(
@@ -239,7 +239,7 @@ class MonteCarloTrainer:
 
     @property
     def folder(self) -> str:
-        """Where the run is."""
+        """Folder of the run."""
         path = self.store.path(f"runs/{self.run_id}")
         return self.run_id if path is None else str(path)
 
@@ -261,7 +261,7 @@ class MonteCarloTrainer:
             )
 
     def _numbers(self) -> tuple[int | None, int]:
-        """The newest checkpoint, and the best by held-out tasks, else by what it played."""
+        """Numbers of the newest and the best checkpoint (by held-out, else training reward)."""
         saved = self.files.policies.iterations()
         if not saved:
             return None, 0
@@ -281,7 +281,7 @@ class MonteCarloTrainer:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """The statistics of all iterations, each with its number and further facts."""
+        """The statistics of all iterations, each with its number and further data."""
         return read_metrics(self.store, self.run_id, whole=True)
 
     def close(self) -> None:
@@ -297,7 +297,7 @@ def _run_name(config: BaseConfig) -> str:
 
 
 def _told(value: Any) -> Any:
-    """A setting without where a model is, and how patiently it is asked."""
+    """A setting without the model fields that may change at a resume."""
     if isinstance(value, Mapping):
         return {key: each for key, each in value.items() if key not in _FREE_OF_MODELS}
     return value
@@ -310,11 +310,11 @@ def make_trainer(
     store: BaseStore | None = None,
     callbacks: Sequence[Callback] | None = None,
 ) -> MonteCarloTrainer:
-    """A trainer with the parts that a configuration names.
+    """Make a trainer with the parts of a configuration.
 
     Args:
-        config: of the training.
-        reward_fn: as of :class:`MonteCarloTrainer`.
+        config: the training configuration.
+        reward_fn: as in :class:`MonteCarloTrainer`.
         store: likewise.
         callbacks: likewise.
     """
@@ -336,7 +336,7 @@ def train(config_path: str | os.PathLike[str], **overrides: Any) -> list[dict[st
 
     Args:
         config_path: a JSON file.
-        **overrides: replace values of the file.
+        **overrides: values that replace those of the file.
 
     Returns:
         The statistics of each iteration.

@@ -1,5 +1,5 @@
-"""TorchRL's surface of classes that are not in ``compat``: what they take and need not be read for.
+"""Mixins with TorchRL's interface for classes outside ``compat``, which can be read without them.
 
-A mixin imports nothing of this package but the errors. It says in its docstring what the class that
-takes it has to have.
+From this package, a mixin imports only the errors. Its docstring lists the requirements for the
+class that uses it.
 """

@@ -1,10 +1,10 @@
-"""``to_text``, ``to_tokens`` and ``to_history``, which make one view of rows of another.
+"""``to_text``, ``to_tokens`` and ``to_history``, which convert one view of rows into another.
 
-They are for datasets and for people; inside a rollout the token record of a conversation is kept
-instead. A class that takes a mixin has ``_made`` with
+They are for datasets and for inspection; a rollout keeps the token record of a conversation
+instead. A class that uses a mixin has ``_made`` with
 
 - ``columns(view)``: its filled columns by name, each a list of rows;
-- ``text(columns)``, ``tokens(columns)``, ``chats(histories)``: the views that are made;
+- ``text(columns)``, ``tokens(columns)``, ``chats(histories)``: the views that are created;
 - ``history``: the class of conversations.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 
 def _row_by_row(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """A conversion of rows ``[B]``, for any number of batch dimensions."""
+    """Extend a conversion of rows ``[B]`` to any number of batch dimensions."""
 
     @wraps(convert)
     def converted(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ def _is_one_row(rows: Any) -> bool:
 
 
 class TokensConversions:
-    """Mixin of token ids, which know whether they are ``padded``."""
+    """Mixin for token ids, which have the attribute ``padded``."""
 
     @_row_by_row
     def to_text(self, tokenizer: Any, skip_special_tokens: bool = False) -> Any:
@@ -52,7 +52,7 @@ class TokensConversions:
             skip_special_tokens: leave special tokens out of the text.
 
         Raises:
-            ValueError: the rows are padded, which a text cannot show.
+            ValueError: the rows are padded, which a text cannot represent.
         """
         if self.padded:
             raise ValueError("padded tokens cannot be converted; pass ragged rows")
@@ -72,16 +72,16 @@ class TokensConversions:
         *,
         chat_template: str | None = None,
     ) -> Any:
-        """Decode every row and read the text back into messages, see ``Text.to_history``.
+        """Decode every row and parse the text into messages, see ``Text.to_history``.
 
         Args:
             tokenizer: a Hugging Face tokenizer.
             chat_template_name: name of the template that wrote the text.
-            skip_special_tokens: must stay off: they are what separates the messages.
+            skip_special_tokens: must be ``False``: special tokens separate the messages.
             chat_template: its Jinja text.
 
         Raises:
-            ValueError: special tokens are to be left out.
+            ValueError: special tokens are left out.
         """
         if skip_special_tokens:
             raise ValueError(
@@ -92,7 +92,7 @@ class TokensConversions:
 
 
 class TextConversions:
-    """Mixin of texts."""
+    """Mixin for texts."""
 
     @_row_by_row
     def to_tokens(
@@ -102,20 +102,20 @@ class TextConversions:
         truncation: bool = False,
         return_tensors: str | None = "pt",
     ) -> Any:
-        """Encode every row; what spells a special token becomes one, nothing is added.
+        """Encode every row; the text of a special token becomes that token, and none is added.
 
         Args:
             tokenizer: a Hugging Face tokenizer.
-            padding: must stay off, as in TorchRL: rows are ragged.
+            padding: must be ``False``, as in TorchRL: rows are ragged.
             truncation: cut rows at the tokenizer's ``model_max_length``.
-            return_tensors: ``"pt"`` or ``None``, which give the same.
+            return_tensors: ``"pt"`` or ``None``, with the same result.
 
         Returns:
-            Ragged tokens. Prompt and response are encoded apart, so that the response's tokens
-            follow the prompt's, and ``full`` is both.
+            Ragged tokens. Prompt and response are encoded separately, and ``full`` is their
+            concatenation.
 
         Raises:
-            ValueError: for padding, or tensors that are not torch's.
+            ValueError: padding or tensors of a different library are requested.
         """
         if padding:
             raise ValueError(
@@ -144,7 +144,7 @@ class TextConversions:
         chat_template_name: str | None = None,
         chat_template: str | None = None,
     ) -> Any:
-        """Read every row's text back into messages.
+        """Parse every row's text into messages.
 
         Args:
             tokenizer: finds the template, as for ``History.from_text``.
@@ -152,10 +152,10 @@ class TextConversions:
             chat_template: its Jinja text.
 
         Returns:
-            Histories of prompt and full; the response is what full has behind the prompt.
+            Histories of prompt and full; the response is the part of full after the prompt.
 
         Raises:
-            TemplateError: a text is not one of this template.
+            TemplateError: a text does not follow the template.
         """
         texts, history = _filled(self, "text"), self._made.history
         if "full" not in texts and "response" in texts:
@@ -173,7 +173,7 @@ class TextConversions:
 
 
 class ChatConversions:
-    """Mixin of conversations."""
+    """Mixin for conversations."""
 
     @_row_by_row
     def to_text(
@@ -190,10 +190,10 @@ class ChatConversions:
             chat_template: its Jinja text.
 
         Returns:
-            Prompt (with its generation prompt), full, and the response: full behind the prompt.
+            Prompt (with its generation prompt), full, and the response: the part of full after it.
 
         Raises:
-            ValueError: the text of a prompt is not how the full text begins.
+            ValueError: the full text does not begin with the prompt's text.
         """
         how = {"chat_template_name": chat_template_name, "chat_template": chat_template}
         how |= {"tokenizer": tokenizer, "tokenize": False}
@@ -212,7 +212,7 @@ class ChatConversions:
         chat_template_name: str | None = None,
         chat_template: str | None = None,
     ) -> Any:
-        """Token ids of every row: those of its token record where it has one, else encoded.
+        """Token ids of every row, from its token record if it has one, else encoded.
 
         Args:
             tokenizer: a fast Hugging Face tokenizer.
@@ -220,10 +220,10 @@ class ChatConversions:
             chat_template: its Jinja text.
 
         Returns:
-            Ragged prompt (with its generation prompt), full, and the response: full behind it.
+            Ragged prompt (with its generation prompt), full, and the response: the rest of full.
 
         Raises:
-            ValueError: the ids of a prompt are not how the full ids begin.
+            ValueError: the full ids do not begin with the prompt's ids.
         """
         how = {"chat_template_name": chat_template_name, "chat_template": chat_template}
         how |= {"tokenizer": tokenizer, "return_tensors": "pt", "return_dict": False}
@@ -241,7 +241,7 @@ class ChatConversions:
     def _sides(self) -> dict[str, list[Any]]:
         found = _filled(self, "history")
         if len(found) > 1:
-            found.pop("response", None)  # what full has behind the prompt
+            found.pop("response", None)  # the part of full after the prompt
         return found
 
 
@@ -253,7 +253,7 @@ def _filled(view: Any, kind: str) -> dict[str, list[Any]]:
 
 
 def _held(chat: Any, prompt: bool) -> Tensor | None:
-    """Ids that a conversation carries, if they are all of it and of the wanted kind."""
+    """Recorded ids of a conversation, if they are complete and of the requested kind."""
     record = chat.record
     if record is None or record.num_messages != len(chat):
         return None
@@ -261,7 +261,7 @@ def _held(chat: Any, prompt: bool) -> Tensor | None:
 
 
 def _with_response(columns: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Prompt and full with what full has behind the prompt, if both are there."""
+    """Prompt, full and the part of full after the prompt, if both exist."""
     if len(columns) < 2:
         return columns
     rest = []

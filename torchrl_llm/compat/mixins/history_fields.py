@@ -1,7 +1,7 @@
-"""Fields of messages as keys of a History: what TorchRL stores under them is read and built here.
+"""Message fields as keys of a History, with the values that TorchRL stores under them.
 
-A conversation is stored as one cell under ``"messages"``; the functions here give the view of its
-fields that ``keys``, ``items``, ``to_dict``, ``to_tensordict`` and nested keys of TorchRL have.
+A conversation is stored as one cell under ``"messages"``; the functions here provide the view of
+its fields for TorchRL's ``keys``, ``items``, ``to_dict``, ``to_tensordict`` and nested keys.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ FIELDS = ("role", "content", "is_complete", "tool_calls", "tool_responses")
 def read_field(
     name: str, about: str, *, default: Any = None, change: Callable[[Any], Any] | None = None
 ) -> property:
-    """The attribute that reads one field of the messages, and refuses to be set.
+    """Make a read-only attribute for one field of the messages.
 
     Args:
         name: the field.
         about: docstring of the attribute.
-        default: value of messages without the field; with ``None`` the attribute is ``None`` where
-            no message has one.
-        change: what is read, of what is stored.
+        default: value for messages without the field; with ``None``, the attribute is ``None`` if
+            no message has the field.
+        change: function from the stored value to the returned value.
     """
 
     def value(message: Mapping[str, Any]) -> Any:
@@ -46,19 +46,20 @@ def read_field(
 
 
 class HistoryFields:
-    """Mixin of a class with :class:`~torchrl_llm.compat.mixins.history_grid.HistoryGrid`.
+    """Mixin for a class with :class:`~torchrl_llm.compat.mixins.history_grid.HistoryGrid`.
 
-    The class has ``_of_rows`` and ``_canonical(message)``, which brings a message into its form.
+    The class has ``_of_rows`` and ``_canonical(message)``, which brings a message into canonical
+    form.
     """
 
     def keys(self, *args: Any, **kwargs: Any) -> Any:
-        """The fields that the messages have."""
+        """The fields present in the messages."""
         if asked_inside():
             return self._tensordict.keys(*args, **kwargs)
         return dict.fromkeys(_present(self)).keys()
 
     def items(self, *args: Any, **kwargs: Any) -> Any:
-        """Fields and their values, as tensordict stores values that are no tensors."""
+        """Fields and their values, in tensordict's form for non-tensor values."""
         if asked_inside():
             return self._tensordict.items(*args, **kwargs)
         return {name: _leaf(self, name) for name in _present(self)}.items()
@@ -74,7 +75,7 @@ class HistoryFields:
         return {name: getattr(self, name) for name in FIELDS}
 
     def to_tensordict(self, **kwargs: Any) -> TensorDictBase:
-        """The fields in a tensordict of this shape, a lazy stack where rows differ."""
+        """The fields in a tensordict of this shape; a lazy stack if rows differ."""
         if asked_inside():
             return self._tensordict.to_tensordict(**kwargs)
         if -1 in self.shape:
@@ -84,13 +85,13 @@ class HistoryFields:
 
     @classmethod
     def from_dict(cls, input_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A history of the fields that a dict has."""
+        """Make a history from a dict of fields."""
         if "role" in input_dict:
             return cls(**read_fields(input_dict))
         return super().from_dict(input_dict, *args, **kwargs)
 
     def set(self, key: Any, *args: Any, **kwargs: Any) -> Any:
-        """Refuses a field, for messages do not change.
+        """Raise for a field, because messages are immutable.
 
         Raises:
             AttributeError: the key is a field.
@@ -100,19 +101,19 @@ class HistoryFields:
         return super().set(key, *args, **kwargs)
 
     def replace(self, **fields: Any) -> Any:
-        """The same messages with other values of some fields, nested as the fields read.
+        """The same messages with new values of some fields, nested like the fields.
 
-        Token records are left behind.
+        Token records are dropped.
 
         Raises:
-            DataError: an unknown field, or another number of values than of messages.
+            DataError: a field is unknown, or the numbers of values and messages differ.
         """
         node = self._tensordict
         return self._of_rows(tuple(node.batch_size), _replaced(node, fields, self._canonical))
 
     @classmethod
     def from_tensordict(cls, tensordict: Any, *args: Any, **kwargs: Any) -> Any:
-        """A history of a tensordict of fields, or of a node that holds conversations."""
+        """Make a history from a tensordict of fields, or from a node with conversations."""
         if tensordict is not None and "role" in tensordict.keys():
             return cls(**read_fields(tensordict))
         return cls._from_tensordict(tensordict, *args, **kwargs)
@@ -125,7 +126,7 @@ class HistoryFields:
 
 
 def fixed(name: str, value: Any) -> AttributeError:
-    """The error of a field that is set."""
+    """The error for setting a field."""
     return AttributeError(
         f"messages do not change: {name} cannot be set to {value!r:.60}; h.replace({name}=...) "
         "gives the conversation with other values, and h = h[..., :-1].append(message, "
@@ -161,10 +162,10 @@ def _cells(value: Any, dims: int) -> Any:
 
 
 def read_fields(source: TensorDictBase | Mapping[str, Any]) -> dict[str, Any]:
-    """The fields that a tensordict or dict has, as plain values for the constructor.
+    """The fields of a tensordict or dict, as plain values for the constructor.
 
     Raises:
-        DataError: it has other keys.
+        DataError: there are other keys.
     """
     if unknown := {key for key in source.keys() if key not in FIELDS}:
         raise DataError(f"a History has the fields {FIELDS}, got also {sorted(map(str, unknown))}")

@@ -1,16 +1,16 @@
-"""Conversations as a grid of messages: TorchRL's shape, over one immutable cell a conversation.
+"""Conversations as a grid of messages: TorchRL's shape, with one immutable cell per conversation.
 
-A grid of shape ``[*B, T]`` has ``T`` messages in each row, ``[*B, -1]`` differing numbers. An
-operation of tensors is carried out on a tensor of places, which says for each place of the result
-which message stands there; rows that stay whole keep their cell, and the token record in it.
+A grid of shape ``[*B, T]`` has ``T`` messages in each row, a grid ``[*B, -1]`` different numbers.
+Tensor operations run on a tensor of positions, which gives the message at each position of the
+result; rows that stay whole keep their cell with its token record.
 
 A node is a tensordict ``[*B]`` with cells under ``"messages"``. A cell is a conversation, or a
-single message where ``cell.is_single``; it has ``messages``. ``cell.of_messages(messages, record)``
-makes a conversation of a tuple, ``cell.of_message`` a single message of a tuple of one. Batches of
-single messages count as conversations along their last dimension, as stacked messages do in
+single message if ``cell.is_single``; it has ``messages``. ``cell.of_messages(messages, record)``
+makes a conversation from a tuple, ``cell.of_message`` a single message from a tuple of one. Batches
+of single messages count as conversations along their last dimension, as stacked messages do in
 TorchRL.
 
-Next: :mod:`torchrl_llm.compat.mixins.history_grid` gives these operations to people.
+Next: :mod:`torchrl_llm.compat.mixins.history_grid` provides these operations to users.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from torchrl_llm.errors import DataError
 
-_RAGGED_WIDTH = 1009  # stands for rows of differing lengths; only whole rows may come out
+_RAGGED_WIDTH = 1009  # placeholder for rows of different lengths; results contain only whole rows
 Grid = tuple[tuple[int, ...], list[Any]]
 
 
@@ -42,24 +42,25 @@ def grid_shape(node: TensorDictBase) -> torch.Size:
 
 
 def is_grid(node: TensorDictBase) -> bool:
-    """Whether the node holds conversations, which have a dimension more than it, not messages."""
+    """Whether the node holds conversations, which have one more dimension, not messages."""
     return _holds_chats(cells_of(node))
 
 
 def rearranged(node: TensorDictBase, change: Callable[[Tensor], Any], name: str) -> Any:
-    """The grids that a change of places makes.
+    """Apply a change of positions to a grid.
 
     Args:
         node: conversations of batch ``[*B]``.
-        change: from the places, int64 ``[*B, T]``, to those of the result, or to a tuple of them.
-        name: of the operation, for errors.
+        change: function from positions, int64 ``[*B, T]``, to those of the result, or a tuple of
+            them.
+        name: name of the operation, for errors.
 
     Returns:
-        Batch and cells, or a tuple of such; the cells are messages where ``change`` leaves no
-        dimension.
+        Batch shape and cells, or a tuple of such pairs; the cells are messages if ``change`` leaves
+        no dimension.
 
     Raises:
-        DataError: rows of differing lengths would have to be cut or mixed.
+        DataError: rows of different lengths would have to be cut or mixed.
     """
     batch, chats = tuple(node.batch_size), flattened(cells_of(node), node.batch_dims)
     sizes = {len(chat) for chat in chats}
@@ -73,13 +74,13 @@ def rearranged(node: TensorDictBase, change: Callable[[Tensor], Any], name: str)
 
 
 def picked(node: TensorDictBase, places: Callable[[Tensor], Tensor], name: str) -> Grid:
-    """As :func:`rearranged`, for a result of single messages."""
+    """Like :func:`rearranged`, for a result of single messages."""
     batch, chats = rearranged(node, lambda grid: places(grid).unsqueeze(-1), name)
     return batch, [chat.of_message((chat.messages[0],), None) for chat in chats]
 
 
 def stacked(nodes: list[TensorDictBase], dim: int) -> Grid:
-    """Conversations of equal shapes, stacked along a new dimension behind the messages."""
+    """Stack conversations of equal shapes along a new dimension after the messages."""
     grids = [conversations(node) for node in nodes]
     sizes = {(batch, len(chat)) for batch, chats in grids for chat in chats}
     if len(sizes) != 1:
@@ -91,9 +92,10 @@ def stacked(nodes: list[TensorDictBase], dim: int) -> Grid:
 
 
 def equal_messages(mine: TensorDictBase, other: TensorDictBase) -> Tensor:
-    """Which messages are equal, bool ``[*B, T]``; which rows, ``[*B]``, where lengths differ.
+    """Equality of messages, bool ``[*B, T]``; of rows, ``[*B]``, if lengths differ.
 
-    A single message is compared with each; other shapes than one another's are unequal as a whole.
+    A single message is compared with each message; grids of different shapes are unequal as a
+    whole.
     """
     for one, many in ((other, mine), (mine, other)):
         if not one.batch_dims and is_message(cells_of(one)):
@@ -119,7 +121,7 @@ def equal_messages(mine: TensorDictBase, other: TensorDictBase) -> Tensor:
 
 
 def ragged_error(name: str) -> DataError:
-    """The error of an operation that needs rows of one length."""
+    """The error of an operation that needs rows of equal length."""
     return DataError(
         f"{name} needs conversations with equally many messages, these differ; pick messages "
         "first (h[..., -1] is the last of each, h[..., :2] the first two), or go through the "
@@ -140,14 +142,14 @@ def expanded(index: Any, dims: int) -> list[Any]:
 
 
 def consumed(part: Any) -> int:
-    """How many dimensions a part of an index stands for."""
+    """Number of dimensions that a part of an index consumes."""
     if part is None:
         return 0
     return part.ndim if isinstance(part, Tensor) and part.dtype == torch.bool else 1
 
 
 def is_list(part: Any) -> bool:
-    """Whether a part of an index is a list of places or a mask."""
+    """Whether a part of an index is a list of positions or a mask."""
     return isinstance(part, (list, range)) or (isinstance(part, Tensor) and part.ndim > 0)
 
 
@@ -159,7 +161,7 @@ def axis(dim: int, count: int) -> int:
 
 
 def check_mask(part: Any, chats: list[Any]) -> None:
-    """Refuse a mask of another length than a conversation."""
+    """Raise for a mask whose length differs from the conversation."""
     if isinstance(part, list) and part and isinstance(part[0], bool):
         part = torch.tensor(part)
     if isinstance(part, Tensor) and part.dtype == torch.bool:
@@ -171,9 +173,9 @@ def check_mask(part: Any, chats: list[Any]) -> None:
 
 
 class RowLink:
-    """Where a row was taken from, so that what is appended to it reaches its batch.
+    """Link from a row to its batch, so that messages appended to the row reach the batch.
 
-    It keeps no batch alive and is left behind by copies and pickles.
+    It does not keep the batch alive; copies and pickles do not contain it.
     """
 
     __slots__ = ("parent", "places")
@@ -185,12 +187,12 @@ class RowLink:
         """Put grown conversations into the batch.
 
         Args:
-            before: the conversations of the row, as they were taken.
-            after: what they have become.
-            made: from batch shape and conversations to a history.
+            before: the conversations of the row when it was taken.
+            after: the changed conversations.
+            made: function from batch shape and conversations to a history.
 
         Raises:
-            DataError: the batch has others by now in these rows.
+            DataError: these rows of the batch have changed since.
         """
         parent = self.parent()
         if parent is None:
@@ -248,14 +250,14 @@ def cells_of(node: TensorDictBase) -> Any:
     """The cells of a node: one, or lists nested along the batch dimensions.
 
     Raises:
-        DataError: the node has none.
+        DataError: the node has no cells.
     """
     if isinstance(node, LazyStackedTensorDict) and node.stack_dim == 0:
         return [cells_of(row) for row in node.tensordicts]
     value = node.get("messages", None)
     if value is None:
         raise DataError("this History has no messages; it is an empty view")
-    # TorchRL's step_mdp reads a column through its tensorclass, and leaves a list in its place.
+    # TorchRL's step_mdp reads a column through its tensorclass, and replaces it by a list.
     return value if isinstance(value, list) or hasattr(value, "messages") else value.tolist()
 
 
@@ -283,7 +285,7 @@ def is_message(cells: Any) -> bool:
 
 
 def conversations(node: TensorDictBase) -> tuple[tuple[int, ...], list[Any]]:
-    """Batch shape and conversations; single messages join along the last batch dimension."""
+    """Batch shape and conversations; single messages are joined along the last batch dimension."""
     cells, batch = cells_of(node), tuple(node.batch_size)
     flat = flattened(cells, len(batch))
     if not is_message(cells):
@@ -296,7 +298,7 @@ def conversations(node: TensorDictBase) -> tuple[tuple[int, ...], list[Any]]:
 
 
 def single_messages(node: TensorDictBase) -> list[Any] | None:
-    """Single messages: as they are, or those of one conversation; ``None`` if there are more."""
+    """Single messages, or the messages of one conversation; ``None`` if there are more."""
     cells, dims = cells_of(node), node.batch_dims
     flat = flattened(cells, dims)
     if is_message(cells):
@@ -307,7 +309,7 @@ def single_messages(node: TensorDictBase) -> list[Any] | None:
 
 
 def read_messages(cells: Any, value: Callable[[Mapping[str, Any]], Any]) -> Any:
-    """``value`` of each message, nested as the cells are."""
+    """``value`` of each message, nested like the cells."""
     if isinstance(cells, list):
         return [read_messages(cell, value) for cell in cells]
     if cells.is_single:

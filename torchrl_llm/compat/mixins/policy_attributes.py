@@ -1,6 +1,6 @@
-"""Attributes of policies that users of TorchRL read; they answer from options and arguments.
+"""Attributes of policies for users of TorchRL, computed from options and arguments.
 
-What a policy needs for its work is in :class:`~torchrl_llm.modules.policies.LLMWrapperBase`.
+:class:`~torchrl_llm.modules.policies.LLMWrapperBase` contains the attributes that a policy needs.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from tensordict.utils import NestedKey
 
-# Weak on both sides, and not in the policy: that is pickled, and a weak reference cannot be.
+# Weak on both sides, and outside the policy: a policy is pickled, and a weak reference cannot be.
 _COLLECTORS: weakref.WeakKeyDictionary[Any, weakref.ref] = weakref.WeakKeyDictionary()
 _OPTIONS = (
     "attention_mask_key",
@@ -28,13 +28,13 @@ _OPTIONS = (
 
 
 class WrapperAttributes:
-    """Mixin of a policy with ``options``, ``in_keys``, ``out_keys``, ``names`` and ``backend``.
+    """Mixin for a policy with ``options``, ``in_keys``, ``out_keys``, ``names`` and ``backend``.
 
-    Those of its options are there under their own names: ``attention_mask_key``,
-    ``chat_template``, ``chat_template_name``, ``history_key``, ``log_probs_key``, ``masks_key``,
-    ``prefer_tokens``, ``text_key``, ``tokenizer_kwargs`` and ``tokens_key``. ``return_history``,
-    ``return_text``, ``return_tokens`` and ``return_masks`` say which of them are written; ids and
-    masks always are.
+    Its options are available under their own names: ``attention_mask_key``, ``chat_template``,
+    ``chat_template_name``, ``history_key``, ``log_probs_key``, ``masks_key``, ``prefer_tokens``,
+    ``text_key``, ``tokenizer_kwargs`` and ``tokens_key``. ``return_history``, ``return_text``,
+    ``return_tokens`` and ``return_masks`` say which of them are written; ids and masks are always
+    written.
     """
 
     @property
@@ -44,12 +44,12 @@ class WrapperAttributes:
 
     @property
     def input_key(self) -> NestedKey:
-        """Where the rows are, ``in_keys[0]``."""
+        """Key of the rows, ``in_keys[0]``."""
         return self.in_keys[0]
 
     @property
     def batching(self) -> bool:
-        """Whether the requests of several threads run together."""
+        """Whether requests of several threads are batched."""
         return self.batcher is not None
 
     @property
@@ -59,18 +59,18 @@ class WrapperAttributes:
 
     @property
     def device(self) -> torch.device | None:
-        """Where the model's weights are; ``None`` where they are not in this process."""
+        """Device of the model's weights; ``None`` if they are not in this process."""
         weights = None if self.backend.module is None else self.backend.module.parameters()
         return None if weights is None else next(weights).device
 
     @property
     def log_prob_keys(self) -> list[NestedKey]:
-        """Names of the nodes with log-probs."""
+        """Keys of the nodes with log-probs."""
         return [self.names.log_probs]
 
     @property
     def dist_params_keys(self) -> list[NestedKey]:
-        """A policy writes no parameters of distributions.
+        """Not available: a policy writes no parameters of distributions.
 
         Raises:
             NotImplementedError: always, as in TorchRL; ``get_dist`` makes distributions.
@@ -79,20 +79,20 @@ class WrapperAttributes:
 
     @property
     def dist_sample_keys(self) -> list[NestedKey]:
-        """Where the sampled tokens are."""
+        """Keys of the sampled tokens."""
         return [(self.names.tokens, "response")]
 
     def register_collector(self, collector: Any) -> None:
-        """Remember the collector that runs this policy, weakly.
+        """Keep a weak reference to the collector that runs this policy.
 
         Args:
-            collector: what :attr:`collector` returns as long as it exists.
+            collector: the collector, which :attr:`collector` returns as long as it exists.
         """
         _COLLECTORS[self] = weakref.ref(collector)
 
     @property
     def collector(self) -> Any:
-        """The registered collector, ``None`` without one."""
+        """The registered collector, or ``None``."""
         found = _COLLECTORS.get(self)
         return None if found is None else found()
 

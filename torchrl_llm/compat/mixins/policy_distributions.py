@@ -1,4 +1,4 @@
-"""Log-probs and distributions of whole rows, as TorchRL's policies give them for inspection.
+"""Log-probs and distributions of whole rows for inspection, as in TorchRL's policies.
 
 Losses call ``token_scores``, which never builds logits over the vocabulary.
 
@@ -18,7 +18,7 @@ from torch.distributions import Categorical, Distribution, constraints
 
 from torchrl_llm.errors import ConfigError
 
-# What get_dist returns, in TorchRL's words.
+# TorchRL's arguments that describe the result of get_dist.
 _FORM = {
     "as_padded_tensor": (None, True),
     "as_nested_tensor": (None, False),
@@ -29,14 +29,14 @@ _FORM = {
 
 
 def check_form(form: Mapping[str, Any]) -> str:
-    """Refuse another form of logits than dense ones padded with 0.0; returns the side of padding.
+    """Raise unless logits are dense and padded with 0.0; returns the padding side.
 
     Args:
         form: TorchRL's arguments of ``get_dist`` by name.
 
     Raises:
-        ConfigError: for a value that asks for another form.
-        TypeError: for an unknown name.
+        ConfigError: a value requests a different form.
+        TypeError: a name is unknown.
     """
     for name, value in form.items():
         if name not in _FORM:
@@ -50,11 +50,11 @@ def check_form(form: Mapping[str, Any]) -> str:
 
 
 class TokenDistribution(Categorical):
-    """What each token was drawn from: index ``t`` is p(x_t | x_<t), not the model's next token.
+    """Distribution of each token: index ``t`` is p(x_t | x_<t), not the model's next token.
 
     Args:
         logits: float ``[B, T, V]``.
-        mask: bool ``[B, T]``; 0.0 outside of it.
+        mask: bool ``[B, T]``; results are 0.0 outside of it.
 
     Example:
         >>> dist = TokenDistribution(torch.zeros(1, 2, 4), torch.tensor([[False, True]]))
@@ -76,11 +76,11 @@ class TokenDistribution(Categorical):
 
 
 class LogProbDistribution(Distribution):
-    """Given log-probs of given tokens, where a distribution is expected.
+    """Known log-probs of known tokens, as a distribution.
 
     Args:
         log_probs: float ``[B, T]`` in nats.
-        mask: bool ``[B, T]``; log-probs outside of it are 0.0. All by default.
+        mask: bool ``[B, T]``; log-probs outside of it are 0.0. All tokens by default.
 
     Example:
         >>> LogProbDistribution(torch.tensor([[0.0, -1.5]])).log_prob()
@@ -99,10 +99,10 @@ class LogProbDistribution(Distribution):
         """The log-probs, 0.0 outside the mask.
 
         Args:
-            value: the tokens that they belong to, int64 ``[B, T]``; only its shape is checked.
+            value: the tokens of the log-probs, int64 ``[B, T]``; only the shape is checked.
 
         Raises:
-            ValueError: for tokens of another shape.
+            ValueError: the tokens have a different shape.
         """
         if value is not None and value.shape != self.log_probs.shape:
             raise ValueError(
@@ -113,9 +113,9 @@ class LogProbDistribution(Distribution):
 
 
 class WrapperDistributions:
-    """Mixin of a policy with ``token_scores`` and ``backend.logits``.
+    """Mixin for a policy with ``token_scores`` and ``backend.logits``.
 
-    ``_whole_rows(tensordict, mask_key, side)`` gives the rows to score, with ``token_ids``,
+    ``_whole_rows(tensordict, mask_key, side)`` returns the rows to score, with ``token_ids``,
     ``select``, ``temperature``, ``extras()``, ``spread(rows)`` and ``restricted(logits)``.
     """
 
@@ -123,7 +123,8 @@ class WrapperDistributions:
         """Log-probs of whole rows, with gradients where they are enabled.
 
         Args:
-            tensordict: rows as for ``generate=False``, whatever this policy does in ``forward``.
+            tensordict: rows as for ``generate=False``, even if this policy generates in
+                ``forward``.
             mask_key: mask of the tokens to score, such as ``("masks", "all_assistant_mask")``; all
                 but the first of each row by default.
 
@@ -147,23 +148,23 @@ class WrapperDistributions:
         mask_key: NestedKey | None = None,
         **form: Any,
     ) -> TokenDistribution:
-        """The distribution that each token of whole rows was drawn from.
+        """The distribution of each token of whole rows.
 
-        It holds logits over the whole vocabulary, ``[B, T, V]``, and is for looking at; losses use
+        It holds logits over the whole vocabulary, ``[B, T, V]``, and is for inspection; losses use
         ``token_scores``, which never builds them.
 
         Args:
             tensordict: see :meth:`log_prob`.
-            tensordict_out: gets the logits under ``logits_key``, if it is given.
-            logits_key: see above.
+            tensordict_out: if given, the logits are written to it under ``logits_key``.
+            logits_key: key of the logits in ``tensordict_out``.
             mask_key: see :meth:`log_prob`.
             form: TorchRL's ``padding_side`` of ragged rows (``"left"``, the default, or
                 ``"right"``; padded ones stay where they are); and its ``as_padded_tensor``,
-                ``as_nested_tensor``, ``padding_value`` and ``layout``, where they ask for what is
-                returned anyway: dense logits, 0.0 at padding.
+                ``as_nested_tensor``, ``padding_value`` and ``layout``, which may only request the
+                returned form: dense logits, 0.0 at padding.
 
         Raises:
-            ConfigError: another form is asked for.
+            ConfigError: a different form is requested.
         """
         side = check_form(form)
         rows = self._whole_rows(tensordict, mask_key, side)
