@@ -58,7 +58,7 @@ class Probe:
     Args:
         form: the form of messages that the template needs.
         header: text that opens a turn of the model, the common prefix of history and generation
-        prompt.
+            prompt.
         lead: text in history between the header and an answer without reasoning.
         generation_prompt: text that ``add_generation_prompt`` adds.
         closers: all sequences of special tokens that end a turn anywhere in a text.

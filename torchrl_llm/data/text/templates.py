@@ -39,7 +39,7 @@ def add_chat_template(
 
     Args:
         template_name: the name for ``chat_template_name``. An existing template of this name is
-        replaced.
+            replaced.
         template: Jinja text that marks the assistant's words with ``{% generation %}``.
         inverse_parser: function from a rendered text to a ``History`` or a list of messages.
         model_family_keywords: the template is used for tokenizers whose model name (the last two
