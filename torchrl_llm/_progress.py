@@ -10,7 +10,6 @@ import functools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import TracebackType
 from typing import Any, Self
 
 from torchrl_llm._run_log import in_notebook, say, terminal
@@ -58,12 +57,7 @@ class ProgressBar:
         self._show(always=True)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         _bars.remove(self)
         outer = _bars[-1] if _bars else None
         if outer is not None and outer.done == outer._first:

@@ -20,9 +20,10 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TextIO
@@ -282,30 +283,23 @@ class Terminal:
         self._screen = error if shown else None
         for name in () if interactive else ("stdout", "stderr"):
             if (stream := getattr(sys, name)) is not None:
-                setattr(sys, name, ours[id(stream)])
-                self._give_back.append(_returning(sys, name, ours[id(stream)], stream))
+                self._replace(sys, name, partial(setattr, sys, name), ours[id(stream)])
         loggers = [logging.root, *logging.root.manager.loggerDict.values()]
         for handler in [h for each in loggers for h in getattr(each, "handlers", ())]:
             stream = vars(handler).get("stream")  # not a property that returns sys.stderr
             if isinstance(handler, logging.StreamHandler) and id(stream) in ours:
-                handler.setStream(ours[id(stream)])
-                self._give_back.append(_resetting(handler, ours[id(stream)], stream))
+                self._replace(handler, "stream", handler.setStream, ours[id(stream)])
 
+    def _replace(self, owner: Any, name: str, put: Callable[[Any], Any], ours: _Stream) -> None:
+        """Put our stream in the place of another, until the last log is closed."""
+        stream = getattr(owner, name)
 
-def _returning(owner: Any, name: str, ours: _Stream, stream: TextIO) -> Any:
-    def give_back() -> None:
-        if getattr(owner, name) is ours:
-            setattr(owner, name, stream)
+        def give_back() -> None:
+            if getattr(owner, name) is ours:
+                put(stream)
 
-    return give_back
-
-
-def _resetting(handler: logging.StreamHandler, ours: _Stream, stream: TextIO) -> Any:
-    def give_back() -> None:
-        if handler.stream is ours:
-            handler.setStream(stream)
-
-    return give_back
+        put(ours)
+        self._give_back.append(give_back)
 
 
 def _put(stream: TextIO | None, text: str) -> None:
@@ -396,12 +390,7 @@ class RunLog:
                 self._hook, sys.excepthook = sys.excepthook, self._uncaught
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._depth -= 1
         if self._depth:
             return

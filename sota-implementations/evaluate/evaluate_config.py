@@ -80,10 +80,7 @@ class SamplerConfig(Group, key="inference_model"):
             self.url is None or self.backend == "transformers",
             f"inference_model.backend has no effect with {_URL}: the server answers",
         )
-        ensure(
-            not (self.request and self.protocol == "tokens"),
-            "inference_model.request has no effect with inference_model.protocol=tokens",
-        )
+        self.only("request", self.protocol != "tokens", "with inference_model.protocol=tokens")
         reserved = sorted(RESERVED & set(self.request))
         ensure(not reserved, f"inference_model.request: {reserved} are not the user's to set")
         with naming("inference_model"):

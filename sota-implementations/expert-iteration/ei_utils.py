@@ -8,8 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from tensordict import LazyStackedTensorDict
-
 from torchrl_llm._settings import Group, ensure, naming, own
 from torchrl_llm.data import TopKRewardSelector
 from torchrl_llm.data.replay_buffers import JoinTurns, ReplayBuffer
@@ -26,7 +24,6 @@ from torchrl_llm.recipes import (
 from torchrl_llm.recipes.builders import make_reference, make_step_buffer
 from torchrl_llm.recipes.shared_keys import SampledConfig
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.run_config import LoggingConfig
 
 
@@ -97,10 +94,3 @@ def make_buffer(
     buffer.append_transform(JoinTurns())
     buffer.append_transform(selector)
     return buffer, selector
-
-
-def selection_metrics(
-    buffer: ReplayBuffer, rows: LazyStackedTensorDict, ranks: Ranks = ALONE
-) -> dict[str, float]:
-    """The share of selected trajectories in a step; rank 0 has the rows of all ranks."""
-    return {"train/selected": sum(ranks.gather(len(buffer))) / len(rows)}

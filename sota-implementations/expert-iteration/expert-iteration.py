@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from ei_utils import EIConfig, load_config, make_buffer, selection_metrics
+from ei_utils import EIConfig, load_config, make_buffer
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -127,7 +127,8 @@ def train(config: EIConfig, folder: str | Path) -> Iterator[TrainingRun]:
         with run.timed("sync"):
             collector.update_policy_weights_()
         metrics = rollout_metrics(rows) | updates | source.ledger.metrics() | source.overlong
-        metrics |= selection_metrics(buffer, rows, ranks) | ranks.sums(overlong_metrics(policy))
+        metrics |= ranks.sums(overlong_metrics(policy))
+        metrics["train/selected"] = sum(ranks.gather(len(buffer))) / len(rows)  # rows of all ranks
         run.record(metrics, rows, source.outcomes())
         yield run
     run.finish()

@@ -103,14 +103,14 @@ def train(config: BothConfig) -> Iterator[TrainingRun]:
         with run.timed("sample"):
             rows = source.fill()  # play; the critic gives feedback, and GRPO compares
         metrics = rollout_metrics(rows) | source.ledger.metrics()
-        if config.trains_text and step % config.language_interval == 0:
+        if config.mode != "weights" and step % config.language_interval == 0:
             with run.timed("language"):
                 said = [row[EVALUATION_KEY] for row in buffer[:].unbind(0)]
                 faults = [each for each in said if each][: config.gradients]
                 before, changed = language_step(text, Optimizer(), faults, validate)
             run.say(f"step {step}: won {before:.3f}, changed {changed:.3f}; now {text.feedback!r}")
             metrics |= {"train/language_won": before, "train/language_changed_won": changed}
-        if config.trains_weights:
+        if config.mode != "text":
             with run.timed("train"):
                 metrics |= optimize(
                     grpo.loss,

@@ -86,16 +86,6 @@ class BothConfig(Group):
     run: str | None = None
 
     @property
-    def trains_text(self) -> bool:
-        """Whether there are language steps."""
-        return self.mode != "weights"
-
-    @property
-    def trains_weights(self) -> bool:
-        """Whether there are GRPO steps."""
-        return self.mode != "text"
-
-    @property
     def run_folder(self) -> Path:
         """Folder of the run."""
         return Path(self.run or f"{self.folder}/{self.mode}-seed{self.seed}")

@@ -92,11 +92,8 @@ class AgentsConfig(Group, key="agents"):
             self.opponent == "self" or self.shared,
             "agents.opponent=checkpoint has one trained policy: choose agents.shared=true",
         )
-        default = type(self).opponent_interval
-        ensure(
-            self.opponent == "checkpoint" or self.opponent_interval == default,
-            "agents.opponent_interval has no effect without agents.opponent=checkpoint",
-        )
+        has_opponent = self.opponent == "checkpoint"
+        self.only("opponent_interval", has_opponent, "without agents.opponent=checkpoint")
 
 
 class SelfPlayConfig(GRPOConfig):

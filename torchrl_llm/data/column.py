@@ -16,47 +16,14 @@ from multiprocessing import reduction
 from typing import Any
 
 import torch
-from tensordict import (
-    NonTensorData,
-    NonTensorStack,
-    TensorDict,
-    TensorDictBase,
-)
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 from torch import Tensor
 
 from torchrl_llm.data.chat import Chat, Message
 from torchrl_llm.data.content import ContentBase
 from torchrl_llm.data.messages import canonical_message
+from torchrl_llm.data.nodes import cell, new_node
 from torchrl_llm.errors import ConfigError, DataError
-
-_ROW = torch.Size([])
-
-
-def new_node(source: dict[str, Any]) -> TensorDict:
-    """A tensordict without batch dimension over given values, with no check and no conversion.
-
-    Args:
-        source: name to tensor, cell or node; the tensordict keeps this very dict.
-    """
-    # The same as TensorDict._new_unsafe without its options, at half its cost.
-    node = TensorDict.__new__(TensorDict)
-    node.__dict__.update(_device=None, _tensordict=source, _batch_size=_ROW, _td_dim_names=None)
-    return node
-
-
-def cell(value: Any) -> NonTensorData:
-    """``NonTensorData(value)`` at a quarter of its cost, for an immutable value.
-
-    Args:
-        value: a string, a chat, any object that is never changed.
-    """
-    new = NonTensorData.__new__(NonTensorData)
-    new.__dict__.update(
-        _tensordict=new_node({}),
-        _non_tensordict={"data": value, "_is_non_tensor": True, "_metadata": None},
-        _is_initialized=True,
-    )
-    return new
 
 
 def mapped_with_its_rows(memmap: Any) -> Any:

@@ -17,7 +17,7 @@ import hashlib
 import json
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, fields, replace
@@ -147,6 +147,14 @@ class Spent:
         """Add other costs."""
         for each in fields(self):
             setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+    @classmethod
+    def sum_of(cls, several: Iterable[Spent]) -> Spent:
+        """The sum of several costs."""
+        total = cls()
+        for each in several:
+            total.add(each)
+        return total
 
     def at_least(self, other: Spent) -> Spent:
         """Elementwise maximum."""
@@ -281,10 +289,7 @@ class CallLog:
 
     def total(self) -> Spent:
         """Total cost of this run."""
-        total = Spent()
-        for spent in self.account().values():
-            total.add(spent)
-        return total
+        return Spent.sum_of(self.account().values())
 
     def spent_for(self, prefix: str) -> Spent:
         """Cost of the answers whose keys have a prefix.
@@ -292,12 +297,9 @@ class CallLog:
         Args:
             prefix: prefix of the keys.
         """
-        total = Spent()
         with self._lock:
-            for key, record in self._known.items():
-                if key.startswith(prefix):
-                    total.add(_spent(record))
-        return total
+            found = [record for key, record in self._known.items() if key.startswith(prefix)]
+        return Spent.sum_of(map(_spent, found))
 
     # -- asking -----------------------------------------------------------------------------------
 
@@ -359,9 +361,7 @@ class CallLog:
     def _admit(self, asked: Asked, role: str, places: Sequence[int]) -> list[int]:
         """Count and return as many of the calls as may be made together."""
         with self._lock:
-            spent = Spent()
-            for each in (self.before, *self._account.values()):
-                spent.add(each)
+            spent = Spent.sum_of((self.before, *self._account.values()))
             self.budget.check(spent)
             most = len(places)
             if self.budget.max_calls is not None:
@@ -558,12 +558,9 @@ def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent
     Raises:
         CheckpointError: a journal cannot be read.
     """
-    total = Spent()
-    for run in sorted(Path(folder).glob("runs/*")):
-        if run.name != but:
-            for spent in _read_account(run / "calls.jsonl")[0].values():
-                total.add(spent)
-    return total
+    runs = [run for run in sorted(Path(folder).glob("runs/*")) if run.name != but]
+    accounts = [_read_account(run / "calls.jsonl")[0] for run in runs]
+    return Spent.sum_of(spent for account in accounts for spent in account.values())
 
 
 # -- scopes of calls ------------------------------------------------------------------------------

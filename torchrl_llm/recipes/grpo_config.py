@@ -238,11 +238,8 @@ class GRPOGroups(SampledConfig):
             f"loss={loss.type} compares the best and the worst answer of a group: choose "
             f"advantage=best_worst, got {self.advantage.type}",
         )
-        ensure(
-            not train.kl_to_ref_coeff,
-            f"train.kl_to_ref_coeff has no effect {which}: loss.beta holds the policy to its "
-            "reference",
-        )
+        held = f"{which}: loss.beta holds the policy to its reference"
+        train.only("kl_to_ref_coeff", False, held)
         ensure(not self.correction.enabled, f"correction has no effect {which}")
         options = self.advantage.options
         ensure(

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator, Mapping
-from types import TracebackType
 from typing import NamedTuple
 
 import torch
@@ -259,12 +258,7 @@ class NewExperts:
             layer._parameters.update(self._new[path])
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         for path, layer in self._layers.items():
             layer._parameters.update(self._live[path])
 

@@ -174,10 +174,7 @@ def _prepared(config: SampledConfig, env: TaskEnv) -> Any:
 def _with_program(config: SampledConfig, env: TaskEnv) -> ProgramEnv:
     """The environment of a program, with the rows and the reward of the task."""
     ensure(not config.env.tools, "env.tools has no effect with agent=program: it has its own")
-    ensure(
-        config.env.max_steps is None,
-        "env.max_steps has no effect with agent=program; agent.max_calls is its limit",
-    )
+    config.env.only("max_steps", False, "with agent=program; agent.max_calls is its limit")
     _set_cut_penalty(config, env)
     sampling = config.inference_model
     limits = EngineLimits(
