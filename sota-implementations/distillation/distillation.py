@@ -46,13 +46,7 @@ from torchrl_llm.recipes.builders import (
     num_rows,
     overlong_metrics,
 )
-from torchrl_llm.recipes.parallel import (
-    begin,
-    folder_of,
-    make_learner,
-    of_rank,
-    share_prompts,
-)
+from torchrl_llm.recipes.parallel import begin, folder_of, make_learner, of_rank, share_prompts
 from torchrl_llm.trainers import (
     BatchSource,
     TrainingRun,

@@ -25,10 +25,7 @@ from torchrl_llm.envs.datasets.number_tasks import addition_pairs, addition_prob
 from torchrl_llm.evaluation import Evaluation, evaluate
 from torchrl_llm.modules import TransformersWrapper, load_model, load_tokenizer
 from torchrl_llm.objectives import SFTLoss
-from torchrl_llm.recipes import (
-    EnvConfig,
-    OptimizerConfig,
-)
+from torchrl_llm.recipes import EnvConfig, OptimizerConfig
 from torchrl_llm.recipes.builders import device_of, make_envs, make_step_buffer
 from torchrl_llm.recipes.shared_keys import SampledConfig
 from torchrl_llm.recipes.strict_config import from_mapping

@@ -12,13 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
-from grpo_utils import (
-    algorithm_metrics,
-    make_algorithm,
-    make_buffer,
-    make_curriculum,
-    parts_of,
-)
+from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, make_curriculum, parts_of
 from hydra.core.hydra_config import HydraConfig
 
 from torchrl_llm.recipes.builders import (

@@ -28,13 +28,7 @@ from functools import partial
 from pathlib import Path
 
 import hydra
-from grpo_utils import (
-    algorithm_metrics,
-    make_algorithm,
-    make_buffer,
-    make_curriculum,
-    parts_of,
-)
+from grpo_utils import algorithm_metrics, make_algorithm, make_buffer, make_curriculum, parts_of
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 

@@ -19,12 +19,7 @@ from torchrl_llm._settings import ensure, own
 from torchrl_llm.assets import PAIRS_OF_SUMS
 from torchrl_llm.data.column_names import joined_prompt
 from torchrl_llm.data.demonstrations import Demonstration
-from torchrl_llm.data.preferences import (
-    Preference,
-    PreferenceColumns,
-    Preferences,
-    preference_rows,
-)
+from torchrl_llm.data.preferences import Preference, PreferenceColumns, Preferences, preference_rows
 from torchrl_llm.data.ragged import read_rows
 from torchrl_llm.data.row_files import Row
 from torchrl_llm.data.scoring import TokenScorer
@@ -37,13 +32,7 @@ from torchrl_llm.recipes.builders import autocast, longest_row, make_reference
 from torchrl_llm.recipes.data_config import DataSource
 from torchrl_llm.recipes.shared_keys import TrainedConfig
 from torchrl_llm.recipes.strict_config import from_mapping
-from torchrl_llm.recipes.supervised import (
-    READ_FIRST,
-    NumbersConfig,
-    Parts,
-    TrainConfig,
-    parts_of,
-)
+from torchrl_llm.recipes.supervised import READ_FIRST, NumbersConfig, Parts, TrainConfig, parts_of
 from torchrl_llm.trainers import EvalConfig, Ranks, Shown, micro_batches
 from torchrl_llm.trainers.ranks import ALONE
 

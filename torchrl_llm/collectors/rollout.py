@@ -33,12 +33,7 @@ from torchrl_llm._threads import PauseGate
 from torchrl_llm.collectors.assembly import Assembly
 from torchrl_llm.data.child_rows import ChildRows
 from torchrl_llm.data.ragged import lazy_rows, read_rows
-from torchrl_llm.data.rollouts import (
-    count_sampled,
-    sampled_tokens,
-    split_batch,
-    split_rollout,
-)
+from torchrl_llm.data.rollouts import count_sampled, sampled_tokens, split_batch, split_rollout
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.envs.chat_env import ChatEnv
 from torchrl_llm.envs.delegate import delegates_of

@@ -15,13 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrl_llm.data.messages import (
-    REASONING_KEYS,
-    calls_of,
-    message_text,
-    reasoning_of,
-    texts_of,
-)
+from torchrl_llm.data.messages import REASONING_KEYS, calls_of, message_text, reasoning_of, texts_of
 from torchrl_llm.errors import DataError, TemplateError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")

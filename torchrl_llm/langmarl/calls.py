@@ -27,12 +27,7 @@ from typing import IO, Annotated, Any, NamedTuple
 from torchrl_llm._checked import Ge, checked
 from torchrl_llm._files import plain_file
 from torchrl_llm._log import tell_once
-from torchrl_llm.errors import (
-    CheckpointError,
-    ConfigError,
-    DamagedCheckpointError,
-    TorchRLLLMError,
-)
+from torchrl_llm.errors import CheckpointError, ConfigError, DamagedCheckpointError, TorchRLLLMError
 from torchrl_llm.langmarl.local_store import parsed, read_file, sealed, whole_lines
 from torchrl_llm.modules.policies.policy_router import derived_seed
 from torchrl_llm.rewards.text_models import Messages, TextAnswer, TextModel, Usage

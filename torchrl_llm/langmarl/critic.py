@@ -16,12 +16,7 @@ from typing import Any, Self
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.langmarl.config import BaseConfig
 from torchrl_llm.langmarl.credit_reader import CREDIT_FORMATS, parse_credit_response, thirds_of
-from torchrl_llm.langmarl.environment import (
-    BaseCritic,
-    BaseEnvironment,
-    Trajectory,
-    checked_names,
-)
+from torchrl_llm.langmarl.environment import BaseCritic, BaseEnvironment, Trajectory, checked_names
 from torchrl_llm.langmarl.formatter import TrajectoryFormatter
 from torchrl_llm.langmarl.llm_client import LLMClient
 from torchrl_llm.langmarl.prompts import PROMPTS, Template

@@ -26,10 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.modeling_utils import (
-    remove_tied_weights_from_state_dict,
-    str_to_torch_dtype,
-)
+from transformers.modeling_utils import remove_tied_weights_from_state_dict, str_to_torch_dtype
 from transformers.utils import (
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,

@@ -15,10 +15,7 @@ from tensordict.utils import NestedKey
 from torch import Tensor, nn
 
 from torchrl_llm._checked import checked
-from torchrl_llm.data.scoring import (
-    TokenScorer,
-    TokenScores,
-)
+from torchrl_llm.data.scoring import TokenScorer, TokenScores
 from torchrl_llm.functional import Normalizer, k3
 from torchrl_llm.objectives.flat_columns import sent
 from torchrl_llm.objectives.loss_rows import TokenRows

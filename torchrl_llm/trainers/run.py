@@ -38,12 +38,7 @@ from torchrl_llm.trainers.metrics import MetricsTable, memory_metrics
 from torchrl_llm.trainers.progress import Cut, StopRequest
 from torchrl_llm.trainers.ranks import ALONE, Ranks
 from torchrl_llm.trainers.reward_watch import RewardWatch
-from torchrl_llm.trainers.run_config import (
-    CheckpointConfig,
-    EvalConfig,
-    LoggingConfig,
-    naming_keys,
-)
+from torchrl_llm.trainers.run_config import CheckpointConfig, EvalConfig, LoggingConfig, naming_keys
 from torchrl_llm.trainers.run_folder import CONFIG_FILE, METRICS_FILE, nested, set_folders_aside
 from torchrl_llm.trainers.run_models import RunModels, names_of_parameters
 from torchrl_llm.trainers.run_results import EvalResult, RunResults, Shown

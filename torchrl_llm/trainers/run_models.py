@@ -19,11 +19,7 @@ from torchrl.envs import Transform
 from torchrl_llm.errors import CheckpointError, ConfigError
 from torchrl_llm.modules.weight_files import WeightFolder, holds_whole, published_weights, whole
 from torchrl_llm.trainers.checkpoint import save_pretrained
-from torchrl_llm.trainers.optimizer_state import (
-    load_module,
-    load_named_state,
-    named_state,
-)
+from torchrl_llm.trainers.optimizer_state import load_module, load_named_state, named_state
 from torchrl_llm.trainers.ranks import sharded_like
 
 _SHARED = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, nn.Module)

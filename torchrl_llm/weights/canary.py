@@ -19,13 +19,7 @@ from torchrl_llm._checked import Gt, checked
 from torchrl_llm.data.scoring import TokenScorer
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, SamplingParams
-from torchrl_llm.weights.canary_rule import (
-    FAR,
-    CanaryJudge,
-    CanaryReport,
-    CanaryTarget,
-    score_rows,
-)
+from torchrl_llm.weights.canary_rule import FAR, CanaryJudge, CanaryReport, CanaryTarget, score_rows
 
 # Sampled rows begin with this many random tokens, which are not scored.
 _PREFIX = 4

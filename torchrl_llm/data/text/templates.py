@@ -14,11 +14,7 @@ from typing import Any
 
 from torchrl._utils import logger
 
-from torchrl_llm.data.text.families import (
-    FAMILIES,
-    InverseParser,
-    TemplateSpec,
-)
+from torchrl_llm.data.text.families import FAMILIES, InverseParser, TemplateSpec
 from torchrl_llm.data.text.published_texts import parser_for_template
 from torchrl_llm.data.text.renderer import has_generation
 from torchrl_llm.errors import TemplateError

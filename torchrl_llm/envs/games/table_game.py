@@ -15,14 +15,7 @@ from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from torchrl_llm._checked import Ge, checked
-from torchrl_llm.envs.games.game import (
-    IllegalAction,
-    Player,
-    Rules,
-    State,
-    TableOutcome,
-    shortened,
-)
+from torchrl_llm.envs.games.game import IllegalAction, Player, Rules, State, TableOutcome, shortened
 from torchrl_llm.errors import ConfigError
 
 

@@ -32,13 +32,7 @@ from torchrl_llm.data.token_facts import added_facts, node_dtypes
 from torchrl_llm.data.views import TokenSupport
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.modules.backends.backend_port import Backend, Completion, SamplingParams
-from torchrl_llm.modules.policies import (
-    outputs,
-    row_blocks,
-    row_readers,
-    row_sampling,
-    scored_rows,
-)
+from torchrl_llm.modules.policies import outputs, row_blocks, row_readers, row_sampling, scored_rows
 from torchrl_llm.modules.policies.batching import make_batcher
 from torchrl_llm.modules.policies.context_limit import fit_context, longest_prompt
 from torchrl_llm.modules.policies.policy_arguments import (
