@@ -321,8 +321,7 @@ class HTTPClient:
             # Use the transport and not the client, which would use environment proxies and keep
             # cookies.
             transport = self._transports[os.getpid()] = httpx2.AsyncHTTPTransport(
-                verify=ssl.create_default_context(),
-                limits=httpx2.Limits(keepalive_expiry=None),
+                verify=ssl.create_default_context(), limits=httpx2.Limits(keepalive_expiry=None)
             )
         # One limit for the whole request, however slowly the bytes arrive.
         async with asyncio.timeout(deadline - time.monotonic()):

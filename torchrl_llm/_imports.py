@@ -73,9 +73,7 @@ def lazy(package: str) -> None:
 
     # Name completion and the reference pages use the directory.
     namespace.update(
-        __all__=sorted(where),
-        __getattr__=__getattr__,
-        __dir__=lambda: sorted({*namespace, *where}),
+        __all__=sorted(where), __getattr__=__getattr__, __dir__=lambda: sorted({*namespace, *where})
     )
     for name, module in where.items():
         if module == f"{package}.{name}":

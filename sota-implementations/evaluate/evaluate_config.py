@@ -159,8 +159,7 @@ class EvaluateConfig(Group):
     tasks: list[str] = several("gsm8k", "ifeval", "humaneval")
     data_files: dict[str, str | None] = own(gsm8k=None, ifeval=None, humaneval=None)
     options: dict[str, dict[str, Any]] = own(
-        gsm8k=own(answer_format="tags"),
-        ifeval=own(scored_part="response"),
+        gsm8k=own(answer_format="tags"), ifeval=own(scored_part="response")
     )
     data: DataConfig
     reward: RewardComponentsConfig

@@ -199,10 +199,7 @@ def make_demonstrations(
 def make_policy(config: SFTGroups, tokenizer: Any) -> TransformersWrapper:
     """The model that learns."""
     return load_policy(
-        config,
-        tokenizer,
-        **config.model.template,
-        on_overlong=config.train.on_overlong,
+        config, tokenizer, **config.model.template, on_overlong=config.train.on_overlong
     )
 
 

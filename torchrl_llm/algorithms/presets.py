@@ -260,8 +260,7 @@ def _overlong(actor: Actor, overlong: tuple[int, int] | None = None) -> tuple[Tr
 
 
 def _preset(
-    described: Callable[[], None],
-    transforms: Callable[..., tuple[Transform, ...]] | None = None,
+    described: Callable[[], None], transforms: Callable[..., tuple[Transform, ...]] | None = None
 ) -> Callable[..., Algorithm]:
     """Make the function of a preset from a function with its name and text but no body."""
     preset = PRESETS[described.__name__.removeprefix("make_")]

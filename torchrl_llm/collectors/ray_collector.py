@@ -501,10 +501,7 @@ class RayLLMCollector(VersionedCollector):
         self.load_weights(None, version=state_dict["version"])
 
     def shutdown(
-        self,
-        timeout: float | None = None,
-        close_env: bool = True,
-        raise_on_error: bool = True,
+        self, timeout: float | None = None, close_env: bool = True, raise_on_error: bool = True
     ) -> None:
         """Stop collecting, close the environment, end the actor; may be called twice.
 

@@ -37,15 +37,7 @@ from torchrl_llm.data.table_files import place_of
 from torchrl_llm.data.text import ChatFormatter
 from torchrl_llm.errors import ConfigError, DataError, TemplateError, TokenizerError
 
-COMPLETIONS = (
-    "completion",
-    "response",
-    "output",
-    "solution",
-    "answer",
-    "target",
-    "label",
-)
+COMPLETIONS = ("completion", "response", "output", "solution", "answer", "target", "label")
 """Default columns of the answer to learn; the first one that exists is used."""
 
 # Shown part of a demonstration: characters at its beginning and at its end.

@@ -106,12 +106,7 @@ class ModuleScorer(TokenScorer):
         tensor([0.2500])
     """
 
-    _GIVEN = (
-        ("tokens", "full"),
-        ("masks", "all_attention_mask"),
-        "input_ids",
-        "attention_mask",
-    )
+    _GIVEN = (("tokens", "full"), ("masks", "all_attention_mask"), "input_ids", "attention_mask")
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module

@@ -87,10 +87,7 @@ def _canonical_call(call: Any, where: str) -> dict[str, Any]:
             raise DataError(
                 f"{where}: the arguments of {function['name']} are not JSON: {error}"
             ) from error
-    out = {
-        "type": "function",
-        "function": {"name": function["name"], "arguments": arguments},
-    }
+    out = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": call["id"], **out} if call.get("id") is not None else out
 
 

@@ -134,10 +134,7 @@ class WorldTransform(Transform):
         """
 
     def write(
-        self,
-        td: TensorDictBase,
-        next_td: TensorDictBase,
-        reactions: Sequence[Reaction | None],
+        self, td: TensorDictBase, next_td: TensorDictBase, reactions: Sequence[Reaction | None]
     ) -> None:
         """Write further columns of this kind of world; none by default.
 

@@ -119,11 +119,7 @@ def kto_loss(log_ratios_B: Tensor, is_good_B: Tensor, kl: Tensor, *, beta: float
 
 
 def bradley_terry(
-    chosen_P: Tensor,
-    rejected_P: Tensor,
-    *,
-    margins_P: Tensor | float = 0.0,
-    centering: float = 0.0,
+    chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor | float = 0.0, centering: float = 0.0
 ) -> Tensor:
     r"""Loss of the scores of pairs, :math:`-\log \sigma(c - r - m) + \lambda (c + r)^2`.
 

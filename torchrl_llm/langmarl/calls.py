@@ -490,9 +490,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
                 raise DamagedCheckpointError(f"{path}, line {number} is damaged; remove the line")
 
 
-def _read_account(
-    path: Path,
-) -> tuple[dict[tuple[str, str], Spent], dict[str, dict[str, Any]]]:
+def _read_account(path: Path) -> tuple[dict[tuple[str, str], Spent], dict[str, dict[str, Any]]]:
     """Costs of the calls of a journal by role and model, and answers by key.
 
     No value is below the one in ``spent.json``: truncated or removed lines still count as paid.
@@ -611,11 +609,7 @@ def here() -> _Scope | None:
 
 
 def ask(
-    asked: Asked,
-    messages: Messages,
-    *,
-    max_tokens: int | None = None,
-    place: _Scope | None = None,
+    asked: Asked, messages: Messages, *, max_tokens: int | None = None, place: _Scope | None = None
 ) -> TextAnswer:
     """Get one answer, through the journal if the caller is in a :func:`scope`.
 

@@ -138,10 +138,7 @@ class MessagePool(PlayersTransform):
         return EpisodeReaction(players=told, active=following)
 
     def write(
-        self,
-        td: TensorDictBase,
-        next_td: TensorDictBase,
-        reactions: Sequence[Reaction | None],
+        self, td: TensorDictBase, next_td: TensorDictBase, reactions: Sequence[Reaction | None]
     ) -> None:
         """Write the pool of each episode."""
         pools = td.get("pool").tolist()

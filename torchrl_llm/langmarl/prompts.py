@@ -40,10 +40,7 @@ class Template:
 
     @classmethod
     def load(
-        cls,
-        name: str,
-        prompts_dir: Folders = None,
-        variables: Collection[str] | None = frozenset(),
+        cls, name: str, prompts_dir: Folders = None, variables: Collection[str] | None = frozenset()
     ) -> Template:
         """Read a template.
 

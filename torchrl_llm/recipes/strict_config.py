@@ -117,11 +117,7 @@ class Variants(Mapping[str, type[Component]]):
 
 
 def variant(
-    group: type[Component],
-    name: str,
-    target: Callable[..., Any],
-    *,
-    given: Collection[str] = (),
+    group: type[Component], name: str, target: Callable[..., Any], *, given: Collection[str] = ()
 ) -> type[Component]:
     """Derive a variant of a group from the signature of what it builds.
 

@@ -262,12 +262,7 @@ def endpoint_judge(
         if key is None:
             raise ConfigError(f"the environment variable {api_key_variable} is not set")
     grader = EndpointTextModel(
-        url,
-        model,
-        api_key=key,
-        options=options,
-        timeout=request_timeout,
-        concurrency=concurrency,
+        url, model, api_key=key, options=options, timeout=request_timeout, concurrency=concurrency
     )
     return JudgeReward(
         grader,

@@ -409,11 +409,7 @@ class ScriptedTextModel(_OneByOne):
     """
 
     def __init__(
-        self,
-        function: Callable[[Messages], str],
-        *,
-        name: str = "scripted",
-        concurrency: int = 1,
+        self, function: Callable[[Messages], str], *, name: str = "scripted", concurrency: int = 1
     ) -> None:
         if not callable(function):
             raise ConfigError(f"a scripted model is a function of messages, got {function!r}")

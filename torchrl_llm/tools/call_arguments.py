@@ -20,9 +20,7 @@ class ArgumentError(ValueError):
     """Arguments do not fit the schema of a tool."""
 
 
-def argument_checker(
-    schema: Mapping[str, Any],
-) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def argument_checker(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """Make a function that checks the arguments of one tool.
 
     These values are converted to the type of the schema, at any depth:

@@ -353,9 +353,7 @@ def save_pretrained(
                 if weights.keys() & base.all_tied_weights_keys.keys():
                     _untie(path / CONFIG_NAME)
             checksums = write_weights(
-                path if is_main else None,
-                weights,
-                max_shard_size=size_in_bytes(max_shard_size),
+                path if is_main else None, weights, max_shard_size=size_in_bytes(max_shard_size)
             )
         if base is not model:
             every = model.named_parameters(remove_duplicate=False)  # PEFT needs both tied names

@@ -112,11 +112,7 @@ def pushed_files(model: Path) -> list[str]:
 
 
 def model_card(
-    config: Mapping[str, Any],
-    *,
-    name: str,
-    command: str | None = None,
-    is_classifier: bool = False,
+    config: Mapping[str, Any], *, name: str, command: str | None = None, is_classifier: bool = False
 ) -> str:
     """Text of the repository's front page.
 

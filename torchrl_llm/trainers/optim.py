@@ -163,9 +163,7 @@ def _longest_first(lengths: Sequence[int]) -> list[int]:
 
 @checked
 def plan_packed_batches(
-    lengths: Sequence[int],
-    budget: Annotated[int, Ge(1)],
-    groups: Sequence[Hashable] | None = None,
+    lengths: Sequence[int], budget: Annotated[int, Ge(1)], groups: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
     """Cut rows into pieces of at most ``budget`` tokens, with the rows of a group together.
 

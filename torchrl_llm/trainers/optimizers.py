@@ -135,9 +135,7 @@ def make_optimizer(
     return made
 
 
-def _unknown_states(
-    make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
-) -> str | None:
+def _unknown_states(make: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer]) -> str | None:
     """The kind of an optimizer's states, if they are not plain tensors."""
     weight = nn.Parameter(torch.zeros(64, 64))  # smaller ones are kept in full
     weight.grad = torch.zeros_like(weight)

@@ -325,11 +325,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
         store, rank, world = _open_store(timeout_s)
         _stores[:] = [store]
         dist.init_process_group(
-            backend,
-            store=store,
-            rank=rank,
-            world_size=world,
-            timeout=timedelta(seconds=timeout_s),
+            backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout_s)
         )
         # Engines and workers started from here would look for torchrun's store.
         os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)

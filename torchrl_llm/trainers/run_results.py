@@ -82,10 +82,7 @@ class RunResults:
         return {name: series for name, series in named.items() if series[0]}
 
     def show(
-        self,
-        before: Sequence[str],
-        after: Sequence[str],
-        more: Sequence[tuple[str, str]] = (),
+        self, before: Sequence[str], after: Sequence[str], more: Sequence[tuple[str, str]] = ()
     ) -> None:
         """Draw the curve, and show how the held-out conversations have changed.
 

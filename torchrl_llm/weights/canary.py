@@ -170,11 +170,7 @@ class CanaryCheck:
         return spread.where(spread.isfinite(), torch.finfo(torch.bfloat16).eps * (1 + exact.abs()))
 
     def check(
-        self,
-        engine: TokenScorer,
-        *,
-        version: int | None = None,
-        target: CanaryTarget | None = None,
+        self, engine: TokenScorer, *, version: int | None = None, target: CanaryTarget | None = None
     ) -> CanaryReport:
         """Compare an engine with the trainer; raise if it has different weights.
 

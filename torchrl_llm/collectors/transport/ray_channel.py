@@ -86,10 +86,7 @@ class RayChannel(RowChannel):
 
     @checked
     def __init__(
-        self,
-        max_size: Annotated[int, Ge(1)] = 8,
-        *,
-        timeout_s: Annotated[float, Gt(0)] = 60.0,
+        self, max_size: Annotated[int, Ge(1)] = 8, *, timeout_s: Annotated[float, Gt(0)] = 60.0
     ) -> None:
         ray = require_ray("RayChannel")
         self.timeout_s = timeout_s

@@ -235,20 +235,12 @@ def _exact_call(value: Any, arguments: str) -> Message | None:
         return None
     if not isinstance(value["name"], str) or not isinstance(value[arguments], (dict, str)):
         return None
-    return {
-        "type": "function",
-        "function": {"name": value["name"], "arguments": value[arguments]},
-    }
+    return {"type": "function", "function": {"name": value["name"], "arguments": value[arguments]}}
 
 
 # -- the families ---------------------------------------------------------------------------------
 
-_READERS = {
-    "calls": _calls,
-    "llama_call": _llama_call,
-    "results": _results,
-    "thought": _thought,
-}
+_READERS = {"calls": _calls, "llama_call": _llama_call, "results": _results, "thought": _thought}
 # In the files: Qwen joins consecutive results into one user turn. Qwen 3's thoughts are kept in
 # every turn, and a turn without a thought gets no block: so new messages only ever append text. The
 # leading space of Falcon's and DeepSeek's answers is inside the block: a model continues

@@ -591,11 +591,7 @@ def _extended(
     )
     return [
         TokenRecord.from_prompt(
-            more.token_ids,
-            more.source,
-            n,
-            fork_cause=more.cause,
-            earlier_turns=record.num_turns,
+            more.token_ids, more.source, n, fork_cause=more.cause, earlier_turns=record.num_turns
         )
         if more.forked
         else next(longer)

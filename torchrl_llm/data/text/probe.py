@@ -481,12 +481,7 @@ class _Prober:
         return more if more not in (written, "".join(lead.split())) else ""
 
     def _call_text(
-        self,
-        call: str | None,
-        header: str,
-        lead: str,
-        closer: Closer | None,
-        beside: str = "",
+        self, call: str | None, header: str, lead: str, closer: Closer | None, beside: str = ""
     ) -> str | None:
         if call is None:
             return None

@@ -49,10 +49,7 @@ class Cut(NamedTuple):
 
 
 def read_ending(
-    ids: Sequence[int],
-    finish_reason: FinishReason | None,
-    probe: Probe,
-    codec: Codec,
+    ids: Sequence[int], finish_reason: FinishReason | None, probe: Probe, codec: Codec
 ) -> Ending:
     """Split a response into its body and its end.
 

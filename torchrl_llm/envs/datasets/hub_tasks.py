@@ -232,10 +232,7 @@ class IFEvalEnv(TaskEnv):
     SYSTEM_PROMPT = PROMPTS["ifeval"]
 
     def __init__(
-        self,
-        *,
-        scored_part: Literal["answer", "response"] = "answer",
-        **kwargs: Any,
+        self, *, scored_part: Literal["answer", "response"] = "answer", **kwargs: Any
     ) -> None:
         self.scored_part = scored_part
         if scored_part == "response":

@@ -340,12 +340,7 @@ class CountdownEnv(TaskEnv):
     SYSTEM_PROMPT = PROMPTS["countdown"]
 
     def __init__(
-        self,
-        *,
-        num_count: int = 4,
-        max_number: int = 100,
-        max_target: int = 1000,
-        **kwargs: Any,
+        self, *, num_count: int = 4, max_number: int = 100, max_target: int = 1000, **kwargs: Any
     ) -> None:
         limits = {"max_number": max_number, "max_target": max_target}
         self.settings = {"num_count": num_count, **limits}

@@ -254,10 +254,7 @@ class TableSteps(PlayersTransform):
     # Columns
 
     def write(
-        self,
-        td: TensorDictBase,
-        next_td: TensorDictBase,
-        reactions: Sequence[Reaction | None],
+        self, td: TensorDictBase, next_td: TensorDictBase, reactions: Sequence[Reaction | None]
     ) -> None:
         """See :meth:`~torchrl_llm.envs.world.WorldTransform.write`."""
         states, committed = td.get(STATE_KEY).tolist(), td.get(COMMITTED_KEY).tolist()

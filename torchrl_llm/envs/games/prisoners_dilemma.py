@@ -117,10 +117,6 @@ class PrisonersDilemmaEnv(GameEnv):
     PLAYERS = PrisonersDilemma.players
 
     def __init__(
-        self,
-        *,
-        num_rounds: int = 5,
-        seats: Mapping[str, Player | str] | None = None,
-        **kwargs: Any,
+        self, *, num_rounds: int = 5, seats: Mapping[str, Player | str] | None = None, **kwargs: Any
     ) -> None:
         super().__init__(PrisonersDilemma(num_rounds=num_rounds), seats=seats, **kwargs)

@@ -137,11 +137,7 @@ class _RowFeed:
         return self._position()
 
     def _position(self) -> dict[str, Any]:
-        return {
-            "loader": self._before,
-            "element": self._num_elements - 1,
-            "offset": self._offset,
-        }
+        return {"loader": self._before, "element": self._num_elements - 1, "offset": self._offset}
 
     def __getstate__(self) -> dict[str, Any]:
         # Iterators are not sent to workers; positions are. A factory builds a new loader there.

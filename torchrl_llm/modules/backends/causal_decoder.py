@@ -114,11 +114,7 @@ class CausalDecoder:
         wanted = {"position_ids": positions, "logits_to_keep": 1}
         extra = {name: value for name, value in wanted.items() if name in self.takes}
         output = self.model(
-            input_ids=ids,
-            attention_mask=mask,
-            past_key_values=self.cache,
-            use_cache=True,
-            **extra,
+            input_ids=ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **extra
         )
         return output.logits[:, -1]
 

@@ -226,9 +226,7 @@ def _shared(rows: Rows, costs: RowCosts) -> _Plan:
         }
         for part in _buckets(rows, list(rest), costs, cut=costs.block, lengths=rest):
             prefix = Prefix(
-                before,
-                tuple(owners[row] for row in part),
-                tuple(rows.prompts[row] for row in part),
+                before, tuple(owners[row] for row in part), tuple(rows.prompts[row] for row in part)
             )
             width = max(rest[row] for row in part)
             plan.blocks.append(AttentionBlock(len(part), width, prefix))

@@ -155,10 +155,7 @@ def _mask_reasons(
 
 
 def scored_columns(
-    token_ids: Sequence[Tensor],
-    assistant: Sequence[Tensor],
-    log_probs: Tensor,
-    names: KeyNames,
+    token_ids: Sequence[Tensor], assistant: Sequence[Tensor], log_probs: Tensor, names: KeyNames
 ) -> TensorDict:
     """The columns of scored rows.
 

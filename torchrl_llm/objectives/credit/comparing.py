@@ -164,12 +164,7 @@ def _distance(returns: Tensor, chosen: list[int], middle: float) -> float:
 
 TrajectoryReturn = Literal["sum", "max", "mean", "last"]
 
-_RETURNS = {
-    "sum": fsum,
-    "max": max,
-    "mean": fmean,
-    "last": itemgetter(-1),
-}
+_RETURNS = {"sum": fsum, "max": max, "mean": fmean, "last": itemgetter(-1)}
 
 
 def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others: bool) -> None:

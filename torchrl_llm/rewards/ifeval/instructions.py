@@ -212,9 +212,7 @@ def loose_forms(response: str) -> list[str]:
 
 
 def verify(
-    response: str,
-    instruction_ids: Sequence[str],
-    arguments: Iterable[Mapping[str, Any] | None],
+    response: str, instruction_ids: Sequence[str], arguments: Iterable[Mapping[str, Any] | None]
 ) -> Verdict:
     r"""Both verdicts on every instruction of a prompt.
 
