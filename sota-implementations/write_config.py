@@ -98,7 +98,6 @@ class Recipe(NamedTuple):
 
 
 _GRPO, _CONFIG = "torchrl_llm.recipes.grpo_config", "GRPOGroups"
-_GAME = "tic_tac_toe_for_two"
 _SFT = "SFTGroups"
 _SAMPLES = ("logging.samples", "logging.rollouts", "reward.on_all_invalid")
 _PAIRS = ("logging.samples", "logging.rollouts", "train.kl_to_ref_coeff", "eval.batch_size")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import secrets
 import socket
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import field
@@ -24,6 +23,7 @@ from redis_arguments import NO_PASSWORD, check_scheme
 from torchrl_llm._checked import Ge, Gt
 from torchrl_llm._masking import masked
 from torchrl_llm._settings import Count, Group, dotted, ensure
+from torchrl_llm._threads import BackgroundLoop
 from torchrl_llm.collectors import ChannelCollector, LLMCollector
 from torchrl_llm.collectors.collecting_worker import CollectorWorker, WeightFollower
 from torchrl_llm.collectors.staleness import Pacer, StalenessRule
@@ -135,15 +135,7 @@ class PipelineConfig(GRPOGroups):
             f"redis.prompts_per_claim={self.redis.prompts_per_claim}: a step would get more rows, "
             "or fewer, than it has room for",
         )
-        ensure(
-            self.weight_sync.in_flight != "keep" or self.inference_model.backend == "vllm",
-            "weight_sync.in_flight=keep changes weights in the middle of a response, which needs "
-            "inference_model.backend=vllm",
-        )
-        ensure(
-            self.advantage.type != "spo",
-            "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
-        )
+        self.check_sampling_elsewhere()
         ensure(
             self.curriculum.order == "shuffle",
             f"curriculum.order={self.curriculum.order} has no effect: each actor draws its prompts "
@@ -268,12 +260,12 @@ def run_actor(config: PipelineConfig, *, say: Callable[[str], None] = say) -> st
         say(f"{name} waits for a learner at {channel.place}")
         follower.wait(timeout_s=redis.timeout_s)
         follower.start()
-        watch.start()
+        watch.loop.start()
         say(f"{name} collects, from version {follower.version} of the weights")
         try:
             end = worker.run()
         finally:
-            watch.stop()
+            watch.loop.stop()
             follower.shutdown()
     watch.check()
     say(f"{name} ends: {end}")
@@ -287,29 +279,25 @@ def _newest(config: PipelineConfig) -> Callable[[], tuple[int, WeightSource] | N
     return partial(newest_update, sync.folder)
 
 
-class _Watch(threading.Thread):
+class _Watch:
     """Ends a worker whose learner is gone, and which would never claim a row again."""
 
     def __init__(self, channel: RedisChannel, worker: CollectorWorker, limit_s: float) -> None:
-        super().__init__(daemon=True, name="watch")
         self._channel, self._worker, self._limit_s = channel, worker, limit_s
-        self._end = threading.Event()
         self._gone = False
+        self.loop = BackgroundLoop(self._look, name="watch")
 
-    def run(self) -> None:
-        while not self._end.wait(_WATCH_S):
-            try:
-                silence_s = self._channel.learner_silence_s()
-            except WorkerError:
-                return  # the worker's own calls report errors of the Redis
-            if silence_s is not None and silence_s > self._limit_s:
-                self._gone = True
-                self._worker.stop()
-                return
-
-    def stop(self) -> None:
-        self._end.set()
-        self.join()
+    def _look(self) -> bool:
+        if self.loop.stopping.wait(_WATCH_S):
+            return False
+        try:
+            silence_s = self._channel.learner_silence_s()
+        except WorkerError:
+            return False  # the worker's own calls report errors of the Redis
+        self._gone = silence_s is not None and silence_s > self._limit_s
+        if self._gone:
+            self._worker.stop()
+        return not self._gone
 
     def check(self) -> None:
         """Raise if the learner was gone."""

@@ -207,7 +207,7 @@ def _imitated(config: SelfPlayConfig, folder: Path) -> Path:
     wanted = page.load_config(launch.compose_files(files, "imitate", chosen))
     made_of = json.dumps([__version__, wanted.flat()], sort_keys=True, default=str)
     shelf = config.agents.players_folder
-    kept = shelf and Path(shelf) / f"imitated_{xxhash.xxh64_hexdigest(made_of)}"
+    kept = shelf and Path(shelf) / f"imitated_{xxhash.xxh64_hexdigest(made_of.encode())}"
     if kept and kept.is_dir():
         say(f"begins from the player of an earlier run, {kept}; delete it to imitate anew")
         return kept

@@ -140,16 +140,10 @@ class SFTConfig(SFTGroups):
             self.reward.on_all_invalid == "error",
             "reward.on_all_invalid has no effect: no step learns from the reward",
         )
-        for key, value, default in (
-            ("data.answer", self.data.answer, None),
-            ("eval.max_tokens", self.eval.max_tokens, AnswerEvalConfig.max_tokens),
-            ("eval.batch_size", self.eval.batch_size, EvalConfig.batch_size),
-        ):
-            ensure(
-                self.answers or value == default,
-                f"{key} has no effect without reward=NAME or FILE.py:FUNCTION, which judges "
-                "answers to the held-out prompts",
-            )
+        judge = "reward=NAME or FILE.py:FUNCTION, which judges answers to the held-out prompts"
+        self.data.only("answer", self.answers, f"without {judge}")
+        for name in ("max_tokens", "batch_size"):
+            self.eval.only(name, self.answers, f"without {judge}")
 
 
 def load_config(values: Mapping[str, Any]) -> SFTConfig:

@@ -129,7 +129,7 @@ class Preset:
         if size is not None and self.group_size is None:
             advantage.update(self.grouped)
         if "masking_strategy" in self._known:
-            loss = policy_settings(loss)
+            loss = {"masking_strategy": "rlhf", **loss}  # unless it says otherwise
         parts = {"loss": loss, "advantage": advantage, "transforms": {}}
         for name, value in given.items():
             parts[self._known[name][0]][name] = value
@@ -216,15 +216,6 @@ _Tuples.add_constructor("tag:yaml.org,2002:seq", _Tuples.construct_yaml_seq)
 _TABLE = Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")
 PRESETS = {name: Preset(name=name, **record) for name, record in yaml.load(_TABLE, _Tuples).items()}
 """Every preset by its name, as ``presets.yaml`` describes it."""
-
-
-def policy_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a loss; unless they say otherwise, the assistant's tokens count.
-
-    Args:
-        settings: arguments of the loss.
-    """
-    return {"masking_strategy": "rlhf", **settings}
 
 
 def _argument_help(*targets: Callable[..., Any]) -> dict[str, str]:

@@ -194,14 +194,6 @@ def _stale_keys(env: EnvBase, policy: Any) -> set[str]:
     return written - read - known
 
 
-def _is_chat_env(env: EnvBase) -> bool:
-    """Whether an environment is a local chat environment, possibly with transforms.
-
-    Its ``step_and_maybe_reset`` is TorchRL's: step, move to the next state, reset.
-    """
-    return isinstance(innermost(env), ChatEnv)
-
-
 class Lockstep(Rollout):
     """Steps one environment, all its rows at a time."""
 
@@ -214,7 +206,8 @@ class Lockstep(Rollout):
         for delegate in self._delegates:
             delegate.use_policy(self._act_for_children, keep_rows=True)
         self._stale = _stale_keys(self.env, self.policy)
-        self._by_parts = _is_chat_env(self.env)
+        # The step_and_maybe_reset of a local chat environment is TorchRL's: step, next, reset.
+        self._by_parts = isinstance(innermost(self.env), ChatEnv)
 
     def drop(self) -> None:
         """See :meth:`Rollout.drop`."""

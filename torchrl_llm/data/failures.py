@@ -237,9 +237,8 @@ def failures_of(row: TensorDictBase) -> list[Failure]:
         if not parts.get((name, "valid")).all():
             found.append(_stored(parts.get((name, "failure"), None)))
     calls = row.get(("next", "tools", "calls"), None)
-    for call in () if calls is None else calls.data:
-        if told := call.get("failure"):
-            found.append(Failure(**told))
+    told = [call.get("failure") for call in (() if calls is None else calls.data)]
+    found += [Failure(**each) for each in told if each]
     return list({failure.sort: failure for failure in found if failure.kind}.values())
 
 

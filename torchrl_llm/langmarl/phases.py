@@ -396,7 +396,8 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
         facts |= {"validation_failed": more if state.accepted else lost}
     policies = state.updated if state.accepted else state.policies
     stats = statistics_of(state)
-    facts |= {"num_fallbacks": state.num_fallbacks, "num_failed_episodes": _num_failed(state)}
+    facts["num_fallbacks"] = state.num_fallbacks
+    facts["num_failed_episodes"] = sum(not one.valid for one in state.trajectories)
     files.policies.save_policies(state.iteration + 1, policies, stats, metadata=facts)
     append_metrics(
         files.store, files.run_id, {"iteration": state.iteration, **stats, "metadata": facts}
@@ -430,10 +431,6 @@ def _validated(
     played = state.env.collect_batch(policies, episodes)
     rewards = [one.reward for one in played if one.valid]
     return statistics.fmean(rewards) if rewards else -math.inf, len(played) - len(rewards)
-
-
-def _num_failed(state: TrainingState) -> int:
-    return sum(not one.valid for one in state.trajectories)
 
 
 def statistics_of(state: TrainingState) -> dict[str, Any]:

@@ -102,8 +102,7 @@ class AdapterDisabled(_SwitchedAdapter):
     """
 
     def _switch(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._model.disable_adapter()
-        return context
+        return self._model.disable_adapter()
 
 
 class AdapterAsLoaded(_SwitchedAdapter):

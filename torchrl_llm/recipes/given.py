@@ -90,8 +90,5 @@ def only_here(path: str) -> bool:
 
 
 def _module_name(thing: Any) -> str | None:
-    return (
-        getattr(thing, "__module__", None)
-        if inspect.isroutine(thing) or inspect.isclass(thing)
-        else None
-    )
+    is_named = inspect.isroutine(thing) or inspect.isclass(thing)
+    return getattr(thing, "__module__", None) if is_named else None

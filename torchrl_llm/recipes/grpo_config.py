@@ -221,6 +221,22 @@ class GRPOGroups(SampledConfig):
             "the rewards of a response",
         )
 
+    def check_sampling_elsewhere(self) -> None:
+        """Reject settings that do not go with collectors in other processes.
+
+        Raises:
+            ConfigError: such a setting.
+        """
+        ensure(
+            self.weight_sync.in_flight != "keep" or self.inference_model.backend == "vllm",
+            "weight_sync.in_flight=keep changes weights in the middle of a response, which needs "
+            "inference_model.backend=vllm",
+        )
+        ensure(
+            self.advantage.type != "spo",
+            "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
+        )
+
     def _check_pairs(self) -> None:
         """A loss of pairs needs both answers of each pair, complete and in one update."""
         loss, train, filter_ = self.loss, self.train, self.filter
@@ -391,15 +407,7 @@ class AsyncGRPOConfig(GRPOGroups):
                 prompts % ray.prompts_per_claim == 0,
                 share.format(f"ray.prompts_per_claim={ray.prompts_per_claim}"),
             )
-        ensure(
-            self.weight_sync.in_flight != "keep" or self.inference_model.backend == "vllm",
-            "weight_sync.in_flight=keep changes weights in the middle of a response, which needs "
-            "inference_model.backend=vllm",
-        )
-        ensure(
-            self.advantage.type != "spo",
-            "advantage=spo follows the policy that samples in this process; grpo-sync.py has it",
-        )
+        self.check_sampling_elsewhere()
         if self.weight_sync.type in ("nccl", "ipc"):
             self._check_transfer(self.weight_sync.type)
 

@@ -148,7 +148,7 @@ class _Judge:
         self.job, self.pid, self.requests, self.replies = job, pid, requests, replies
         self.deadline = time.monotonic() + job["timeout_s"]
         self.status, self.message = "success", ""
-        self.passed, self.asked_last = 0, False
+        self.passed = 0
 
     def say(self, **facts: Any) -> None:
         sys.stdout.write(f"\n{self.job['secret']}{json.dumps(facts)}\n")

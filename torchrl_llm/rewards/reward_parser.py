@@ -141,6 +141,7 @@ class RewardParser(Transform):
 
     needs_answer = False
     """Whether it compares with an answer, so that rows must have one."""
+    _adds = True  # to an existing reward of the step
 
     def __init__(
         self,
@@ -334,11 +335,6 @@ class RewardParser(Transform):
     def _right(self, score: RewardScore) -> float:
         """Value of ``reward_right`` for a score."""
         return score.success
-
-    @property
-    def _adds(self) -> bool:
-        """Whether an existing reward of the step is kept and added to."""
-        return True
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         self._write(tensordict, next_tensordict, ends=True)

@@ -25,6 +25,7 @@ import signal
 import struct
 import sys
 import time
+from collections.abc import Callable, Iterable
 
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 36, 38
@@ -303,7 +304,7 @@ def _kill_all(exit_codes: dict[int, int], *, alone: bool, uid: int | None) -> No
         elif uid is not None:
             _kill_user(uid)
         else:
-            _stop_and_kill()
+            stop_and_kill(lambda: _below(os.getpid()))
         time.sleep(0.001)
 
 
@@ -319,10 +320,15 @@ def _kill_user(uid: int) -> None:
             os._exit(0)
 
 
-def _stop_and_kill() -> None:
+def stop_and_kill(find: Callable[[], Iterable[int]]) -> None:
+    """Stop processes until no new one is found, then kill all of them.
+
+    Args:
+        find: returns the ids of the processes that run now.
+    """
     stopped: set[int] = set()
     for _ in range(64):
-        new = set(_below(os.getpid())) - stopped
+        new = set(find()) - stopped
         if not new:
             break
         for pid in new:

@@ -13,7 +13,6 @@ import functools
 import itertools
 import json
 import os
-import signal
 import stat
 import tempfile
 import threading
@@ -119,7 +118,7 @@ class _Supervised(Contained):
         if self.process.returncode is None or self.report.report("exit_code") is None:
             self.process.kill()
             self.wait()
-            _kill_marked(self.mark)
+            run_supervisor.stop_and_kill(lambda: _marked(self.mark))
 
     def exit_code(self) -> int | None:
         failed = self.report.report("failed") is not None  # before the program was begun
@@ -194,26 +193,14 @@ def _write_files(folder: Path, files: Mapping[PurePosixPath, bytes], uid: int | 
             os.chown(place, uid, uid)
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill processes that still have the run's mark in their initial environment."""
-    needle = f"{_MARK}={mark}".encode()
-    stopped: set[int] = set()
-    for _ in range(64):
-        new = set()
-        for name in os.listdir("/proc"):
-            with contextlib.suppress(OSError):
-                if name.isdigit() and needle in Path(f"/proc/{name}/environ").read_bytes():
-                    new.add(int(name))
-        new -= stopped
-        if not new:
-            break
-        for pid in new:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGSTOP)
-        stopped |= new
-    for pid in stopped:
+def _marked(mark: str) -> set[int]:
+    """Processes that still have the run's mark in their initial environment."""
+    needle, found = f"{_MARK}={mark}".encode(), set()
+    for name in os.listdir("/proc"):
         with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+            if name.isdigit() and needle in Path(f"/proc/{name}/environ").read_bytes():
+                found.add(int(name))
+    return found
 
 
 def _remove(folder: str) -> None:

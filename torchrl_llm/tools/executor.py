@@ -242,10 +242,6 @@ class ToolExecutor(Restarted):
         if threads is not None:
             threads.replace()
 
-    def _came_back(self, call: ToolCall) -> None:
-        with self._lock:
-            self._hanging[call.tool] -= 1
-
 
 class _Chain:
     """Calls of one conversation that run one after the other in one thread."""
@@ -274,7 +270,8 @@ class _Chain:
             result = blocked or executor.answer(call)
             with changed:
                 if self.over:
-                    executor._came_back(call)
+                    with executor._lock:
+                        executor._hanging[call.tool] -= 1
                     return True
                 self.deadline = None
                 self.put(result)

@@ -220,7 +220,9 @@ class TrainingRun:
                 self._accuracy = next(reversed(self._table.read("eval/accuracy")[1]), None)
                 self.say(f"resumed from {self._store.path(self.step)}")
             if self._logging.progress:
-                self.say(", ".join([*held.describe(), *_rows_told(num_rows)]))
+                rows = zip(num_rows, ("rows to train on", "held out"), strict=True)
+                known = [f"{number:,} {what}" for number, what in rows if number is not None]
+                self.say(", ".join([*held.describe(), *known]))
         self._reason = ranks.from_main(self._ended())
         self._bar = ProgressBar("step", max_steps, done=self.step)
 
@@ -472,12 +474,6 @@ class TrainingRun:
     def save(self) -> Path:
         """Write a checkpoint of the present step; returns its folder."""
         return self._saving.save(RunPosition(self.step, self._before, self._after, self._owed))
-
-
-def _rows_told(num_rows: tuple[int | None, int | None]) -> Iterator[str]:
-    for number, what in zip(num_rows, ("rows to train on", "held out"), strict=True):
-        if number is not None:
-            yield f"{number:,} {what}"
 
 
 @contextmanager

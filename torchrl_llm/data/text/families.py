@@ -254,7 +254,6 @@ BUILTIN_TEMPLATES: dict[str, str] = {name: spec.template for name, spec in FAMIL
 BUILTIN_PARSERS: dict[str, InverseParser] = {
     name: spec.inverse_parser for name, spec in FAMILIES.items()
 }
-FAMILY_KEYWORDS = {name: spec.keywords for name, spec in FAMILIES.items() if spec.keywords}
 
 
 # -- templates that never rewrite history ---------------------------------------------------------

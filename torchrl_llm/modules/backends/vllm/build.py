@@ -364,7 +364,5 @@ def _check_names(arguments: Mapping[str, Any]) -> None:
 
 def _explained(error: Exception, arguments: Mapping[str, Any]) -> TorchRLLLMError:
     text = str(error)
-    kind = ConfigError
-    if any(word in text.lower() for word in _RESOURCES):
-        kind = ResourceError
+    kind = ResourceError if any(word in text.lower() for word in _RESOURCES) else ConfigError
     return kind(f"vLLM built no engine for {arguments['model']!r}: {text}")
