@@ -17,6 +17,7 @@ from pathlib import Path
 from torchrl_llm._parent import end_with_parent
 from torchrl_llm._redis import PASSWORD_VARIABLE
 from torchrl_llm.errors import ConfigError, WorkerError
+from torchrl_llm.weights.transfer import free_port
 
 _START_S, _END_S, _LAST_LINES = 20.0, 30.0, 20
 
@@ -46,9 +47,7 @@ def local_redis(folder: Path, url: str | None) -> Iterator[tuple[str, Callable[[
             "install redis-server), or name a Redis that runs, redis.url=redis://HOST:PORT/0"
         )
     password = os.environ.setdefault(PASSWORD_VARIABLE, secrets.token_hex(16))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     log = folder / "redis.log"
     quoted = json.dumps(password, ensure_ascii=False)
     told = f'bind 127.0.0.1\nport {port}\nsave ""\nappendonly no\nrequirepass {quoted}\n'

@@ -111,8 +111,7 @@ class Agent:
         Args:
             own: number that the environment itself allows.
         """
-        made = [each.max_auxiliary_turns for each in self.make_transforms()]
-        return max([own, *made])
+        return max([own, *(each.max_auxiliary_turns for each in self.make_transforms())])
 
     # -- environment and policy -------------------------------------------------------------------
 

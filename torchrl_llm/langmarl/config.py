@@ -353,8 +353,7 @@ def load_config(
     """
     values = {**_of_file(path), **(overrides or {})}
     name = str(values.get("env", "language"))
-    made = env_class(name).CONFIG_CLASS or BaseConfig
-    return made._of(values)
+    return (env_class(name).CONFIG_CLASS or BaseConfig)._of(values)
 
 
 def _of_file(path: str | os.PathLike[str]) -> dict[str, Any]:

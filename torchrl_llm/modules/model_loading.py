@@ -289,8 +289,7 @@ def context_length(name_or_path: str | PathLike[str] | None = None) -> int | Non
         >>> context_length()
         2048
     """
-    config = _load(AutoConfig, "model", name_or_path, {})
-    return context_of(config)
+    return context_of(_load(AutoConfig, "model", name_or_path, {}))
 
 
 def context_of(config: Any) -> int | None:

@@ -321,8 +321,7 @@ def show_help(page: Path, name: str) -> None:
     table = KeyTable.read(folder, name)
     about = ast.get_docstring(ast.parse(page.read_text(encoding="utf-8"))) or ""
     shown = [about.replace("``", ""), ""]
-    for group, options in table.groups.items():
-        shown.append(f"{group}=NAME, one of: {', '.join(options)}")
+    shown += [f"{group}=NAME, one of: {', '.join(each)}" for group, each in table.groups.items()]
     if table.groups:
         shown.append("The files are in " + ", ".join(str(folder / g) for g in table.groups))
     files = [f"{name}.yaml", *(f"{e}.yaml" for e in ("common",) if (folder / f"{e}.yaml").exists())]

@@ -90,8 +90,7 @@ def make_reward(config: Any, *, alone: bool) -> Any:
         return check_function(config.function)
     if not (alone and config.components):
         return None
-    settings = config.components.items()
-    return {name: _component(name, part, make=True) for name, part in settings}
+    return {k: _component(k, part, make=True) for k, part in config.components.items()}
 
 
 def check_function(name: str) -> rewards.RewardParser:

@@ -118,8 +118,7 @@ def make_policy(config: SampledConfig, *, with_values: bool = False) -> modules.
     tokenizer = make_tokenizer(config.model.name, config.inference_model.max_tokens)
     longest_row(config)
     check_problems(config)
-    options = wrapper_options(config)
-    return load_policy(config, tokenizer, with_values=with_values, **options)
+    return load_policy(config, tokenizer, with_values=with_values, **wrapper_options(config))
 
 
 def load_policy(
