@@ -163,7 +163,7 @@ GAME = (
 )
 NIM = (
     f"{GRPO} env=nim.py:Nim env.max_steps=8 env.system_prompt=Nim. inference_model.max_tokens=4 "
-    "optimizer.lr=1e-3 train.max_steps=25 train.prompts_per_batch=8 eval.num_prompts=128"
+    "optimizer.lr=3e-4 train.max_steps=40 train.prompts_per_batch=16 eval.num_prompts=128"
 )
 SELF_PLAY = "torchrl-llm train self-play logging.progress=false agents.players_folder=null"
 REFERENCE = f"{GRPO} train.max_steps=60 eval.interval=null train.kl_to_ref_coeff"

@@ -377,7 +377,8 @@ def test_the_table_of_the_documentation_is_what_the_formulas_say(monkeypatch):
 def test_the_commands_that_the_documentation_shows_are_answered(tmp_path, capsys):
     Qwen2Config(**QWEN).save_pretrained(tmp_path)
     pages = [*ROOT.glob("docs/source/**/*.rst"), ROOT / "README.rst"]
-    shown = [re.findall(r"^ +torchrl-llm (memory.*)", page.read_text(), re.M) for page in pages]
+    texts = [page.read_text().replace("\\\n", "") for page in pages]
+    shown = [re.findall(r"^ +torchrl-llm (memory.*)", text, re.M) for text in texts]
     shown = [shlex.split(each) for page in shown for each in page]
     assert len(shown) >= 4
     for words in shown:

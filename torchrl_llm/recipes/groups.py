@@ -638,7 +638,7 @@ class AsyncWeightSyncConfig(Group, key="weight_sync"):
         type: ``ray`` puts them into Ray's object store, one copy per machine; ``files`` into a
             folder that all machines see; ``nccl`` sends them from the trainer's GPU to those of the
             collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
-            transfer (never run on a GPU).
+            transfer (not yet tested on a GPU).
         folder: with ``files``, their folder.
         in_flight: effect of new weights on running conversations: ``wait`` until all have finished
             their current answer, then continue with the new weights; ``keep`` also partial answers

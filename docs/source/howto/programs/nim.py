@@ -15,16 +15,12 @@ class Nim(Session):
         return f"{self.sticks} sticks."
 
     def step(self, action):
-        if action not in self.moves():
+        if action not in ("1", "2", "3"):
             raise ActionError(f"{action} is not a move.")
         self.sticks -= int(action)
-        if self.sticks == 0:
+        if self.sticks <= 0:
             return Observed("You win.", 1.0, terminated=True, success=True)
-        taken = self.random.choice(self.moves())
-        self.sticks -= int(taken)
-        if self.sticks == 0:
-            return Observed("I take the rest. You lose.", terminated=True)
+        self.sticks -= self.random.randint(1, 3)
+        if self.sticks <= 0:
+            return Observed("You lose.", terminated=True)
         return f"{self.sticks} sticks."
-
-    def moves(self):
-        return [n for n in ("1", "2", "3") if int(n) <= self.sticks]
