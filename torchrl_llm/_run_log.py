@@ -270,7 +270,8 @@ class Terminal:
                 self._begun.clear()
                 while self._give_back:
                     self._give_back.pop()()
-            self._logs.remove(log)
+            if log in self._logs:  # not after the terminal was closed at the end of the process
+                self._logs.remove(log)
 
     def _take_streams(self) -> None:
         self._process = os.getpid()

@@ -96,6 +96,8 @@ def main(arguments: Sequence[str]) -> int:
         count = f"{sum(len(each['episodes']) for each in language['iterations']):,} episodes"
     else:
         count = f"{len(parts['rows']):,} {'answers' if True in kinds else 'rollouts'}"
+    if len(paths) == 2 and True not in kinds:
+        count = "two runs"
     show(f"page {path}, {count}, {len(page) / 1e6:.1f} MB")
     if given.open:
         webbrowser.open(path.resolve().as_uri())
@@ -139,6 +141,8 @@ def _two_runs(paths: Sequence[Path]) -> dict[str, Any]:
         "Runs keep no answers to held-out prompts. torchrl-llm evaluate model.name=RUN makes an "
         "evaluation of each, and view compares the answers of two evaluations."
     ]
+    if "paradigm" in a.config:  # no weights were trained
+        notices = ["torchrl-llm view RUN shows the policies and the credit of each run."]
     for name, own, other in (("A", a, b), ("B", b, a)):
         if alone := [metric for metric in own.metrics if metric not in other.metrics]:
             notices.append(f"Only {name} has {', '.join(alone)}.")

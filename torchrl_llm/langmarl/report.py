@@ -24,7 +24,7 @@ def iteration_table(rows: Sequence[Mapping[str, Any]]) -> str:
         >>> row |= {"max_reward": 1.0, "total_tokens": 120, "cost_usd": 0.0}
         >>> print(iteration_table([row]))
         iteration  episodes  failed  reward    min    max  held-out  fallbacks  tokens   cost
-                0         2       0   0.500  0.000  1.000         -          0     120  $0.00
+                1         2       0   0.500  0.000  1.000         -          0     120  $0.00
     """
     lines = [
         "iteration  episodes  failed  reward    min    max  held-out  fallbacks  tokens   cost"
@@ -33,7 +33,7 @@ def iteration_table(rows: Sequence[Mapping[str, Any]]) -> str:
         facts = row.get("metadata") or {}
         held_out = facts.get("validation_reward")
         lines.append(
-            f"{row['iteration']:>9}  {row['num_episodes']:>8}  "
+            f"{row['iteration'] + 1:>9}  {row['num_episodes']:>8}  "
             f"{facts.get('num_failed_episodes', 0):>6}  {row['avg_reward']:>6.3f}  "
             f"{row['min_reward']:>5.3f}  {row['max_reward']:>5.3f}  "
             f"{'-' if held_out is None else format(held_out, '.3f'):>8}  "

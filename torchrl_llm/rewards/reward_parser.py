@@ -11,7 +11,7 @@ Next: :mod:`torchrl_llm.rewards.answer_block` for tasks with an answer block,
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import repeat
 from typing import Any
 
@@ -418,6 +418,9 @@ def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
         DataError: it is missing.
     """
     column = read_column(td, key)
+    own = read_column(td, "row")  # the user's rows, with all their columns
+    if column is None and own and all(isinstance(row, Mapping) and key in row for row in own):
+        return [row[key] for row in own]
     if column is None:
         raise DataError(
             f"the rows lack {key!r}, which the reward reads; they have "

@@ -326,7 +326,9 @@ class TrainingRun:
     def _longer(self) -> list[str]:
         """Overrides for twice as many steps, or passes if these are limited."""
         keys = ("train.max_steps", "train.max_epochs")
-        found = [f"{key}={2 * self._config[key]}" for key in keys if self._config.get(key)]
+        done = {keys[0]: self.step}
+        given = {key: self._config[key] for key in keys if self._config.get(key)}
+        found = [f"{key}={2 * max(value, done.get(key, 0))}" for key, value in given.items()]
         return found or [f"{keys[0]}={2 * self.max_steps}"] * (keys[0] in self._config)
 
     def record(

@@ -117,7 +117,10 @@ def read_config(run: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is not a YAML mapping.
     """
-    for file in (run / CONFIG_FILE, run / ".hydra" / CONFIG_FILE):
+    files = [run / CONFIG_FILE, run / ".hydra" / CONFIG_FILE]
+    if (run / "run_meta.json").is_file():  # of language-space training
+        files.append(run / "config.json")
+    for file in files:
         if file.is_file():
             return read_mapping(file)
     return {}

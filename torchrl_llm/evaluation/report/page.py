@@ -35,7 +35,7 @@ _FATES = ("trained", "stale", "filtered", "truncated", "invalid", "surplus", "lo
 LEDGER = "Tokens of each step"
 PANELS = {
     "Reward": ("train/reward", "eval/reward"),
-    "Held-out accuracy": ("eval/accuracy", "train/success"),
+    "Held-out accuracy": ("train/success", "eval/accuracy"),
     "KL, nats a token": ("train/kl_approx", "train/kl_to_inference", "train/kl_to_ref"),
     "Response length, tokens": ("train/response_length", "eval/response_length"),
     "Entropy, nats": ("train/entropy",),
