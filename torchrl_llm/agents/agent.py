@@ -101,7 +101,7 @@ class Agent:
         """The transform that answers tool calls.
 
         Args:
-            tools: at least one.
+            tools: one or more tools.
         """
         return ToolTransform(tools, accept_cut=self.accept_cut)
 

@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: of the command line; those of this process by default.
+        arguments: arguments of the command line; by default the arguments of this process.
 
     Returns:
         The exit status.

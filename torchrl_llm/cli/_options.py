@@ -55,7 +55,7 @@ def make_parser(options: type[Group], name: str, **words: str) -> argparse.Argum
 
     Args:
         options: class of the options; its docstring is the description.
-        name: of the command.
+        name: name of the command.
         **words: ``usage``, and values for the braces in the help.
     """
     usage = words.pop("usage", None)
@@ -75,8 +75,8 @@ def parse(options: type[T], name: str, arguments: Sequence[str], **words: str) -
 
     Args:
         options: as for :func:`make_parser`.
-        name: likewise.
-        arguments: of the command line.
+        name: as for :func:`make_parser`.
+        arguments: arguments of the command line.
         **words: likewise.
 
     Raises:

@@ -29,9 +29,9 @@ class Options(Group):
         model: folder of a run (its newest checkpoint), of a checkpoint or a model, or a hub name;
             default: the model that ships with the package.
         system: system prompt; default: that of the run.
-        temperature: of sampling; 0 is greedy.
+        temperature: sampling temperature; 0 is greedy.
         max_tokens: tokens of an answer; default: the run's, or 256.
-        seed: of sampling.
+        seed: random seed of sampling.
         trust: import what the run's config.yaml names (its tools).
         tool: a tool besides the run's, by name or as module:function; may be repeated.
     """

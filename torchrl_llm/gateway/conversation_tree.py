@@ -82,7 +82,7 @@ class ConversationTree:
         """Find the position of a call.
 
         Args:
-            messages: of the call, in canonical form.
+            messages: messages of the call, in canonical form.
             tools: schemas of the call; conversations with different tools are different.
         """
         root = _digest(b"", list(tools)) if tools else b""

@@ -27,7 +27,7 @@ def limits_of(policy: LLMWrapperBase, *, trains: bool = False) -> EngineLimits:
     """Limits of calls to a policy.
 
     Args:
-        policy: in history mode.
+        policy: a policy in history mode.
         trains: whether answers are used for training.
     """
     params = policy.sampling_defaults

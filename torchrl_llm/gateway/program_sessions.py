@@ -33,8 +33,8 @@ class Rollout:
     """A program that runs for a row.
 
     Args:
-        number: of its job.
-        key: of its session.
+        number: number of its job.
+        key: key of its session.
         session: its calls.
 
     Attributes:

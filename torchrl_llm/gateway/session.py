@@ -123,7 +123,7 @@ class Formatters:
     """The formatters of a policy, one per set of tools in calls.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
         show_tools: whether prompts describe the tools of calls. If not, the model must already know
             them; its calls are parsed in both cases.
         kept: number of cached sets of tools.
@@ -146,7 +146,7 @@ class Formatters:
         """The tools that prompts describe: all or none.
 
         Args:
-            tools: of a call.
+            tools: tools of a call.
         """
         return tools if self._show_tools else ()
 

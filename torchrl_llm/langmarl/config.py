@@ -198,7 +198,7 @@ class BaseConfig(Group):
         """Read a file.
 
         Args:
-            path: of the file.
+            path: path of the file.
             overrides: values that replace those of the file.
 
         Raises:
@@ -223,7 +223,7 @@ class BaseConfig(Group):
         """Write a file, without API keys.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
@@ -345,7 +345,7 @@ def load_config(
     """Read a file into the class of its environment.
 
     Args:
-        path: of the file.
+        path: path of the file.
         overrides: values that replace those of the file, including ``env``.
 
     Raises:

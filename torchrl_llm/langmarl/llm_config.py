@@ -206,7 +206,7 @@ def read_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         what: name of the file in errors.
 
     Raises:

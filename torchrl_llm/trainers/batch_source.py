@@ -335,7 +335,7 @@ def mark_truncated(row: TensorDict, *, drop: bool) -> None:
     """Exclude the sampled tokens of a response that was cut by its length limit from the loss.
 
     Args:
-        row: with a trace; its mask reasons are replaced, not changed.
+        row: a row with a trace; its mask reasons are replaced, not changed in place.
         drop: also make its reward invalid, so that it leaves its group's baseline.
     """
     mask_trained(row, MaskReason.TRUNCATED)

@@ -233,8 +233,8 @@ class CheckpointStore:
         """Whether a file is unchanged; ``None`` if an earlier version stored no checksum.
 
         Args:
-            step: of the checkpoint.
-            name: of the file in it.
+            step: training step of the checkpoint.
+            name: name of the file in it.
         """
         checksum = _manifest(self.path(step))["checksums"].get(name)
         file = self.path(step) / name
@@ -246,8 +246,8 @@ class CheckpointStore:
         All ranks have to call it.
 
         Args:
-            step: of the checkpoint.
-            wanted: by name, see :class:`~torchrl_llm.data.safe_state.Spread`.
+            step: training step of the checkpoint.
+            wanted: tensors by name, see :class:`~torchrl_llm.data.safe_state.Spread`.
 
         Raises:
             DamagedCheckpointError: the files cannot be read.

@@ -34,7 +34,7 @@ def axis_limits(name: str, values: Iterable[float]) -> tuple[float, float]:
 
     Args:
         name: name of the metric, or a text that starts with it.
-        values: at least one; those that are not finite are left out.
+        values: one or more values; values that are not finite are left out.
 
     Example:
         >>> axis_limits("train/reward", [0.25, 0.75])

@@ -226,7 +226,7 @@ class KeptRollouts:
     warning appears once, the next step tries again, and :attr:`failures` counts the failures.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         kept: which rows of a step to keep.
         ranks: the processes that train together; rank 0 writes the rows of all.
         tools: schemas of the tools that prompts describe.

@@ -159,7 +159,7 @@ def make_loggers(
             ``run_dir`` and ``experiment_name``, and ``project`` if it has one.
         run_dir: folder of the run.
         experiment_name: name of the run.
-        project: for loggers with projects.
+        project: name of the project, for loggers that have projects.
 
     Raises:
         ConfigError: an unknown name, a ``project`` that none of them uses, or a logger that cannot

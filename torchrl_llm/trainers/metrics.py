@@ -201,7 +201,7 @@ class MetricsTable:
         """Write the rows so far to the disk, and a copy next to a checkpoint.
 
         Args:
-            path: of the copy.
+            path: path of the copy.
 
         Raises:
             OSError: one of them cannot be written.
@@ -312,7 +312,7 @@ class LossMeter:
         """Add the output of a micro-batch.
 
         Args:
-            output: of a loss.
+            output: output of a loss.
         """
         part = output.detach()
         self._open = part if self._open is None else self._open + part

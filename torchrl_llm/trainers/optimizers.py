@@ -188,10 +188,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """``torch.optim.Muon`` over matrices and ``torch.optim.AdamW`` over the rest, as one.
 
     Args:
-        matrices: of Muon; may be empty.
-        others: of AdamW; may be empty.
-        lr: of both.
-        weight_decay: of both; by default the default of each.
+        matrices: parameters of Muon; may be empty.
+        others: parameters of AdamW; may be empty.
+        lr: learning rate of both.
+        weight_decay: weight decay of both; if not given, each has its own default.
         **arguments: ``betas`` and ``eps`` of AdamW, all others of Muon.
 
     Example:
@@ -239,7 +239,7 @@ class OptimizerOnCpu(torch.optim.Optimizer):
     At each step parameters and gradients are copied to the CPU, and parameters back.
 
     Args:
-        parameters: of any device.
+        parameters: parameters on any device.
         make: makes the optimizer for their copies.
 
     Example:

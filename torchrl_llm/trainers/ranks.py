@@ -123,7 +123,7 @@ class Ranks:
         """Whether the flag of any rank is true.
 
         Args:
-            flag: of this rank.
+            flag: flag of this rank.
         """
         return any(self.gather(bool(flag)))
 
@@ -131,7 +131,7 @@ class Ranks:
         """Numbers of all ranks, added up name by name.
 
         Args:
-            numbers: of this rank; other ranks may have different names.
+            numbers: numbers of this rank; other ranks may have different names.
         """
         return _merged(self.gather(dict(numbers)), sum)
 
@@ -139,7 +139,7 @@ class Ranks:
         """The largest number of any rank, name by name.
 
         Args:
-            numbers: of this rank; other ranks may have different names.
+            numbers: numbers of this rank; other ranks may have different names.
         """
         return _merged(self.gather(dict(numbers)), max)
 
@@ -228,7 +228,7 @@ def scattered(
     """Spread the batches of rank 0 over the ranks: whole groups, similar numbers of tokens.
 
     Args:
-        batches: of rank 0; the batches of other ranks are ignored.
+        batches: batches of rank 0; the batches of other ranks are ignored.
         ranks: the processes, which all have to iterate.
 
     Yields:
@@ -282,7 +282,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
 
     Args:
         parallel: how they train together; ``none`` for a process without others.
-        device: of the model; on CUDA each process takes the GPU of its local rank.
+        device: device of the model; on CUDA each process takes the GPU of its local rank.
         timeout_s: most seconds that a rank waits for another.
 
     Raises:
@@ -398,7 +398,7 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
 
     Args:
         tensor: the same on all ranks.
-        like: of the same shape.
+        like: tensor of the same shape, sharded.
     """
     if not isinstance(like, DTensor):
         return tensor
@@ -450,7 +450,7 @@ def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
     """Sum the counts of several sets of rows; ``None`` if there are none.
 
     Args:
-        counts: of each set, ``None`` for an empty one.
+        counts: counts of each set; ``None`` for an empty set.
 
     Raises:
         ValueError: when some count prompt groups and some do not.
@@ -528,7 +528,7 @@ def speaks_of_others(error: BaseException | None) -> bool:
     """Whether an error means that another rank is gone or does not answer.
 
     Args:
-        error: of a collective call, or of anything else.
+        error: an error of a collective call, or any other error.
     """
     while error is not None:
         if isinstance(error, dist.DistError):

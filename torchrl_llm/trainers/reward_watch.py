@@ -80,7 +80,7 @@ class RewardWatch(SavedState):
             appears, once until they differ again; ``None`` for never.
 
     Attributes:
-        failures: of all steps.
+        failures: failures of all steps.
 
     Example:
         >>> from torchrl_llm.data.ragged import lazy_rows

@@ -83,7 +83,7 @@ class TrainingRun:
         step: the last started step.
         model: as given; ``None`` if there are several.
         tokenizer: as given.
-        metrics: of the last completed step.
+        metrics: metrics of the last completed step.
         stop: stop request of Ctrl-C and the other signals.
         how_to_resume: command that resumes a stopped run; ``None`` for the command that started it,
             with its folder.

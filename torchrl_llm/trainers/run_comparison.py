@@ -35,7 +35,7 @@ class RunRecord:
     """The written configuration and metrics of a run.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         config: dotted key to value; empty if the run wrote none.
         metrics: name to steps and values.
     """
@@ -213,7 +213,7 @@ def check_metrics(runs: Sequence[RunRecord], names: Sequence[str]) -> None:
 
     Args:
         runs: the runs.
-        names: of metrics.
+        names: names of metrics.
 
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.

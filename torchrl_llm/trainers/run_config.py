@@ -118,7 +118,7 @@ class SampledEvalConfig(EvalConfig):
     Attributes:
         repeats: samples per prompt; with more than 1, answers are sampled as in the run, for
             ``eval/pass@k`` and ``eval/majority@k`` at k = 2, 4, ... and all of them.
-        temperature: of these samples; ``None`` for ``inference_model.temperature``.
+        temperature: temperature of these samples; ``None`` for ``inference_model.temperature``.
     """
 
     repeats: Count = 1

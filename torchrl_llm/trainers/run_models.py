@@ -89,7 +89,7 @@ class RunModels:
         """Write each model into its folder; every rank has to call it.
 
         Args:
-            path: of the checkpoint.
+            path: folder of the checkpoint.
             max_shard_size: as for :func:`~torchrl_llm.trainers.save_pretrained`.
             is_main: as for :func:`~torchrl_llm.trainers.save_pretrained`.
 
@@ -111,7 +111,7 @@ class RunModels:
         """Load the weights of a checkpoint into the models.
 
         Args:
-            path: of the checkpoint.
+            path: folder of the checkpoint.
             state: result of :meth:`state` when the checkpoint was written.
 
         Raises:
@@ -141,7 +141,7 @@ def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
     """Parts of a run that are the same in all ranks, and those that are each rank's own.
 
     Args:
-        parts: by name.
+        parts: parts of the run by name.
     """
     # A transform is a module, but belongs to the rank whose rows it has seen.
     shared = {
@@ -156,7 +156,7 @@ def part_states(parts: Mapping[str, Any], names: Mapping[int, str]) -> dict[str,
     """State of each part of a run; the state of an optimizer is by the names of its parameters.
 
     Args:
-        parts: with ``state_dict``, by name.
+        parts: objects with ``state_dict``, by name.
         names: result of :func:`names_of_parameters`.
     """
     return {
@@ -204,7 +204,7 @@ def names_of_parameters(
 
     Args:
         models: as for :class:`RunModels`; parameters of a model without a name have no prefix.
-        parts: of the run; those that are modules have parameters.
+        parts: parts of the run; those that are modules have parameters.
     """
     modules = [(name, part) for name, part in parts.items() if isinstance(part, nn.Module)]
     modules += [(name, model) for name, (model, _) in models.items()]

@@ -58,9 +58,9 @@ class RunResults:
     """Shows the results of a run.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         shown: which metrics are shown.
-        log: of the run.
+        log: log of the run.
         table: its metrics.
         store: its checkpoints.
         rollouts: its kept rows.
@@ -91,7 +91,7 @@ class RunResults:
 
         Args:
             before: conversations of the first evaluation.
-            after: of the last.
+            after: conversations of the last evaluation.
             more: next commands, each with a name.
         """
         metric, name, *_ = self.shown

@@ -39,7 +39,7 @@ class RunPosition(NamedTuple):
     Attributes:
         step: the last started step.
         before: conversations of the first evaluation.
-        after: of the last.
+        after: conversations of the last evaluation.
         owed: metrics of a step whose row is written after its evaluation.
     """
 
@@ -54,16 +54,16 @@ class RunSaving:
     """Writes and reads the checkpoints of a run.
 
     Attributes:
-        store: their folder.
-        models: of the run.
+        store: store of the checkpoints.
+        models: models of the run.
         parts: other objects that the next step depends on, by name, in the order of restoring.
-        names: of the models' parameters, see :func:`names_of_parameters`.
+        names: names of the models' parameters, see :func:`names_of_parameters`.
         rollouts: kept rows.
         watch: watch of the rewards.
-        table: of the metrics.
+        table: the metrics of the run.
         ranks: the processes that train together.
         config: dotted key to value.
-        max_shard_size: of a file of weights.
+        max_shard_size: maximum size of a file of weights.
         retired: states of removed ranks.
     """
 

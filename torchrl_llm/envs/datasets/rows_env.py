@@ -153,8 +153,8 @@ def query_and_answer(
     """Question of a row, and the answer with which the reward compares.
 
     Args:
-        row: of the data.
-        columns: of :func:`choose_columns`.
+        row: a row of the data.
+        columns: columns of :func:`choose_columns`.
     """
     query, last = _query(row, columns, "a row"), None
     if isinstance(query, list) and query[-1].get("role") == "assistant":

@@ -472,7 +472,7 @@ def seed_of(row: Mapping[str, Any]) -> int:
     """The seed of a game, as a drawn row has it.
 
     Args:
-        row: with ``"seed"``.
+        row: a row with a column ``"seed"``.
 
     Raises:
         DataError: it is no whole number.

@@ -35,7 +35,7 @@ class Field(NamedTuple):
     """A kind with further properties of a field.
 
     Attributes:
-        kind: of its value.
+        kind: type of its value.
         name: internal name, if different. Fields with the same name must have the same value.
         needed: whether it is required.
         unused: whether its value is checked only.
@@ -62,7 +62,7 @@ def need(kind: Any, name: str | None = None) -> Field:
     """A required field.
 
     Args:
-        kind: of its value.
+        kind: type of its value.
         name: our name for it, where it differs.
     """
     return Field(kind, name, needed=True)
@@ -204,7 +204,7 @@ def one_or_more(kind: Any) -> Callable[[Any, str], tuple[Any, ...] | None]:
     """The kind of a list; a single value is also accepted, and an empty list has no effect.
 
     Args:
-        kind: of each value.
+        kind: type of each value.
     """
 
     def read_items(value: Any, path: str) -> tuple[Any, ...] | None:

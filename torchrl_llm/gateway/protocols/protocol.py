@@ -37,7 +37,7 @@ class Reply(NamedTuple):
 
     Attributes:
         body: body of the request, already parsed.
-        answers: at least one.
+        answers: one or more answers.
         port: port of the answers.
     """
 
@@ -100,7 +100,7 @@ class Protocol(ABC):
         """Read a call.
 
         Args:
-            body: of the request.
+            body: JSON body of the request.
 
         Raises:
             RefusedCallError: a field that is wrong or cannot be honoured.

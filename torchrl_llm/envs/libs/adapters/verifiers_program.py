@@ -109,7 +109,7 @@ async def run(row, base_url, api_key):
     """Play the task of a row.
 
     Args:
-        row: with ``task``, as the script has written it.
+        row: a row with ``task``, as the script has written it.
         base_url: URL of the gateway.
         api_key: key of the session.
 
