@@ -51,8 +51,8 @@ class DataSource(ReadsOnce, key="data"):
         source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
             dataset on the hub, or ``module:name`` of rows in Python. ``data=FILE`` is the short
             form.
-        eval_source: source of the held-out rows, as for ``source``. ``None``: ``eval_split``, or
-            the last rows of ``source``, are held out.
+        eval_source: source of the held-out rows, as for ``source``; ``None`` for ``eval_split``, or
+            for the last rows of ``source``.
         subset: configuration of a dataset on the hub.
         split: split with the training rows, in a hub dataset or a folder; ``None`` for ``train``.
         eval_split: split with the held-out rows; ``None`` for none.
@@ -108,7 +108,7 @@ class DataConfig(DataSource):
         prompt: column with the user's message; ``None`` for a column with a usual name (``prompt``,
             ``question``, ``query``, ...).
         answer: column with the correct answer, for the reward; ``None`` for a column with a usual
-        name, or for no column if there is none.
+            name, or for no column if there is none.
         messages: column with whole conversations, instead of ``prompt``.
     """
 

@@ -387,7 +387,7 @@ class SFT(_Recipe):
         data: conversations to learn from: a file (CSV, JSON, JSON lines, Parquet), a folder, the
             name of a dataset on the hub, a ``datasets.Dataset``, or a list of dicts.
         eval_data: held-out conversations, in the same forms; the last ones of ``data`` if not
-        given.
+            given.
         prompt: column with the user's message.
         completion: column with the assistant's answer.
         messages: column with whole conversations, instead of ``prompt`` and ``completion``.

@@ -35,20 +35,21 @@ class EnvConfig(ReadsOnce, key="env"):
         dataset: name of the task (``torchrl-llm list tasks``), or your own ``module:class``.
         data_files: CSV, JSON, JSON-lines or Parquet file (``.gz`` too) with the training problems;
             ``None`` for the task's own source (a generator, or the hub).
-        eval_data_files: file with the held-out problems. ``None`` for the task's own held-out
-            problems; or, with ``data_files``, for the last ``eval.num_prompts`` problems of that
+        eval_data_files: file with the held-out problems; ``None`` for the task's own held-out
+            problems, or, with ``data_files``, for the last ``eval.num_prompts`` problems of that
             file, which are then not trained on.
         repeats: samples per prompt, which is the size of a group; 1 if ``advantage`` compares no
-        samples.
+            samples.
         options: settings of the task itself: arguments of its class (the ``difficulty`` of
-            ``letter_counting``, for instance). The others keep the defaults of the class.
+            ``letter_counting``, for instance); settings that are not given keep the defaults of the
+            class.
         system_prompt: first message of every conversation; ``None`` for the task's own.
-        max_steps: most steps of an episode; turns that only call thinking tools do not count.
+        max_steps: most steps of an episode; turns that only call thinking tools do not count;
             ``None`` for the task's own limit.
         tools: tools in addition to those of the task: names of registered tools, or
             ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without required
             arguments, or an instance) or of a function with type hints and a docstring.
-        max_tool_turns: most turns in a row that only call ``tools``. Each is a turn of the model,
+        max_tool_turns: most turns in a row that only call ``tools``; each is a turn of the model,
             but not a step of the episode.
         max_prompt_length: tokens that a prompt may have; ``None`` for the model's context less
             ``inference_model.max_tokens``.
@@ -117,7 +118,7 @@ class ModelNameConfig(Group, key="model"):
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
         quantization: round the weights of linear layers to ``4bit`` or ``8bit`` while reading them
-            (needs the extra ``quantization``). Such a model is trained by LoRA adapters.
+            (needs the extra ``quantization``); such a model is trained by LoRA adapters.
             Checkpoints hold only the adapter. ``None`` for unchanged weights.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
         template_kwargs: variables of the template by name, ``enable_thinking: false`` for example.
@@ -150,8 +151,8 @@ class ModelConfig(ModelNameConfig):
 
     Attributes:
         show_tools: whether the prompt describes the task's tools, in the format of the chat
-            template. ``None``: only if ``name`` is given. The model that ships with the package,
-            and models trained from it, know their tool without a description.
+            template; ``None`` means only if ``name`` is given. The model that ships with the
+            package, and models trained from it, know their tool without a description.
     """
 
     show_tools: bool | None = None
@@ -168,12 +169,12 @@ class ForwardConfig(Group, key="train"):
     Attributes:
         micro_token_budget: most tokens in one forward, with the padding if ``packing`` is
             ``padded``; ``None`` for no limit. It changes memory and speed, but not the result.
-        packing: how rows of different length are laid out in a forward. ``padded``: all padded to
-            the longest. ``bucketed``: several forwards of rows of similar length. ``packed``: one
-            row after the other without padding. ``shared``: as ``packed``, with the prompt of a
-            group only once. ``auto``: the cheapest that the model supports. It changes memory and
+        packing: how rows of different length are laid out in a forward (``padded``: all padded to
+            the longest; ``bucketed``: several forwards of rows of similar length; ``packed``: one
+            row after the other without padding; ``shared``: as ``packed``, with the prompt of a
+            group only once; ``auto``: the cheapest that the model supports). It changes memory and
             speed, but not the result.
-        max_seq_len: tokens that a row may have: prompt, turns and tools together. ``None`` for no
+        max_seq_len: tokens that a row may have: prompt, turns and tools together; ``None`` for no
             limit (in supervised training, for the model's context).
         on_overlong: treatment of a longer row: raise an error that names it, do not train it, or
             cut off its end. ``train/overlong_rows`` counts them (in supervised training,
@@ -183,14 +184,14 @@ class ForwardConfig(Group, key="train"):
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA if available.
         num_threads: threads of torch on the CPU; ``None`` for torch's choice, or 1 for the model
-            that ships with the package and for similarly small models in a folder. A second thread
-            makes them little faster, and busy-waits if cores are shared.
-        parallel: how the processes that ``torchrun`` starts train together. ``ddp``: each has the
-            whole model. ``fsdp2``: each has a part of the weights, gradients and optimizer.
-            ``none``: one process. All numbers of rows and prompts are totals over all processes.
-        gathers: with ``fsdp2``, the weights that a process gathers to sample or score. ``layer``:
-            one layer at a time; all processes wait at each layer of each token. ``model``: all
-            layers, from their first use to the next update.
+            that ships with the package and for similarly small models in a folder, because a second
+            thread makes them little faster, and busy-waits if cores are shared.
+        parallel: how the processes that ``torchrun`` starts train together (``ddp``: each has the
+            whole model; ``fsdp2``: each has a part of the weights, gradients and optimizer;
+            ``none``: one process). All numbers of rows and prompts are totals over all processes.
+        gathers: with ``fsdp2``, the weights that a process gathers to sample or score (``layer``:
+            one layer at a time, and all processes wait at each layer of each token; ``model``: all
+            layers, from their first use to the next update).
         timeout_s: most seconds that a process waits for the others.
     """
 
@@ -326,13 +327,13 @@ class TrainModelConfig(Group, key="train_model"):
     Attributes:
         dtype: type of the weights.
         gradient_checkpointing: compute activations again in the backward instead of keeping them:
-        slower, with less memory.
+            slower, but needs less memory.
         offload_activations: keep the activations for the backward in CPU memory, and copy them back
             when the backward needs them; gradients are the same.
         attn_implementation: attention kernel, by its name in ``transformers``; ``None`` for the
-        choice of ``transformers``.
+            choice of ``transformers``.
         logprob_chunk_size: largest number of logits in memory at once: tokens times vocabulary
-            entries. ``None`` to choose by device.
+            entries; ``None`` to choose by device.
         lora: adapters.
     """
 
@@ -359,7 +360,7 @@ class InferenceModelConfig(Group, key="inference_model"):
         max_tokens: tokens that a response may have.
         temperature: sampling temperature; recorded with every row and applied when it is scored.
         top_p: sample from the smallest set of most probable tokens with this total probability; 1
-        for all tokens.
+            for all tokens.
         top_k: sample from this number of most probable tokens; 0 for all tokens.
         min_p: sample from tokens with at least this probability relative to the most probable
             token; 0 for all tokens.
@@ -401,8 +402,8 @@ class RefModelConfig(Group, key="ref_model"):
         name: folder or hub name; ``None`` for the policy as it was before training. With LoRA this
             needs no second model: it is the policy with its adapters disabled, or with the adapter
             that ``model.name`` names.
-        num_devices: GPUs only for the reference. 0: it shares the policy's GPU. 1: it is on the GPU
-            after the policy's.
+        num_devices: GPUs only for the reference (0: it shares the policy's GPU; 1: it is on the GPU
+            after the policy's).
     """
 
     name: str | None = None
@@ -450,7 +451,7 @@ class OptimizerConfig(Group, key="optimizer"):
         name: a class of ``torch.optim``, or ``"module:Class"`` of a different package or your own,
             for example ``bitsandbytes.optim:AdamW8bit``. ``Muon`` updates the matrices of the
             layers, and AdamW all other parameters.
-        lr: learning rate. 0 runs everything without changing weights. ``None`` chooses by model,
+        lr: learning rate; 0 runs everything without changing weights; ``None`` chooses by model,
             see ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
@@ -536,10 +537,10 @@ class EngineConfig(InferenceModelConfig):
 
     Attributes:
         backend: ``transformers`` samples with the trained module (in the asynchronous recipe, each
-            collector has a copy). ``vllm`` samples with an engine. Or ``"module:class"`` of your
+            collector has a copy); ``vllm`` samples with an engine; or ``"module:class"`` of your
             own :class:`~torchrl_llm.modules.Backend`, which is constructed with ``model.name`` and
             the keyword ``tokenizer``.
-        num_devices: GPUs of one engine (tensor parallel), each with its own process. On the CPU:
+        num_devices: GPUs of one engine (tensor parallel), each with its own process; on the CPU,
             number of processes.
         gpu_memory_utilization: fraction of a GPU's memory that an engine may use; ``None`` for
             vLLM's default. Lower it if trainer and engine share a GPU.
@@ -584,7 +585,7 @@ class SleepingEngineConfig(EngineConfig):
 
     Attributes:
         sleep: whether the vLLM engine frees all of its GPU memory while the trainer trains, and
-            gets the weights when it wakes. For one GPU that cannot hold both. With
+            gets the weights when it wakes, for one GPU that cannot hold both. With
             ``weight_sync.type=shared`` it frees only its cache. On the CPU no memory is freed.
     """
 
@@ -600,17 +601,17 @@ class WeightSyncConfig(Group, key="weight_sync"):
     """How an engine of this process gets the trained weights.
 
     Attributes:
-        type: ``shared``: trainer and engine use one copy of the weights. ``load``: all weights are
-            copied after each step. ``delta``: only changed weights are copied. ``adapter``: only
-            the LoRA adapter is copied. ``files``: all weights are written to a folder, from which
-            the engine reads. Or ``"module:class"`` of your own updater, which is constructed with
+        type: ``shared``: trainer and engine use one copy of the weights; ``load``: all weights are
+            copied after each step; ``delta``: only changed weights are copied; ``adapter``: only
+            the LoRA adapter is copied; ``files``: all weights are written to a folder, from which
+            the engine reads; or ``"module:class"`` of your own updater, which is constructed with
             the engine's backend and the keywords ``model`` and ``canary``. ``auto``: ``adapter``
             with LoRA; ``shared`` on the CPU with ``inference_model.num_devices=1`` and without
             ``inference_model.sleep``; otherwise ``load``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop if they differ by more than rounding.
-        fingerprint: with ``load``, hash all weights at each update. On the CPU this takes half the
-            time of the copy; on a GPU the weights are first copied to the CPU.
+        fingerprint: with ``load``, hash all weights at each update; on the CPU this takes half the
+            time of the copy, on a GPU the weights are first copied to the CPU.
         folder: with ``files``, the folder of the weights.
     """
 
@@ -648,10 +649,10 @@ class AsyncWeightSyncConfig(Group, key="weight_sync"):
             collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
             transfer (not yet tested on a GPU).
         folder: with ``files``, the folder of the weights.
-        in_flight: effect of new weights on running conversations. ``wait``: all finish their
-            current answer, then continue with the new weights. ``keep``: partial answers continue
-            with the new weights (each token records its version). ``abort``: they are dropped, and
-            new conversations begin.
+        in_flight: effect of new weights on running conversations (``wait``: all finish their
+            current answer, then continue with the new weights; ``keep``: partial answers continue
+            with the new weights, and each token records its version; ``abort``: they are dropped,
+            and new conversations begin).
         verify: as in the synchronous recipe; each collector compares its own engine. It has an
             effect only with ``inference_model.backend=vllm``.
     """
@@ -671,8 +672,9 @@ class AsyncTrainConfig(TrainConfig):
 
     Attributes:
         max_policy_age: number of updates of the weights that are allowed since a token was sampled.
-        on_stale: action at this limit. ``wait``: collectors wait. ``drop``: they continue, and
-            older rows are dropped. ``mask``: they continue, and older tokens are not trained.
+        on_stale: action at the limit ``max_policy_age`` (``wait``: collectors wait; ``drop``: they
+            continue, and older rows are dropped; ``mask``: they continue, and older tokens are not
+            trained).
         weight_update_frequency: training steps between two updates of the collectors' weights.
     """
 
@@ -690,11 +692,11 @@ class AsyncTrainModelConfig(TrainModelConfig):
     """How the policy is stored for training, and the number of its own GPUs.
 
     Attributes:
-        num_devices: with ``ray.address=null``, GPUs of this machine that no collector gets. 1: the
-            GPU of ``train.device`` is only for the policy. 0: the policy shares its GPU with
-            collectors (then set ``ray.gpus_per_collector``, a fraction of 1, and
-            ``inference_model.gpu_memory_utilization``). With a running cluster the key has no
-            effect.
+        num_devices: with ``ray.address=null``, GPUs of this machine that no collector gets (1: the
+            GPU of ``train.device`` is only for the policy; 0: the policy shares its GPU with
+            collectors; then set ``ray.gpus_per_collector``, a fraction of 1, and
+            ``inference_model.gpu_memory_utilization``). A running cluster already has its list of
+            GPUs.
     """
 
     num_devices: int = 1
@@ -720,7 +722,7 @@ class RayConfig(Group, key="ray"):
         prompts_per_claim: prompts that a collector answers at a time; ``None`` for an equal share
             of ``train.prompts_per_batch``.
         cpus_per_collector: CPUs per collector.
-        gpus_per_collector: GPUs per collector. ``None``: none on the CPU, otherwise
+        gpus_per_collector: GPUs per collector; ``None`` for none on the CPU, and otherwise for
             ``inference_model.num_devices``. With 0, a collector samples on the CPU.
         max_restarts: maximum number of restarts of a collector that died.
         timeout_s: seconds without rows, or without a heartbeat, after which a collector is dropped.

@@ -222,7 +222,7 @@ class GRPOGroups(SampledConfig):
         )
 
     def _check_pairs(self) -> None:
-        """A loss of pairs needs both answers of each pair, complete and in one update."""
+        """Check that a loss of pairs gets both answers of a pair, complete, in one update."""
         loss, train, filter_ = self.loss, self.train, self.filter
         which = f"advantage={self.advantage.type}"
         ensure(

@@ -401,7 +401,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _last_words(error: Exception) -> tuple[str | None, bool]:
-    """The message of an error, ``None`` if a different rank prints it; whether it is complete."""
+    """The message of an error (``None`` if another rank prints it); whether it is complete."""
     is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
     is_ours = isinstance(error, TorchRLLLMError) or is_full
     if os.environ.get("WORLD_SIZE", "1") == "1":

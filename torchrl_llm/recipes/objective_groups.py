@@ -145,9 +145,9 @@ class SFTLossConfig(Group, key="loss"):
     Attributes:
         function: ``sft``; or ``minor_sft``, which weighs an answer less, the more probable it
             already is compared to the reference (arXiv:2408.10642).
-        beta: slope of ``minor_sft``; ``None`` for 0.1. With ``sft`` it must be ``None``.
-        reduction: ``mean``: mean over rows of the mean over their tokens. ``token_mean``: mean over
-            all tokens.
+        beta: slope of ``minor_sft``; ``None`` for 0.1, and for ``sft``, which has none.
+        reduction: ``mean`` over rows of the mean over their tokens, or ``token_mean`` over all
+            tokens.
     """
 
     function: Literal["sft", "minor_sft"] = "sft"
@@ -215,8 +215,8 @@ class CorrectionConfig(Group, key="correction"):
     :class:`~torchrl_llm.objectives.Correction`.
 
     Attributes:
-        type: ``none``: no correction. ``tis``: weights are clipped to the bounds. ``mis``: weights
-            outside of the bounds become zero. ``icepop``: as ``mis``, per token with two bounds.
+        type: ``none``: no correction; ``tis``: weights are clipped to the bounds; ``mis``: weights
+            outside of the bounds become zero; ``icepop``: as ``mis``, per token with two bounds.
         level: ratio from which the weight is computed: of each token, the product over the row
             (``sequence``), or the geometric mean over the row.
         bounds: ``[low, high]`` of the weight; ``None`` for the defaults of the type.
@@ -255,7 +255,7 @@ class RewardComponentsConfig(Group, key="reward"):
     """Components of the reward of a step, in training and in evaluation.
 
     Attributes:
-        components: components of the reward in addition to the task's own, by name. Each has the
+        components: components of the reward in addition to the task's own, by name; each has the
             keys that :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms
             of a :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length``,
             ``judge`` or ``model``, by default the name) or ``_target_``; and the arguments of the
@@ -302,8 +302,8 @@ class RewardConfig(RewardComponentsConfig):
             falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
         kl_coeff: weight with which the divergence from ``ref_model`` is subtracted from the reward;
             0 for none. ``train.kl_to_ref_coeff`` puts it into the loss instead.
-        kl_reduction: ``sum`` or ``mean``: subtract the sum or mean over the response's tokens.
-            ``token``: subtract from each token its own divergence, which makes per-token rewards.
+        kl_reduction: subtract the ``sum`` or the ``mean`` over the response's tokens; or, with
+            ``token``, subtract from each token its own divergence, which makes per-token rewards.
         kl_target: target divergence of the adaptive weight (arXiv:1909.08593, section 2.2), nats
             per response, or per token with ``kl_reduction=mean``; ``None`` keeps the weight
             constant.
@@ -330,16 +330,16 @@ class FilterConfig(Group, key="filter"):
     """Rows that are not trained on; the token ledger counts their tokens.
 
     Attributes:
-        zero_variance: treatment of groups whose rewards are all equal. ``keep``: they count in the
-            denominator of the loss. ``drop``: they are removed. ``resample``: they are removed, and
-            further prompts are collected until the batch is full.
-        return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group. Groups
-            outside are treated like groups with equal rewards (dynamic sampling, arXiv:2503.14476).
+        zero_variance: treatment of groups whose rewards are all equal (``keep``: they count in the
+            denominator of the loss; ``drop``: they are removed; ``resample``: they are removed, and
+            further prompts are collected until the batch is full).
+        return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group; groups
+            outside are treated like groups with equal rewards (dynamic sampling, arXiv:2503.14476);
             ``None`` for no bounds.
         truncated: treatment of responses cut by ``inference_model.max_tokens``, and of rows cut by
-            ``train.max_seq_len``. ``keep``: they are trained. ``mask``: they are not trained, but
-            count in their group's mean. ``drop``: they are not trained and do not count in the
-            mean.
+            ``train.max_seq_len`` (``keep``: they are trained; ``mask``: they are not trained, but
+            count in their group's mean; ``drop``: they are not trained and do not count in the
+            mean).
         max_resamples: maximum number of batches that ``resample`` may add.
     """
 

@@ -30,8 +30,8 @@ class Curriculum:
     Args:
         primer: draws the rows in an order that depends on results; ``None`` if the order does not
             depend on them, and then nothing is recorded.
-        credit: an :class:`~torchrl_llm.objectives.SPOAdvantage` gives its success rates to the
-            order; others have none.
+        credit: the advantage estimator. Only an :class:`~torchrl_llm.objectives.SPOAdvantage` has
+            success rates for the order.
         ranks: the processes that train together; the orders of all ranks get the results of rank 0.
 
     Example:

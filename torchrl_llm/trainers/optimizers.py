@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's, those of other packages, Muon for the matrices, or on the CPU.
+"""Optimizers by name: of torch or other packages, Muon for the matrices, or on the CPU.
 
 Next: :mod:`torchrl_llm.trainers.optim` takes steps with them.
 """
@@ -167,7 +167,8 @@ def in_training(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Let a schedule-free optimizer (arXiv:2405.15682) train; then its average is the weights.
 
     Such an optimizer has ``train`` and ``eval``. Outside of this context the weights are the
-    average, which is sampled from, evaluated and saved. Other optimizers are not changed.
+    average; with this average the model samples, is evaluated and is saved. Other optimizers are
+    not changed.
 
     Args:
         optimizer: any.
@@ -192,7 +193,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         others: parameters of AdamW; may be empty.
         lr: learning rate of both.
         weight_decay: weight decay of both; if not given, each has its own default.
-        **arguments: ``betas`` and ``eps`` of AdamW, all others of Muon.
+        **arguments: ``betas`` and ``eps`` are passed to AdamW, all others to Muon.
 
     Example:
         >>> layer = nn.Linear(2, 2)

@@ -51,14 +51,14 @@ _BUCKET_BYTES = 64 << 20
 _NO_MORE = "no more batches"
 # Store of the process group.
 _stores: list[dist.Store] = []
-# Groups that were left, kept to the end of the process.
+# Groups that this process has left; they are kept to the end of the process.
 _ended: list[dist.ProcessGroup] = []
-# For a store that may no longer exist.
+# Seconds to wait for a store that may no longer exist.
 _SHORT_WAIT_S = 10.0
 # Objects that ranks use to work for each other until all of them reach a collective call: before it
 # they call ``meet(world)`` with the number of ranks in the call.
 between_calls: list[Any] = []
-# Messages of torch for another process that is gone or does not answer.
+# Messages of torch if another process has ended or does not answer.
 _GONE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
     re.IGNORECASE,
@@ -494,8 +494,8 @@ def leave_group() -> None:
 def last_words(error: Exception) -> str | None:
     """Final message of a rank that ends with an error; each error is reported once, by its rank.
 
-    If a rank ends, the next collective calls of the others fail. They do not report this, but the
-    first rank repeats the message in its log.
+    If a rank ends, the next collective calls of the others fail. The others do not report this; but
+    rank 0 repeats the message in its log.
 
     Args:
         error: the error that ends this rank.
@@ -525,7 +525,7 @@ def last_words(error: Exception) -> str | None:
 
 
 def speaks_of_others(error: BaseException | None) -> bool:
-    """Whether an error means that another rank is gone or does not answer.
+    """Whether an error means that another rank has ended or does not answer.
 
     Args:
         error: an error of a collective call, or any other error.

@@ -64,18 +64,18 @@ class TrainingRun:
             tokenizer; each is a folder of that name in the checkpoint.
         parts: name to other objects that the next step depends on, in the order of restoring.
         evaluate: runs an evaluation; ``None`` for none.
-        config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, except for keys of its end and its output. It is saved with every checkpoint, and
-            in nested form in ``config.yaml``; passwords in URLs become ``***``.
-        logging: where numbers go.
-        checkpoint: when to save.
-        evaluation: when to evaluate.
+        config: dotted key to value of the whole configuration. A resumed run must have the same
+            configuration, except for keys of its end and its output. It is saved with every
+            checkpoint, and in nested form in ``config.yaml``; passwords in URLs become ``***``.
+        logging: settings of the loggers.
+        checkpoint: settings of the checkpoints.
+        evaluation: settings of the evaluations.
         watch: checks the rows that :meth:`record` gets.
         shown: metrics to show; by default those of a run that learns from rewards.
         ranks: the processes that train together: rank 0 writes files and messages for all; all stop
             and save after the same step.
-        ended: returns why the run is over before ``max_steps``, or ``None`` while it is not; only
-            called on rank 0.
+        ended: returns the reason why the run is over before ``max_steps``, or ``None`` if it is not
+            over; only called on rank 0.
         tools: schemas of the tools that prompts describe; they are stored with the rollouts.
         num_rows: numbers of training and held-out rows, for display; ``None`` if unknown.
 
@@ -327,7 +327,7 @@ class TrainingRun:
             yield "train longer", self._command(longer)
 
     def _longer(self) -> list[str]:
-        """Overrides for twice as many steps, or passes if these are limited."""
+        """Overrides for twice as many steps, or twice as many passes if passes are limited."""
         keys = ("train.max_steps", "train.max_epochs")
         found = [f"{key}={2 * self._config[key]}" for key in keys if self._config.get(key)]
         return found or [f"{keys[0]}={2 * self.max_steps}"] * (keys[0] in self._config)
@@ -460,7 +460,7 @@ class TrainingRun:
     def _measured(self) -> tuple[dict[str, float], list[str]]:
         """Numbers and conversations of an evaluation; empty if a stop request has cut it."""
         numbers, conversations, self._cut = {}, [], True
-        if self.ranks.is_main:  # the same prompts in the same batches as in one process
+        if self.ranks.is_main:  # all ranks have the same prompts and batches as a single process
             with suppress(Cut), self.stop.at_once(), naming_keys("evaluate", self._config):
                 result = self._evaluate()
                 numbers, conversations = result.metrics(), list(result.conversations)
@@ -496,7 +496,7 @@ def _objects_at_rest() -> Iterator[None]:
 
 
 def _typed(changed: Sequence[str] = ()) -> str:
-    """The typed command, without the keys for the folder and resuming, and without changed keys."""
+    """The typed command, without changed keys, and without keys for the folder and for resuming."""
     begun, *arguments = map(masked, sys.argv)
     dropped = {"checkpoint.resume", "hydra.run.dir", *(a.partition("=")[0] for a in changed)}
     kept = [a for a in arguments if a.partition("=")[0] not in dropped]

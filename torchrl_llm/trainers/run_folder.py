@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
 
 
 def set_folders_aside(run: Path) -> list[str]:
-    """Rename folders that have the names of a run's files, which could not be written otherwise.
+    """Rename folders that have the names of a run's files, so that the files can be written.
 
     Args:
         run: its folder.

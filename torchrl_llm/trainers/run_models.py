@@ -1,8 +1,8 @@
 """Models and parts of a run in its checkpoints: saving and loading.
 
-A checkpoint holds the weights of a model once, in its Hugging Face folder, if that holds them
-unchanged. Other trained parameters are in the state: adapters, which the folder has merged or in a
-different type, and parameters of models that are not from Hugging Face.
+A checkpoint holds the weights of a model once, in its Hugging Face folder, if this folder holds
+them unchanged. The state holds the other trained parameters: adapters (which the folder has only
+merged, or in a different type), and parameters of models that are not from Hugging Face.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Saving and resuming of a run: the content of a checkpoint, and who gets which part of it."""
+"""Saving and resuming of a run: the content of a checkpoint, and which object gets which part."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class RunSaving:
 
 @contextmanager
 def _naming_state(path: Path) -> Iterator[None]:
-    """A state with the correct checksum may still belong to something else."""
+    """Name the part in an error: a state with the correct checksum may not fit it."""
     try:
         yield
     except (TorchRLLLMError, torch.OutOfMemoryError):

@@ -32,8 +32,8 @@ def sample_text(rows: LazyStackedTensorDict) -> str:
         rows: 1-d stack of rows with rewards, one row per turn, of whole episodes.
 
     Returns:
-        For each the question, the answer and the expected answer, its reward with the components,
-        and the reason if it is not trained, or only a part of it.
+        For each answer: the question, the answer, the expected answer, and the reward with its
+        components; and the reason if the answer is not trained, or only a part of it.
     """
     episodes = [
         Trajectory.of(found, ("next", "reward")) for found in TrajectoryQueue().push(row_list(rows))
