@@ -1,8 +1,8 @@
 """Options of a command, declared as a group of settings: each field is an option with its help.
 
-The metadata of a field's type determine its form: a :class:`Word` is written without dashes, a text
-is the name of the value in the help, a tuple has all possible values. A bool is a flag; a list is
-an option that may be repeated.
+The metadata of a field's type determine its form. A :class:`Word` is an argument without dashes; a
+text is the name of the value in the help; a tuple has all possible values. A bool is a flag; a list
+is an option that may be repeated.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def listing(found: Mapping[str, str]) -> str:
 
 
 def make_parser(options: type[Group], name: str, **words: str) -> argparse.ArgumentParser:
-    """The parser of a command; ``options(**vars(parser.parse_args(...)))`` are its settings.
+    """Make the parser of a command: ``options(**vars(parser.parse_args(...)))`` are its settings.
 
     Args:
         options: class of the options; its docstring is the description.

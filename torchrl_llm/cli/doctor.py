@@ -34,7 +34,7 @@ class Options(Group):
     Attributes:
         config: one of {recipes}, a YAML file, or the folder of a run.
         overrides: keys of the recipe.
-        recipe: recipe of a file whose keys do not identify it.
+        recipe: recipe of the file, if the keys of the file do not identify it.
         calibrate: find the largest train.micro_token_budget that fits, by training with it.
         sample: let the model answer some prompts, however large it is.
         json: print findings as JSON.

@@ -45,10 +45,11 @@ class PolicyEngine(Engine):
 
     Args:
         policy: in history mode; its generation arguments are the defaults of calls.
-        max_batch: most prompts of one call of the model.
-        max_waiting: most waiting prompts; further ones are rejected as ``"busy"``.
-        patience_s: if several prompts came the last time, a model of this process waits for further
-            ones as long as each arrives within this many seconds of the previous one.
+        max_batch: maximum number of prompts of one call of the model.
+        max_waiting: maximum number of waiting prompts; further prompts are rejected as ``"busy"``.
+        patience_s: maximum number of seconds between two prompts of one batch. If several prompts
+            came the last time, a model of this process waits for further prompts while they arrive
+            within this time.
 
     Example:
         >>> from torchrl_llm.modules import FakeWrapper, load_tokenizer

@@ -220,7 +220,7 @@ class GatewaySession(Port):
         try:
             return list(await asyncio.gather(*jobs))
         finally:
-            for job in jobs:  # if one is rejected, the others are not awaited
+            for job in jobs:  # if one is rejected, the call ends at once
                 job.cancel()
 
     def count_tokens(self, call: Call) -> int:
@@ -386,7 +386,7 @@ class GatewaySession(Port):
 def _with_begun(record: TokenRecord, chat: Chat, formatter: ChatFormatter) -> TokenRecord:
     """The record of a prompt with the partial answer of its client."""
     before, whole = (formatter.encode(each) for each in (chat[:-1], chat))
-    if not _begins(whole.token_ids, before.token_ids):  # it is not a text after the same header
+    if not _begins(whole.token_ids, before.token_ids):  # the text does not follow the same header
         turns = record.num_turns
         return whole.prompt_record(chat, fork_cause="prompt_changed", earlier_turns=turns)
     more = slice(len(before.token_ids), None)

@@ -2,8 +2,9 @@
 
 The phases load the policies, collect episodes, evaluate them and write gradients, apply the
 gradients, and save. Each is a function of a :class:`TrainingState` and a :class:`RunFiles`, and may
-be called again after a kill. Results on disk are read; for missing results, the journal has the
-calls that were already answered. So a restarted phase makes only the unanswered calls.
+be called again after a kill. Results on disk are not computed again; for missing results, the
+journal has the calls that were already answered. So a restarted phase makes only the unanswered
+calls.
 
 Next: :class:`~torchrl_llm.langmarl.MonteCarloTrainer` calls them in turn.
 """

@@ -1,7 +1,7 @@
-"""Trainer of policies that are texts: :class:`MonteCarloTrainer`, and :func:`train` in one line.
+"""Trainer of policies that are texts: :class:`MonteCarloTrainer`; one call is :func:`train`.
 
 It opens a run, runs the :mod:`~torchrl_llm.langmarl.phases` in turn and calls the callbacks. A run
-keeps its name, so the same command resumes where the last one ended.
+keeps its name, so the same command resumes the run.
 """
 
 from __future__ import annotations

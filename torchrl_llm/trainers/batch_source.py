@@ -216,7 +216,7 @@ class BatchSource(SavedState):
         return fitted
 
     def _judged(self, fitted: FittedRows) -> tuple[list[TensorDict], int]:
-        """Mark what must not be trained; returns the rows, and how many last turns are old."""
+        """Mark tokens not to train; return the rows, and the number of old last turns."""
         if self._staleness is None and self._truncated == "keep":
             return fitted.kept, 0
         judged: list[TensorDict] = []

@@ -50,7 +50,7 @@ class Curriculum:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The results so far as a part of a run; restored before the parts that draw rows."""
+        """The results so far, a part of a run that is restored before loaders of rows."""
         return {} if self._primer is None else {"curriculum": self._primer.order}
 
     def see(self, rows: LazyStackedTensorDict | None) -> dict[str, float]:
@@ -77,7 +77,7 @@ class Curriculum:
         return order.metrics()
 
     def ended(self) -> str | None:
-        """Reason why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
+        """Why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
         return None if self._primer is None else self._primer.order.ended()
 
 

@@ -97,7 +97,7 @@ class Episodes:
         return are_equal(self.task_returns[chosen], self._magnitudes[chosen])
 
     def zero_variance(self) -> float | None:
-        """Share of equal groups among those with two valid episodes; ``None`` if there are none."""
+        """Share of equal groups among groups with two valid episodes; ``None`` without any."""
         groups = row_values(self._rows, "group_id", torch.sum, None)
         if groups is None:
             return None

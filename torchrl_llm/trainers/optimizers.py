@@ -164,7 +164,7 @@ def _matrices(parameters: Any, trained: Sequence[nn.Parameter]) -> set[int]:
 
 @contextmanager
 def in_training(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a schedule-free optimizer (arXiv:2405.15682) train; then its average is the weights.
+    """Let a schedule-free optimizer (arXiv:2405.15682) train; then set the weights to its average.
 
     Such an optimizer has ``train`` and ``eval``. Outside of this context the weights are the
     average; with this average the model samples, is evaluated and is saved. Other optimizers are

@@ -15,7 +15,7 @@ class Cut(BaseException):
 
 
 class _Held:
-    """Whether the main thread is in a body that delays a :class:`Cut`, and whether one waits."""
+    """Whether the main thread's body delays a :class:`Cut`, and whether a ``Cut`` waits."""
 
     depth, waiting = 0, False
 

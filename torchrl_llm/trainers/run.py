@@ -305,7 +305,7 @@ class TrainingRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is done: that of ``max_steps``, or the one that ended the run."""
+        """Whether the run is over: after ``max_steps``, or after the step that ended it."""
         return self.step >= self.max_steps or self._reason is not None
 
     def _command(self, longer: Sequence[str] = ()) -> str:

@@ -57,7 +57,7 @@ class RunModels:
             )
 
     def describe(self) -> Iterator[str]:
-        """Size of each model, how much of it is trained, its device and type, in a few words."""
+        """Describe each model: its size, share of trained parameters, device and type."""
         for name, (model, _) in self._models.items():
             sizes = [(p, p.numel() << (p.dtype is torch.uint8)) for p in model.parameters()]
             total = sum(size for _, size in sizes)
@@ -138,7 +138,7 @@ class RunModels:
 
 
 def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts of a run that are the same in all ranks, and those that are each rank's own.
+    """Split the parts of a run into parts that all ranks share, and parts of this rank.
 
     Args:
         parts: parts of the run by name.

@@ -1,4 +1,4 @@
-"""Two answers of a batch as text, the best and the worst to one prompt, with their results."""
+"""Two answers of a batch as text: the best and the worst answer to a prompt, with results."""
 
 from __future__ import annotations
 

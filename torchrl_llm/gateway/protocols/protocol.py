@@ -62,7 +62,7 @@ class Reply(NamedTuple):
         return {"prompt_token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
 
     def token_ids(self, answer: Answer) -> dict[str, Any]:
-        """The field ``token_ids`` of an answer, likewise."""
+        """The field ``token_ids`` of an answer, if ``return_token_ids`` requests it."""
         ids = answer.token_ids
         return {"token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
 
