@@ -65,7 +65,7 @@ class Agent:
     """
 
     OWNS_LOOP: ClassVar[bool] = False
-    """Whether it acts in its own loop, so that the environment only provides rows and reward."""
+    """Whether the agent has its own loop, and the environment only provides rows and reward."""
 
     context: ContextStrategy | None = None
     tools: list[AnyTool] | tuple[AnyTool, ...] = ()

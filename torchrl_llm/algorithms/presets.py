@@ -106,7 +106,7 @@ class Preset:
         return {**self.loss_arguments, **ludic[0]}, {**self.advantage_arguments, **ludic[1]}
 
     def build(self, actor: Actor | None = None, **given: Any) -> Algorithm:
-        """Build the algorithm; :meth:`maker` gives this the signature of the preset.
+        """Build the algorithm; :meth:`maker` adds the signature of the preset.
 
         Args:
             actor: the policy, or anything else that scores tokens; ``None`` if

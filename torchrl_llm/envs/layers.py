@@ -71,7 +71,7 @@ def _own(env: TransformedEnv) -> list[Transform]:
 class HoldsTurns:
     """An environment that reports a turn when its outcome is known, not in the step of the turn.
 
-    Its ``"_step"``, which it writes itself, marks the rows that a step reports.
+    It writes ``"_step"`` itself, which marks the rows that a step reports.
     """
 
     @property

@@ -1,8 +1,7 @@
 """Generated tasks about the letters of words: counting letters, writing a text backwards.
 
-Problems are computed from their index, so that all conversations of a group are about the same
-problem and a run resumes exactly. The words are a few hundred short English nouns, every fifth of
-them held out.
+Problems are computed from their index. So all conversations of a group have the same problem, and a
+run resumes exactly. The words are a few hundred short English nouns; every fifth word is held out.
 """
 
 from __future__ import annotations
@@ -80,8 +79,8 @@ def letter_problem(
 ) -> LetterProblem:
     """A problem.
 
-    With a probability that each problem draws between 0.3 and 0.9, a letter is taken from the text,
-    otherwise from those that are not in it.
+    Each letter to count is in the text with a probability that the problem draws between 0.3 and
+    0.9; otherwise it is a letter that is not in the text.
 
     Args:
         rng: random generator.
