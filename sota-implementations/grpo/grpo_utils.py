@@ -30,7 +30,7 @@ def make_curriculum(
     primer: DataLoadingPrimer | None,
     ranks: Ranks = ALONE,
 ) -> Curriculum:
-    """Reports results to the order of the prompts, if the order depends on them.
+    """Make the object that reports results to the order of the prompts, if it depends on them.
 
     Args:
         config: configuration with ``curriculum``.

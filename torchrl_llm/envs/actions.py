@@ -331,7 +331,7 @@ class CallAction(ActionParser):
 
 
 class ParserChain(ActionParser):
-    r"""Parsers one after the other: each reads the part of the answer that the one before has left.
+    r"""Parsers one after the other; each reads the part of the answer that the previous one left.
 
     The first that fails ends the chain. Rewards add up, including the reward of the failing parser.
     Tool calls are always read from the whole message.

@@ -67,7 +67,7 @@ class Reaction:
     error: Exception | None = None
 
     def checked(self) -> Self:
-        """The reaction itself, or a failure if the reward is no finite number or a flag no bool."""
+        """The reaction; or a failure if its reward is not finite or a flag is no bool."""
         error = self.error
         if error is None:
             names = ("terminated", "truncated", "success")

@@ -93,8 +93,8 @@ class Rules(ABC, Generic[State]):
             and tuples of these.
         players: names of the players.
         invalid_reward: reward of a turn without a legal action. The sum of these rewards over all
-            turns of a game must be lower than the reward of the worst end, so that invalid answers
-            never pay.
+            turns of a game must not be higher than the reward of the worst end, so that invalid
+            answers never pay.
         forfeit_reward: reward of such a turn if it ends the game: the reward of the worst end.
     """
 

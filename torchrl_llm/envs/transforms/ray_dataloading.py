@@ -172,7 +172,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         return rows, ids.to(self.device)
 
     def reset_dataloader(self, seed: int | None = None) -> RayDataLoadingPrimer:
-        """Start the data over for all environments, and drop repeats that have not started yet.
+        """Restart the data for all environments, and drop repeats that have not started yet.
 
         Args:
             seed: a new seed, for loaders whose ``reset`` takes one.
