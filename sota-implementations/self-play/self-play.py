@@ -50,7 +50,7 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; yields the run before the first step and after each step."""
     policies = make_policies(config, folder)  # policies by name: one per player, or one for all
     players = config.players_of(policies)  # policy name to the players that it trains
-    samplers, weights = make_samplers(config, policies)  # samplers: the policies themselves, or engines
+    samplers, weights = make_samplers(config, policies)  # the policies, or engines
     opponent = Opponent(config, policies, samplers)  # an earlier policy in the other seat
     router = PolicyRouter(opponent.seats(1), seed=config.seed)
     tokenizer = next(iter(policies.values())).tokenizer

@@ -100,7 +100,7 @@ class ReActAgent(ToolAgent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        LastRequest(self.max_auxiliary_turns, self.last_request)  # the constructor checks its arguments
+        LastRequest(self.max_auxiliary_turns, self.last_request)  # checks the arguments
 
     def auxiliary_turns(self, own: int) -> int:
         """See :meth:`Agent.auxiliary_turns`; the agent's limit holds for all tools."""

@@ -84,7 +84,7 @@ def read_by_the_loss(
     """
     budget = config.train.micro_token_budget
     reads = config.train.kl_to_ref_coeff or config.loss.compares_pairs
-    if reads and not config.reward.kl_coeff:  # a transform of ``read_by_credit`` has already scored them
+    if reads and not config.reward.kl_coeff:  # has already scored them
         yield RetrieveLogProb(reference, token_budget=budget)
     if config.stores_proximal:
         yield RetrieveLogProb(

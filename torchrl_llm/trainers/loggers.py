@@ -32,7 +32,7 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
 # MLflow's defaults are seven attempts of two minutes: an hour for three steps if the server is
 # down.
 _MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # its output is treated like the output of other loggers
+_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # its output is treated like other loggers' output
 
 
 @register("loggers", "csv")

@@ -126,7 +126,7 @@ class RunResults:
         """Results of the first and the last evaluation by ``k``, if there are several samples."""
         sizes = sorted(int(n.removeprefix(_PASS)) for n in self.table.columns if _PASS in n)
         for k in [1, *sizes] if sizes else []:
-            own = "eval/accuracy" if k == 1 else None  # with one sample, all three numbers are equal
+            own = "eval/accuracy" if k == 1 else None  # all three are equal with one sample
             names = ("eval/accuracy", own or f"{_PASS}{k}", own or f"eval/majority@{k}")
             yield [str(k), *(_first_and_last(self.table.read(name)[1]) for name in names)]
 

@@ -465,7 +465,7 @@ class GameEnv(MultiAgentChatEnv):
 
 
 def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**row, "seed": seed_of(row), "query": ""}  # a reset writes the system prompt of each player
+    return {**row, "seed": seed_of(row), "query": ""}  # a reset writes each player's prompt
 
 
 def seed_of(row: Mapping[str, Any]) -> int:

@@ -201,7 +201,7 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
             model.requires_grad_(False), layout=config.train.packing
         )
         if config.ref_model.name is not None:
-            with suppress(ConfigError):  # the folder has no tokenizer, but the vocabulary size is known
+            with suppress(ConfigError):  # no tokenizer, but a known vocabulary size
                 reference.tokenizer = modules.load_tokenizer(name)
             check_same_vocabulary(policy, reference, names=("the policy", "its reference"))
     if config.train.parallel == "fsdp2":

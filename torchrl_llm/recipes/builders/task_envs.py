@@ -242,7 +242,7 @@ def _set_cut_penalty(config: SampledConfig, env: TaskEnv) -> None:
 def _with_components(config: SampledConfig, env: TaskEnv) -> TaskEnv:
     """The environment with the configured reward components next to the task's reward."""
     if config.env.dataset != ROWS or config.reward.function is not None:
-        env = add_components(env, config.reward.components)  # otherwise the components already are the reward
+        env = add_components(env, config.reward.components)  # otherwise they are the reward already
     parts = (getattr(each, "components", {}) for each in env.transform)
     for part in chain.from_iterable(each.values() for each in parts):
         if isinstance(part.scorer, ModelReward) and config.model.is_told_of_tools:

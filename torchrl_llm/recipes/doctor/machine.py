@@ -225,7 +225,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
         return  # needed_memory reports it
     steps, interval = subject.flat["train.max_steps"], config.checkpoint.interval
     saves = 1 if None in (interval, steps) else -(-steps // interval)
-    kept = min(saves, config.checkpoint.keep_last or saves) + 1  # and the checkpoint that is being written
+    kept = min(saves, config.checkpoint.keep_last or saves) + 1  # and the unfinished one
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     what = f"{kept} checkpoints of {show_bytes(size)} are {show_bytes(kept * size)}, and "

@@ -190,7 +190,7 @@ class Subject:
         config, tokenizer = deepcopy(self.config), self.tokenizer
         config.eval.batch_size = 1
         if self.has_program:
-            config.agent = AgentConfig.of()  # the user's prompts, with the rows and the reward of the task
+            config.agent = AgentConfig.of()  # the user's prompts; rows and reward of the task
             if config.env.dataset == ROWS and not config.reward.components:
                 config.reward.function = config.reward.function or _OF_PROGRAM
         if "tasks" in self.keys:
