@@ -253,7 +253,7 @@ def obedient(advice: str, generator: random.Random) -> Player:
 
 
 class Critic(BaseCritic):
-    """For a game that was not won, names the better cell that was free when an edge was taken."""
+    """For a game that was not won, tells which better cell was free when an edge was taken."""
 
     def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
         """See :class:`~torchrl_llm.langmarl.environment.BaseCritic`."""

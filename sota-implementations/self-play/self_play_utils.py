@@ -425,7 +425,7 @@ class PlayersEvaluation:
 
 
 def shown(config: SelfPlayConfig, policies: Mapping[str, Any]) -> Shown:
-    """Columns that the run shows: games won by the first player, and won against the random one."""
+    """The shown columns: games won by the first player, and against the random player."""
     held_out = {"eval/accuracy": "held-out games won"}
     held_out |= {f"eval/{player}/won": f"won as {player}" for player in config.players}
     first = next(iter(policies))

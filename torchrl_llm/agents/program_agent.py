@@ -119,7 +119,8 @@ class ProgramAgent(Agent):
             policy: the policy that answers; its template is used.
             template: without a policy, arguments of
                 :class:`~torchrl_llm.data.text.ChatFormatter`.
-            limits: limits of the calls' settings; those of training with the policy if not given.
+            limits: limits of the calls' settings; by default the limits of training with the
+                policy.
             show_tools: whether prompts describe the tools that calls bring.
 
         Returns:

@@ -61,7 +61,7 @@ class Preset:
         grouped: arguments of the advantage estimator if the user makes groups, although the preset
             does not.
         arguments: names of the preset's own arguments, as the signature lists them: ``style``,
-            ``group_size``, and those of the loss, the advantage estimator or ``transforms``.
+            ``group_size``, and arguments of the loss, the advantage estimator or ``transforms``.
         fixed: arguments of the loss that define the algorithm and cannot be given.
         transforms: function that makes the transforms of rows before advantages are written, from
             the actor and its own arguments.

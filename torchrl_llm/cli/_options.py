@@ -77,7 +77,7 @@ def parse(options: type[T], name: str, arguments: Sequence[str], **words: str) -
         options: as for :func:`make_parser`.
         name: as for :func:`make_parser`.
         arguments: arguments of the command line.
-        **words: likewise.
+        **words: as for :func:`make_parser`.
 
     Raises:
         SystemExit: the arguments are invalid, or request help.

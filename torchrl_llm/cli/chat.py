@@ -32,7 +32,7 @@ class Options(Group):
         temperature: sampling temperature; 0 is greedy.
         max_tokens: maximum number of tokens of an answer; default: the run's, or 256.
         seed: random seed of sampling.
-        trust: import what the run's config.yaml names (its tools).
+        trust: import the objects that the run's config.yaml names (its tools).
         tool: a tool in addition to the run's tools, by name or as module:function; may be repeated.
     """
 

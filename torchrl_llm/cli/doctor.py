@@ -38,7 +38,7 @@ class Options(Group):
         calibrate: find the largest train.micro_token_budget that fits, by training with it.
         sample: let the model answer some prompts, however large it is.
         json: print findings as JSON.
-        trust: import what the file or the run's config.yaml names.
+        trust: import the objects that the file or the run's config.yaml names.
     """
 
     config: Annotated[str, Word("RECIPE|FILE")]

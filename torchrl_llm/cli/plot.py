@@ -22,7 +22,8 @@ class Options(Group):
 
     Attributes:
         runs: folder of a run or of a sweep; or a pattern.
-        output: the picture; default: curves.png in the run's folder, or here for several.
+        output: the picture; default: curves.png in the run's folder, or in the current folder for
+            several runs.
         metric: column of metrics.csv to draw; may be repeated; default: {metrics}.
         by: draw one line for each combination of values of these keys: the mean over its runs.
     """

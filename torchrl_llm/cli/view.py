@@ -34,7 +34,7 @@ class Options(Group):
 
     Attributes:
         runs: folder of a run or of an evaluation; or two folders, to compare.
-        output: the page; default: view.html in RUN, or here for two.
+        output: the page; default: view.html in RUN, or in the current folder for two.
         steps: rollouts of these steps only, as 40:60 or 40; default: all.
         rows: maximum number of rollouts (their steps are spread evenly over the run), or of
             answers.

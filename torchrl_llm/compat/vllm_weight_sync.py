@@ -572,7 +572,8 @@ class vLLMUpdaterV2(EngineWeights):
             weights: the trained module, its state dict, a tensordict, or pairs of name and tensor.
 
         Raises:
-            ConfigError: there is nothing to push, or the weights differ from those of :meth:`init`.
+            ConfigError: there is nothing to push, or the weights differ from the announced weights
+                (:meth:`init`).
             WeightUpdateError: the weights did not arrive, or arrived changed.
         """
         known = (nn.Module, TensorDictBase, Mapping)

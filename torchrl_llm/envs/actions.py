@@ -241,7 +241,7 @@ class ActionTool(Tool):
     Args:
         name: name of the tool.
         parameters: JSON schema of its arguments, an object.
-        description: what the model reads about it.
+        description: description of the tool for the model.
     """
 
     kind = "action"
@@ -417,7 +417,7 @@ class ParsedScore:
     An answer that cannot be read gets only the reward of the parsers, and no score.
 
     Args:
-        parser: a parser or a chain; tool calls are not seen here.
+        parser: a parser or a chain without tool calls.
         score: function from the action and the answer (such as the column ``"answer"``) to a
             number.
 

@@ -51,7 +51,7 @@ class ChatEnv(EnvBase):
     text mode all three are empty at reset.
 
     Args:
-        input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_mode: form of the policy's input: ``"history"``, ``"text"`` or ``"tokens"``.
         batch_size: ``B`` or ``(B,)``, conversations at a time.
         system_prompt: first message of every conversation.
         tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
@@ -501,7 +501,7 @@ class DatasetChatEnv(TransformedEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the dataset as the environment returns it; here the row itself."""
+        """Return a row of the dataset in the environment's form; by default the row itself."""
         return row
 
     @classmethod
@@ -517,7 +517,7 @@ class DatasetChatEnv(TransformedEnv):
         Args:
             dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`.
             batch_size: ``B`` or ``(B,)``, conversations at a time; 1 if not given.
-            kwargs: the constructor's arguments, except those that build the loader.
+            kwargs: the constructor's arguments, except the arguments that build the loader.
 
         Raises:
             ConfigError: for an argument that only the loader could use.

@@ -48,7 +48,7 @@ class TaskTool(Tool):
     Args:
         name: name of the tool.
         argument: name of its argument, the task.
-        description: what the model reads about it.
+        description: description of the tool for the model.
     """
 
     def __init__(self, name: str, argument: str, description: str) -> None:
@@ -90,7 +90,7 @@ class Delegate(ToolTransform):
             :class:`~torchrl_llm.agents.Agent`.
         name: name of the tool, and of the sub-agent.
         argument: name of the tool's argument.
-        description: what the model reads about it.
+        description: description of the tool for the model.
         template: the child's first message, with ``{task}`` in it.
         system_prompt: system prompt of a child, in the default environment.
         max_turns: most turns of a child.

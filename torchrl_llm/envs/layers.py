@@ -19,7 +19,7 @@ def innermost(env: EnvBase) -> EnvBase:
 
 
 def transforms_of(env: EnvBase) -> list[Transform]:
-    """The transforms of an environment, in order, those of the outermost wrapper first.
+    """The transforms of an environment in order; the outermost wrapper's transforms come first.
 
     Args:
         env: an environment in any number of wrappers.

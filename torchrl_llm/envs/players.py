@@ -113,7 +113,7 @@ class PlayersTransform(WorldTransform):
         parser: reads actions.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
-        accept_cut: see there.
+        accept_cut: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         worker_id: number of this worker for ``"episode_id"``.
         shared: whether there are several players, including scripted ones without a row. A single
             player acts in every step and reads everything at once, so these columns are not needed.
@@ -235,7 +235,7 @@ class PlayersTransform(WorldTransform):
                 episodes.append(Episode(named, theirs, had))
         try:
             reactions = self.react_together(td, episodes)
-        except Exception as error:  # a world that fails is data, whatever it raised
+        except Exception as error:  # a failed world is data, with any exception
             reactions = [EpisodeReaction(players={}, error=error)] * len(episodes)
         for episode, reaction in zip(episodes, reactions, strict=True):
             for name, each in self._each(episode, reaction).items():

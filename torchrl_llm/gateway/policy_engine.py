@@ -104,7 +104,7 @@ class PolicyEngine(Engine):
                 self._waiting.remove(pending)
 
     def close(self) -> None:
-        """Finish the prompts in progress, and reject the rest."""
+        """Finish the prompts in progress, and reject the others."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = list(self._waiting), deque()

@@ -201,7 +201,7 @@ class BaseConfig(Group):
 
         Args:
             path: path of the file.
-            overrides: values that replace those of the file.
+            overrides: values that replace values of the file.
 
         Raises:
             ConfigError: a key is unknown (the nearest is suggested), or a value is impossible.
@@ -285,7 +285,7 @@ class LanguageTaskConfig(BaseConfig):
 
 
 class OvercookedConfig(BaseConfig):
-    """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for what it needs.
+    """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for its requirements.
 
     Args:
         layout: layout of the kitchen.
@@ -348,7 +348,7 @@ def load_config(
 
     Args:
         path: path of the file.
-        overrides: values that replace those of the file, including ``env``.
+        overrides: values that replace values of the file, including ``env``.
 
     Raises:
         ConfigError: an environment or key is unknown, or a value is impossible.

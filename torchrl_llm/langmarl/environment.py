@@ -330,7 +330,7 @@ def said_of(per_agent: Mapping[str, Any], agent: str) -> str:
 
 
 class BaseReward(ABC):
-    """Base of rewards that replace those of an environment."""
+    """Base of rewards that replace the rewards of an environment."""
 
     @abstractmethod
     def compute(self, trajectory: Trajectory) -> float:

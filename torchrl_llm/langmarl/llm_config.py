@@ -45,7 +45,7 @@ class LLMConfig(Group, kw_only=False):
         output_price_per_million: price of output tokens, in the same unit.
         extra_params: further fields of each request, or arguments of sampling for ``local:``.
         timeout_s: most seconds of a request, including repeated attempts.
-        max_retries: how often one request is sent again.
+        max_retries: number of times that one request is sent again.
         concurrency: concurrent requests, or rows of a batch for ``local:``.
 
     Raises:
@@ -128,7 +128,7 @@ class LLMConfig(Group, kw_only=False):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a mapping; the other values override those of its ``preset``, if it has one.
+        """Read a mapping; the other values override values of its ``preset``, if it has one.
 
         Args:
             data: fields of this class. The default ``name`` is the name of the model; a ``local:``

@@ -388,7 +388,7 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
     if held_out := state.tasks[1]:
         before, lost = _validated(state, files, state.policies, held_out, state.iteration)
         after, more = _validated(state, files, state.updated, held_out, state.iteration + 1)
-        # Policies that fail more often are not better, whatever their remaining rewards.
+        # Policies that fail more often are not better, even if their remaining rewards are higher.
         better = after > before and more <= lost
         state.accepted = state.config.accept == "always" or better
         state.validation = after if state.accepted else before

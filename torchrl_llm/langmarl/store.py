@@ -194,7 +194,7 @@ class PolicyCheckpoint:
             metadata: further data.
 
         Raises:
-            ConfigError: a policy is not a text, or the names are not those of the agents.
+            ConfigError: a policy is not a text, or the names are not the names of the agents.
             CheckpointError: the files cannot be written.
         """
         if self._strict and set(policies) != set(self.agent_names):

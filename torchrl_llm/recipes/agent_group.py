@@ -13,7 +13,7 @@ from torchrl_llm.recipes.strict_config import Component, Variants, variant
 class AgentConfig(Component):
     """The agent. ``type`` names its class; the keys are the arguments of its constructor.
 
-    ``env.system_prompt`` sets the system prompt of every agent, so it is not a key here.
+    ``env.system_prompt`` sets the system prompt of every agent, so it is not a key of this group.
     """
 
     default = "none"

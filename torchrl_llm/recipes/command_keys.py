@@ -64,7 +64,7 @@ class KeyTable:
 
     @property
     def keys(self) -> list[str]:
-        """Every dotted key, including those of all options."""
+        """Every dotted key, including the keys of all options."""
         options = [keys for group in self.groups.values() for keys in group.values()]
         own = (key for keys in options for key in keys)
         return list(dict.fromkeys((*self.plain, *self.groups, *own)))
@@ -374,7 +374,7 @@ def _near(name: str, names: Collection[str], similarity: float = _SIMILAR) -> li
 
 
 def _other_name(key: str, keys: Sequence[str]) -> str | None:
-    """The name here for a key of a different library, if this recipe has it."""
+    """This package's name for a key of a different library, if this recipe has it."""
     parts, groups = key.split("."), {each.rpartition(".")[0] for each in keys}
     # A group takes a value if its options are files, which have a type.
     valued = {each for each in keys if each not in groups or f"{each}.type" in keys}

@@ -207,7 +207,7 @@ def shared_prompts(train: Iterable[Any], held_out: Sequence[Any]) -> list[Any]:
 
     Args:
         train: training prompts: texts, or any JSON value; only the first 20,000 are checked.
-        held_out: likewise.
+        held_out: held-out prompts, in the same form.
 
     Example:
         >>> shared_prompts(["a", "b"], ["b", "c"])
@@ -242,7 +242,7 @@ def tell_overlap(train: Iterable[Any], held_out: Sequence[Any], key: str) -> Non
 
     Args:
         train: as for :func:`shared_prompts`.
-        held_out: likewise.
+        held_out: held-out prompts, in the same form.
         key: key of the data source.
     """
     if both := shared_prompts(train, held_out):

@@ -46,7 +46,7 @@ class EnvConfig(ReadsOnce, key="env"):
         system_prompt: first message of every conversation; ``None`` for the task's own.
         max_steps: most steps of an episode; turns that only call thinking tools do not count;
             ``None`` for the task's own limit.
-        tools: tools in addition to those of the task: names of registered tools, or
+        tools: tools in addition to the task's tools: names of registered tools, or
             ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without required
             arguments, or an instance) or of a function with type hints and a docstring.
         max_tool_turns: most turns in a row that only call ``tools``; each is a turn of the model,
@@ -645,8 +645,8 @@ class AsyncWeightSyncConfig(Group, key="weight_sync"):
 
     Attributes:
         type: ``ray`` puts them into Ray's object store, one copy per machine; ``files`` into a
-            folder that all machines see; ``nccl`` sends them from the trainer's GPU to those of the
-            collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
+            folder that all machines see; ``nccl`` sends them from the trainer's GPU to the GPUs of
+            the collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
             transfer (not yet tested on a GPU).
         folder: with ``files``, the folder of the weights.
         in_flight: effect of new weights on running conversations (``wait``: all finish their

@@ -23,8 +23,9 @@ from torchrl_llm.recipes.strict_config import Component, Variants, variant
 class LossConfig(Component):
     """The objective. ``type`` names its class; the keys are the arguments of its constructor.
 
-    Arguments set by the recipe are not keys here: the actor, the correction (group ``correction``),
-    the weight of the reference (``train.kl_to_ref_coeff``), and which tokens count.
+    Arguments set by the recipe are not keys of this group: the actor, the correction (group
+    ``correction``), the weight of the reference (``train.kl_to_ref_coeff``), and which tokens
+    count.
     """
 
     default = "grpo"
@@ -38,8 +39,8 @@ class LossConfig(Component):
 class AdvantageConfig(Component):
     """The advantage estimator. ``type`` names its class; the keys are its constructor's arguments.
 
-    Arguments set by the recipe are not keys here: the size of a group (``env.repeats``), the keys
-    of the rows, and the filters (group ``filter``).
+    Arguments set by the recipe are not keys of this group: the size of a group (``env.repeats``),
+    the keys of the rows, and the filters (group ``filter``).
     """
 
     default = "group"

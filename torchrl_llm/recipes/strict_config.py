@@ -123,7 +123,7 @@ def variant(
     *,
     given: Collection[str] = (),
 ) -> type[Component]:
-    """Derive a variant of a group from the signature of what it builds.
+    """Derive a variant of a group from the signature of the class that it builds.
 
     Args:
         group: the group.

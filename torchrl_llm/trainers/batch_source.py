@@ -138,7 +138,7 @@ class BatchSource(SavedState):
         Returns:
             All collected rows, including the filtered ones, for metrics; in rank 0 the rows of all
             ranks. In rows that are too long, the tokens that are not trained have the mask reason
-            ``OVERLONG``. The rewards are those that the credit assigner saw, including the
+            ``OVERLONG``. The rewards are the rewards that the credit assigner read, including the
             penalties of the buffer's transforms.
 
         Raises:

@@ -99,7 +99,7 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Delete incomplete checkpoints of a killed process.
 
-        Call this only in the process that writes here.
+        Call this only in the process that writes the checkpoints.
         """
         for replaced in self.folder.glob(".replaced_*"):
             final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
@@ -269,7 +269,7 @@ class CheckpointStore:
     ) -> tuple[int, dict[str, Any], list[str]]:
         """Load the newest undamaged checkpoint; damaged ones are renamed ``damaged_step_N``.
 
-        Call this only in the process that writes here.
+        Call this only in the process that writes the checkpoints.
 
         Args:
             look: function of a step and its state that raises a ``DamagedCheckpointError`` if the

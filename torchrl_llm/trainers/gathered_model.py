@@ -213,7 +213,7 @@ class _Pace:
             self.layers[number] = _Layer({})
 
     def bring(self, number: int) -> None:
-        """Wait until the weights of a layer are whole here."""
+        """Wait until the weights of a layer are whole in this process."""
         with self._lock:
             while not self.layers[number].is_whole:
                 self._gather_next(number)

@@ -212,7 +212,7 @@ def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _mask_end(row: TensorDict, judged: TensorDict) -> None:
-    """Write the mask reasons of a whole row: those of the kept part, then the cut-off part."""
+    """Write the mask reasons of a whole row: of the kept part, and then of the cut-off part."""
     mask_trained(row, MaskReason.OVERLONG)
     left, own = leaf(judged, _REASON), leaf(row, _REASON)
     if left is not None and own is not None:

@@ -17,7 +17,7 @@ class TokenLedger(SavedState):
     Attributes:
         carried: tokens that were pending when the step began.
         generated: new tokens of this step: tokens of the rows that arrived, and lost tokens.
-        trained: tokens that entered the loss, each counted once whatever the number of epochs.
+        trained: tokens that entered the loss; each counts once, for any number of epochs.
         stale: tokens sampled by weights that were too old.
         filtered: tokens of groups whose rewards are all equal, or that a filter removed.
         truncated: of responses cut by a length limit, if those are masked or dropped; and tokens

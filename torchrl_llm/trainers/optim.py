@@ -8,12 +8,12 @@ normalised by the whole batch (``loss.normalizer``), so the gradients of the pie
 gradient of the batch for any cut.
 
 A batch may also be spread over ranks (:mod:`torchrl_llm.trainers.ranks`). Each rank computes its
-rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); the losses
-and gradients of the ranks then add up to those of the batch, like those of micro-batches. With
-whole weights, gradients are summed once, after the last micro-batch. FSDP2 averages the gradients
-of shards in each backward, so the loss is multiplied by the number of ranks. Each forward is then a
-collective call: a rank with fewer micro-batches than another, or without rows, continues with rows
-whose loss is multiplied by 0.
+rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); then the
+losses and gradients of the ranks add up to the loss and gradient of the batch, as for
+micro-batches. With whole weights, gradients are summed once, after the last micro-batch. FSDP2
+averages the gradients of shards in each backward, so the loss is multiplied by the number of ranks.
+Each forward is then a collective call: a rank with fewer micro-batches than another, or without
+rows, continues with rows whose loss is multiplied by 0.
 
 Next: :mod:`torchrl_llm.trainers.optimizers` makes optimizers by name.
 """
@@ -264,7 +264,7 @@ def optimize(
     """One update per batch: forward and backward of its micro-batches, then a clipped step.
 
     The loss of each micro-batch is divided by the counts of its whole batch, so gradients and
-    metrics add up to those of the batch for any cut.
+    metrics add up to the gradient and metrics of the batch for any cut.
 
     Args:
         loss: a loss over rows of tokens.

@@ -367,7 +367,7 @@ def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def shard(scorer: nn.Module, model: nn.Module, *, device: torch.device) -> None:
-    """Spread a model over the ranks by FSDP2: each block by itself, the rest with the scorer.
+    """Spread a model over the ranks by FSDP2: each block separately, all other weights together.
 
     Tied weights stay tied, and the choice of trained weights does not change.
 
@@ -465,7 +465,7 @@ def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
 def end_ranks() -> None:
     """Leave the process group when all ranks have ended.
 
-    A different group in this process, such as that of a vLLM engine, stays.
+    A different group in this process, such as the group of a vLLM engine, stays.
     """
     if _stores and dist.is_initialized():
         leave_group()

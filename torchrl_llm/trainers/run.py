@@ -71,7 +71,7 @@ class TrainingRun:
         checkpoint: settings of the checkpoints.
         evaluation: settings of the evaluations.
         watch: checks the rows that :meth:`record` gets.
-        shown: metrics to show; by default those of a run that learns from rewards.
+        shown: metrics to show; by default the metrics of a run that learns from rewards.
         ranks: the processes that train together: rank 0 writes files and messages for all; all stop
             and save after the same step.
         ended: returns the reason why the run is over before ``max_steps``, or ``None`` if it is not
@@ -399,8 +399,8 @@ class TrainingRun:
 
         Raises:
             RewardError: no step of the run had a valid reward, so that nothing was learned.
-            SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C), so
-                that the caller does not consider the run finished.
+            SystemExit: the run was interrupted; the exit code is the code of the signal (130 for
+                Ctrl-C), so that the caller does not consider the run finished.
         """
         if self.ranks.is_main:
             self._results.show(self._before, self._after, self._next_commands())

@@ -229,7 +229,7 @@ def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not such a table.
+        ValueError: it is not a table of metrics.
     """
     text = plain_file(file).read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -255,7 +255,7 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
         run: its folder.
 
     Raises:
-        DataError: there is no ``metrics.csv``, it is not such a table, or has no step.
+        DataError: there is no ``metrics.csv``, it is not a table of metrics, or it has no step.
     """
     file = run / METRICS_FILE
     if not file.is_file():

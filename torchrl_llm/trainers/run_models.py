@@ -204,7 +204,7 @@ def names_of_parameters(
 
     Args:
         models: as for :class:`RunModels`; parameters of a model without a name have no prefix.
-        parts: parts of the run; those that are modules have parameters.
+        parts: parts of the run; parts that are modules have parameters.
     """
     modules = [(name, part) for name, part in parts.items() if isinstance(part, nn.Module)]
     modules += [(name, model) for name, (model, _) in models.items()]

@@ -118,7 +118,7 @@ class RunSaving:
             The position of the run, and one line per repair.
 
         Raises:
-            ConfigError: the configuration is that of a different run.
+            ConfigError: the configuration belongs to a different run.
             CheckpointError: the newest checkpoint is of different models, or none is whole.
         """
         step, state, repairs = 0, {}, []

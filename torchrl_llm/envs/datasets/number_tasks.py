@@ -358,7 +358,7 @@ class CountdownEnv(TaskEnv):
         """Puzzles of a split, see ``countdown_problem``."""
         limits = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
         make = partial(countdown_problem, split=split, **limits)
-        make(0)  # impossible settings fail here, not in the first batch
+        make(0)  # impossible settings fail at construction, not in the first batch
         return GeneratedRows(partial(_problem_row, make), _NUM_ROWS[split])
 
     @staticmethod

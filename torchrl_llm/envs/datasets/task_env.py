@@ -156,7 +156,7 @@ class TaskEnv(DatasetChatEnv):
             dataloader: see :meth:`~torchrl_llm.envs.DatasetChatEnv.from_dataloader`.
             compute_reward: append the task's reward.
             max_steps: as for the constructor; no limit if not given.
-            kwargs: see there.
+            kwargs: as for :meth:`~torchrl_llm.envs.DatasetChatEnv.from_dataloader`.
         """
         return super().from_dataloader(
             dataloader, compute_reward=compute_reward, max_steps=max_steps, **kwargs

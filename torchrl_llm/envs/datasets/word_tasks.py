@@ -57,7 +57,7 @@ _FEWEST_WORDS = 20
 
 
 class LetterProblem(NamedTuple):
-    """A text and how often each of some letters is in it.
+    """A text, and the counts of some letters in it.
 
     Attributes:
         text: lower-case letters without spaces.
@@ -138,7 +138,7 @@ def _problem_row(index: int, *, split: str, difficulty: int) -> Mapping[str, str
 
 
 def _checked_rows(make: Callable[[int], Mapping[str, str]], split: str) -> GeneratedRows:
-    make(0)  # impossible settings fail here, not in the first batch
+    make(0)  # impossible settings fail at construction, not in the first batch
     return GeneratedRows(make, _NUM_ROWS[split])
 
 
@@ -250,7 +250,7 @@ def word_list(split: str) -> tuple[str, ...]:
     """The words of a split, in a fixed order.
 
     Args:
-        split: ``"train"``, or ``"test"`` for those that are never trained on.
+        split: ``"train"``, or ``"test"`` for the words that are never trained on.
 
     Raises:
         ConfigError: for an unknown split.

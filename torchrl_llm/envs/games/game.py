@@ -251,7 +251,7 @@ class Game(Rules[State]):
 
         Args:
             state: a state in which the game is not over.
-            action: what the player does.
+            action: the player's action.
 
         Returns:
             The outcome; ``state`` itself is unchanged.

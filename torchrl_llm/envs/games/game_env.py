@@ -96,7 +96,7 @@ class TableSteps(PlayersTransform):
             ``"best"``.
         rewards: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
         invalid_reward: reward of a turn without a legal action.
-        stop_on_invalid: let such a turn end the game; the others get nothing for it.
+        stop_on_invalid: such a turn ends the game; the other players get no reward for it.
         accept_cut: also read answers that were cut at their token limit.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         worker_id: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
@@ -190,7 +190,7 @@ class TableSteps(PlayersTransform):
             }
             try:
                 reactions.append(self._play(states[first], waiting, episode, seeds[first]))
-            except Exception as error:  # a game that fails is data, whatever it raised
+            except Exception as error:  # a failed game is data, with any exception
                 failed = Played(
                     observation="The game has failed.", state=states[first], legal=False
                 )
@@ -339,7 +339,7 @@ class GameEnv(MultiAgentChatEnv):
             ``tools``.
         invalid_reward: reward of a turn without a legal action; if not given, the game's
             ``invalid_reward``, or its ``forfeit_reward`` if such a turn ends the game.
-        stop_on_invalid: let such a turn end the game; the others get nothing for it.
+        stop_on_invalid: such a turn ends the game; the other players get no reward for it.
         accept_cut: also read answers that were cut at their token limit.
         dataset: rows with a ``seed``; the rows of ``split`` if neither this nor ``data_files`` is
             given.
@@ -431,8 +431,8 @@ class GameEnv(MultiAgentChatEnv):
     def demonstrate(self, player: Player, seed: int) -> list[dict[str, Any]]:
         """A game for one player as a conversation: data for a model to imitate.
 
-        The messages are those of the environment in history mode, with answers in the form that it
-        reads.
+        The messages are the same as in the environment in history mode, and answers have the form
+        that the environment reads.
 
         Args:
             player: chooses the actions, all of them legal.

@@ -100,7 +100,7 @@ class KeyDoor(Game[KeyDoorState]):
                 return replace(state, moves_left=int(self.slack * shortest))
 
     def observe(self, state: KeyDoorState) -> str:
-        """The maze, what the player has and stands on, and how many moves are left."""
+        """The maze, the player's things and cell, and the number of remaining moves."""
         rows = [list(row) for row in state.maze]
         rows[state.door[0]][state.door[1]] = "D"
         if not state.has_key:

@@ -69,7 +69,7 @@ class PrisonersDilemma(TableGame[DilemmaState]):
         )
 
     def reset(self, seed: int) -> DilemmaState:
-        """The state before the first round, whatever the seed."""
+        """The state before the first round, the same for every seed."""
         return DilemmaState()
 
     def active(self, state: DilemmaState) -> tuple[str, ...]:

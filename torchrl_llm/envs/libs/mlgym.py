@@ -140,7 +140,7 @@ class MLGymWrapper(SessionEnv):
     """Conversations with one environment of MLGym, batch size 1.
 
     An answer is a thought and a command in a fenced block. Messages follow its agent's
-    configuration as in MLGym's own agents; rewards are those of ``MLGymSession``.
+    configuration as in MLGym's own agents; rewards are the rewards of ``MLGymSession``.
 
     Args:
         env: the environment (``gymnasium.make("mlgym/...").unwrapped``).

@@ -1,6 +1,6 @@
 """Environments behind an OpenEnv server, over the WebSocket sessions of its protocol (0.3).
 
-A server runs one environment for each connection; its code is not imported or run here. The
+A server runs one environment for each connection; this process does not import or run its code. The
 messages are JSON: requests are ``reset``, ``step``, ``state`` and ``close``, replies are
 ``observation``, ``state`` and ``error``.
 
@@ -86,7 +86,7 @@ class OpenEnvClient:
             return
         try:
             socket.send(json.dumps({"type": "close"}))
-        except Exception:  # whatever a broken connection raises: it is closed
+        except Exception:  # a broken connection may raise any error; it is closed
             pass
         finally:
             socket.close()

@@ -122,7 +122,7 @@ class Session(ABC):
         """
 
     def close(self) -> None:
-        """Free what the session holds; may be called twice."""
+        """Release the resources of the session; may be called twice."""
 
 
 class SessionSteps(WorldTransform):

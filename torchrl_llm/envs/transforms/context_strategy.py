@@ -36,7 +36,7 @@ def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = Non
     """A conversation with rewritten messages: it is encoded again, and its record holds the cause.
 
     Args:
-        messages: what the model sees from now on.
+        messages: messages that the model sees from now on.
         cause: one word; the answers to the conversation have it as ``record.fork_cause``.
         before: the conversation before; its count of the model's turns is continued.
 
@@ -260,7 +260,7 @@ def _without_thought(message: Message, placeholder: str) -> Message:
         changed = {} if text is None else {"content": text}
     if all(message.get(key) == value for key, value in changed.items()):
         return message
-    # The exact sample is in the earlier rows; here it would contradict the rest.
+    # The exact sample is in the earlier rows; in this row it would contradict the other fields.
     return {key: value for key, value in message.items() if key != "raw"} | changed
 
 
@@ -285,7 +285,7 @@ def slide_window(
 
     Args:
         messages: a conversation.
-        num_turns: how many of the model's turns stay.
+        num_turns: number of the model's turns to keep.
         keep_task: keep everything before the model's first turn. Without it only the first system
             messages are kept, and the window begins with the last message of the user before its
             first turn (in a loop of tool calls this may be some turns earlier), so that the result
@@ -311,7 +311,7 @@ def slide_window(
 
 
 def _asks(messages: Sequence[Message], index: int) -> bool:
-    """Whether a message of the user begins here, and the one before is not the user's."""
+    """Whether a message is the user's, and the message before it is not."""
     before = messages[index - 1].get("role") if index else None
     return messages[index].get("role") == "user" and before != "user"
 

@@ -20,7 +20,7 @@ from torchrl_llm._registry import FullSignature
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError
 
-# Group ids of actors begin where those of ordinary processes end.
+# Group ids of actors begin after the ids of ordinary processes.
 _worker_ids = itertools.count(2**28 - 1, -1)
 
 
@@ -95,13 +95,13 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     Args:
         dataloader: see :class:`DataLoadingPrimer`; sent to the actor.
-        dataloader_factory: see there; called in the actor.
-        batch_size: see there.
-        repeats: see there.
+        dataloader_factory: see :class:`DataLoadingPrimer`; called in the actor.
+        batch_size: see :class:`DataLoadingPrimer`.
+        repeats: see :class:`DataLoadingPrimer`.
         actor_name: name of the actor in the cluster; without a name only copies share it.
         num_cpus: CPUs that the actor holds.
         num_gpus: GPUs that it holds.
-        timeout_s: most seconds that a draw may take.
+        timeout_s: maximum number of seconds of a draw.
         worker_id: begins the group ids, see ``IdCounter``.
         kwargs: further arguments of :class:`DataLoadingPrimer`. With ``group_repeats`` every reset
             draws whole groups.

@@ -89,7 +89,7 @@ class AddThinkingPrompt(Transform):
         "Look at each step again.",
         "Are you sure about this? Start over, more slowly.",
     )
-    """What a model is told."""
+    """What a user says to a model."""
 
     @checked
     def __init__(

@@ -22,7 +22,7 @@ from torchrl_llm.errors import ConfigError
 
 
 class IncrementalTokenizer(Transform):
-    """Writes ``("tokens", "prompt")`` for ``("history", "prompt")``, encoding only what is new.
+    """Writes ``("tokens", "prompt")`` for ``("history", "prompt")``; encodes only new messages.
 
     A conversation carries the record of the ids that were sampled in it. At each step the messages
     that came after them are encoded and appended, and the record is put back into the conversation,

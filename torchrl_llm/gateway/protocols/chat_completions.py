@@ -104,7 +104,7 @@ class Choices(protocol.Protocol):
         """One complete answer.
 
         Args:
-            reply: what is written.
+            reply: the reply to write.
             answer: one of its answers.
         """
 
@@ -113,7 +113,7 @@ class Choices(protocol.Protocol):
         """One answer in pieces; the last has the finish reason.
 
         Args:
-            reply: what is written.
+            reply: the reply to write.
             answer: one of its answers.
         """
 

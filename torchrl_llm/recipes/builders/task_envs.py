@@ -139,7 +139,7 @@ def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> Task
     Args:
         config: configuration of the recipe.
         tokenizer: the policy's.
-        **options: options of the task, which replace those in ``env.options``.
+        **options: options of the task, which replace options in ``env.options``.
 
     Raises:
         ConfigError: there are too few problems.
@@ -260,7 +260,7 @@ def make_evaluation(
     Args:
         config: configuration of the recipe.
         env: the environment of the held-out prompts, or ``None``.
-        policy: samples; its weights are those of the trained policy.
+        policy: sampler with the weights of the trained policy.
     """
     if env is None:
         return None

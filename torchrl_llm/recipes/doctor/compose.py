@@ -36,7 +36,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def recipe_of(path: Path, pages: Mapping[str, str]) -> str:
-    """The recipe of a file: named by its path, or else the first with most of its keys.
+    """The recipe of a file: the recipe in its path, or else the first recipe with most of its keys.
 
     Args:
         path: path of the file, or of a run's folder.

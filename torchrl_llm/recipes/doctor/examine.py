@@ -65,7 +65,7 @@ def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Fi
     """
     found: list[Finding] = []
     before = logger.level
-    logger.setLevel(logging.CRITICAL)  # warnings of a run become findings here
+    logger.setLevel(logging.CRITICAL)  # warnings of a run become findings
     try:
         for check in CHECKS:
             name = check.run.__name__

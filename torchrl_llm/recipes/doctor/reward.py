@@ -95,7 +95,7 @@ def _values(task: Task, scored: list[_Scored]) -> Iterator[Finding]:
     )
     shipped = type(task.env).__module__.startswith("torchrl_llm.")
     if own is None or (own == 0 and shipped and task.reward_key in ("env.dataset", "tasks")):
-        return  # correct answers are not known here
+        return  # the task has no known correct answers
     if values == {0.0}:
         yield warning(
             task.reward_key,

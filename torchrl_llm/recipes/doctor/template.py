@@ -95,7 +95,7 @@ def end_of_turn(subject: Subject) -> Iterator[Finding]:
             "no turn with a special token. Choose a template that does, or set the token",
         )
     else:
-        # Sampled answers end with the token that was sampled, whatever the template writes.
+        # Sampled answers end with the sampled token, even if the template writes a different one.
         level = warning if "inference_model.max_tokens" in subject.keys else error
         names = ", ".join(f"{formatter.decode([each])!r}" for each in stops)
         yield level(

@@ -56,8 +56,8 @@ class KLTransform(RowTransform):
     no ``("tokens", "response")``, every scored token counts (only the assistant's, if the rows have
     a mask of these), and without a reward the divergence is only measured. Written under ``("next",
     kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0 if a token
-    does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``, the coefficient
-    of the penalty, float32 ``[1]``.
+    does not count; ``"sum"`` and ``"mean"`` over the tokens that count, and ``"coeff"``, the
+    coefficient of the penalty, float32 ``[1]``.
 
     Append it after the transform that writes the reward: to an environment, or to a replay buffer
     after its credit assigner, which then sees the penalised reward. The task's own reward stays
@@ -251,7 +251,7 @@ class KLTransform(RowTransform):
 
 
 def _scored_tokens(rows: RowView, gen: list[Tensor], ref: list[Tensor]) -> list[Tensor]:
-    """Bool ``[T_b]``: tokens with a log-prob; those that were not scored have 0.0."""
+    """Bool ``[T_b]``: tokens with a log-prob; tokens that were not scored have 0.0."""
     assistant = rows.read(("masks", "all_assistant_mask"))
     masks = []
     for row, stepped in enumerate(rows.stepped()):
@@ -507,10 +507,10 @@ class KLRewardTransform(RetrieveKL):
         assistant_only: score the assistant's tokens only.
         padding_side: no effect; log-probs are aligned with the tokens.
         reduction: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
-        estimator: see there.
+        estimator: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
         use_ray_service: make a :class:`RayKLRewardTransform`, with its arguments.
         service_backend: see :class:`RetrieveKL`.
-        service_backend_options: see there.
+        service_backend_options: see :class:`RetrieveKL`.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
