@@ -324,7 +324,7 @@ def make_gspo() -> None:
 
     Training is more stable for mixtures of experts.
 
-    Ludic: its deviation of the group (see :func:`make_grpo`).
+    Ludic: its deviation of the group (see ``make_grpo``).
     """
 
 

@@ -45,8 +45,7 @@ class ProgramTransform(Transform):
     It is placed before the reward, which scores the last turn of programs that return nothing. It
     writes ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy), ``"sampling"``
     (the settings of the call) and, at each step, ``"reward"``, ``"success"``, ``"reward_valid"``,
-    ``"error"`` and ``"reward_refused"`` (like an
-    :class:`~torchrl_llm.envs.transforms.answer_gates.AnswerGate`), and ``"program"``, the named
+    ``"error"`` and ``"reward_refused"`` (like an ``AnswerGate``), and ``"program"``, the named
     numbers that a program returned.
 
     Args:
