@@ -1,9 +1,9 @@
-"""Writes the files of ``config`` from the dataclasses, where each key is declared once.
+"""Write the files of ``config`` from the dataclasses, which declare each key once.
 
 Run it after a key was added or its sentence changed; ``--check`` lists the files that it would
 write, and fails if there are any. A key's comment is its first sentence under ``Attributes`` of its
 dataclass (or ``Args`` of the class of a loss, an advantage or an agent), after its allowed words if
-they are few. Tasks (``config/env``) are values, and are not written here.
+they are few. This program does not write the tasks (``config/env``), because they are values.
 """
 
 from __future__ import annotations

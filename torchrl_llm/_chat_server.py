@@ -23,7 +23,7 @@ class ChatAnswer(NamedTuple):
             next to tool calls or if the answer consists only of reasoning.
         finish_reason: why the answer ended, in the server's words; ``None`` if not reported.
         num_tokens: tokens of the response; ``None`` if not reported.
-        num_prompt_tokens: tokens of the prompt, likewise.
+        num_prompt_tokens: tokens of the prompt; ``None`` if not reported.
         num_retries: how often the request was sent again.
     """
 

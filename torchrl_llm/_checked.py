@@ -37,7 +37,8 @@ class In:
     """A number within an interval.
 
     Attributes:
-        interval: as mathematics writes it, ``"[0, 1)"``; a side that is ``inf`` is open.
+        interval: the interval in mathematical notation, ``"[0, 1)"``; a side that is ``inf`` is
+            open.
 
     Example:
         >>> In("[0, 1)").holds(0.0), In("[0, 1)").holds(1.0), In("(0, inf)").holds(float("inf"))
@@ -112,7 +113,7 @@ class Pair:
     """Two numbers ``(low, high)``, the first below the second, within an interval.
 
     Attributes:
-        interval: as of :class:`In`, for both.
+        interval: interval of both numbers, written as in :class:`In`.
         equal: whether the two may be equal.
 
     Example:

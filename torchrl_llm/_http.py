@@ -209,7 +209,7 @@ class HTTPClient:
             path: begins with a slash; appended to the path of the address.
             body: sent as JSON; ``None`` for none.
             timeout_s: most seconds, including pauses between attempts.
-            max_retries: of this request, instead of the client's.
+            max_retries: retries of this request, instead of the client's number.
             cancellation: can cancel the request from another thread.
 
         Returns:

@@ -15,7 +15,8 @@ def tell_once(message: str) -> None:
     """Log a warning, unless the same one was logged before.
 
     Args:
-        message: the warning; texts with different row or number count as different warnings.
+        message: the warning; the text decides, so a different row or number makes a different
+            warning.
 
     Example:
         >>> tell_once("padding has no effect here")

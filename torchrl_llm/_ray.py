@@ -115,7 +115,7 @@ def check_resources(what: str, bundles: list[dict[str, float]], *, settle_s: flo
             become free with a delay.
 
     Raises:
-        ResourceError: they do not suffice; the message reports how many are needed and free.
+        ResourceError: there are too few; the error says how many are needed and how many are free.
     """
     ray = require_ray(what)
     needed: dict[str, float] = {}

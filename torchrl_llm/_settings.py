@@ -1,8 +1,8 @@
 """Declarations of settings: each field has a type, bounds, a default and a description.
 
 A :class:`Group` is a dataclass. The meaning of a field is documented under ``Attributes`` of its
-class; its bounds are part of its type, ``Annotated[int, Ge(1)]``, and are checked whether an
-instance comes from a file, a command line, or Python.
+class; its bounds are part of its type, ``Annotated[int, Ge(1)]``. They are always checked, for
+values from a file, the command line or Python.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def bounded(group: type) -> dict[str, Any]:
 
 
 def ensure(condition: bool, message: str) -> None:
-    """Raise for a configuration unless a condition holds.
+    """Raise a ``ConfigError`` unless a condition holds.
 
     Args:
         condition: the condition.

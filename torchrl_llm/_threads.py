@@ -80,8 +80,8 @@ class PauseGate:
         """Keep other threads from working inside this context, after running work has finished.
 
         Args:
-            hurry: called once no new work starts, and again at growing intervals while work is
-                running: running work may not yet have reached a point where it can be cut short.
+            hurry: called when no new work can start, and again at growing intervals while work is
+                running, because running work can be interrupted only at some points.
             timeout_s: most seconds to wait; without ``hurry`` only.
 
         Yields:

@@ -47,7 +47,7 @@ class TokenizerError(TorchRLLLMError, ValueError):
 
 
 class OverlongError(TorchRLLLMError, ValueError):
-    """A prompt does not fit into the model's context, or a row not into training."""
+    """A prompt does not fit into the model's context, or a row is too long for training."""
 
 
 class DataError(TorchRLLLMError, ValueError):
@@ -67,7 +67,7 @@ class ResourceError(TorchRLLLMError, RuntimeError):
 
 
 class WeightUpdateError(TorchRLLLMError, RuntimeError):
-    """Weights did not arrive at a sampler, or not as they were sent."""
+    """Weights did not arrive at a sampler, or arrived changed."""
 
 
 class RewardError(TorchRLLLMError, RuntimeError):

@@ -4,9 +4,9 @@
     python sota-implementations/distillation/distillation.py teacher.by_domain=true
     python sota-implementations/distillation/distillation.py teacher.name=folder
 
-The student is the model that ships with the package, the teacher is the same model briefly
-fine-tuned on correct answers, or a folder. With ``teacher.by_domain=true`` there are two teachers,
-one for each half of the problems: the student learns both halves. Every key is in
+The student is the model that ships with the package. The teacher is the same model after short
+fine-tuning on correct answers, or a model in a folder. With ``teacher.by_domain=true`` there are
+two teachers, one for each half of the problems, and the student learns both halves. Every key is in
 config/distillation.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes.
 """
 

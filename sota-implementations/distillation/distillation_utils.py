@@ -40,15 +40,15 @@ class TeacherConfig(Group, key="teacher"):
     """The teachers.
 
     Attributes:
-        by_domain: one teacher per domain of the task; otherwise one for all.
+        by_domain: one teacher per domain of the task; otherwise one teacher for all rows.
         name: folder or hub name of the single teacher; ``None`` makes it at the start, by
             fine-tuning ``model.name`` on correct answers.
-        carry: with ``by_domain`` the teacher of sums that carry; ``None`` makes it at the start,
-            from correct answers to only such problems.
-        plain: likewise, for sums that do not carry.
+        carry: with ``by_domain``, folder or hub name of the teacher of sums that carry; ``None``
+            makes it at the start, from correct answers to only such problems.
+        plain: the same for the teacher of sums that do not carry.
         max_steps: optimizer steps to make a teacher.
         batch_size: correct answers per step.
-        lr: peak learning rate; linear to zero.
+        lr: peak learning rate; it falls linearly to zero.
     """
 
     by_domain: bool = False
@@ -61,7 +61,7 @@ class TeacherConfig(Group, key="teacher"):
 
     @property
     def names(self) -> dict[str, str | None]:
-        """Domain to the folder or name of its teacher, ``None`` for a teacher to be made."""
+        """Domain to the folder or name of its teacher; ``None`` if the teacher has to be made."""
         if self.by_domain:
             return {"carry": self.carry, "plain": self.plain}
         return {"all": self.name}
@@ -85,7 +85,7 @@ class LossConfig(Group, key="loss"):
     Attributes:
         estimator: ``advantage``, ``k2`` or ``full_vocabulary``.
         coeff: weight of the divergence.
-        outcome_coeff: weight of the group's reward advantage; 0 does not read the reward.
+        outcome_coeff: weight of the reward's advantage in the group; with 0 the reward is not read.
     """
 
     estimator: Literal["advantage", "k2", "full_vocabulary"] = "full_vocabulary"
@@ -154,7 +154,7 @@ def pairs_of(split: str, domain: str) -> list[tuple[int, int]]:
 
 
 class AdditionByDomain(ArithmeticEnv):
-    """Additions whose rows name their domain. A column of the data is enough."""
+    """Additions whose rows name their domain, in a column of the data."""
 
     COLUMNS = (*ArithmeticEnv.COLUMNS, "domain")
 

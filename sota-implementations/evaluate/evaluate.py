@@ -1,4 +1,4 @@
-"""Score a model on GSM8K, IFEval, HumanEval, or any other task: answers, figures, a table.
+"""Score a model on GSM8K, IFEval, HumanEval or any other task; write answers, figures, a table.
 
     python sota-implementations/evaluate/evaluate.py model.name=outputs/grpo/... \
         tasks=[gsm8k] data_files.gsm8k=test.jsonl

@@ -21,7 +21,7 @@ from torchrl_llm.trainers.run_folder import model_folder
 
 _URL = "inference_model.url"
 _ENGINE = ("num_devices", "gpu_memory_utilization", "max_model_len")
-# Keys for only one kind of sampler.
+# Keys that only one kind of sampler reads.
 _KEYS = {
     "transformers": ("device", "dtype"),
     "vllm": ("dtype", *_ENGINE),
@@ -36,20 +36,22 @@ class SamplerConfig(Group, key="inference_model"):
         backend: ``transformers``, or ``vllm`` for an engine of this process.
         dtype: type of the weights; ``auto`` is bfloat16 on CUDA and float32 elsewhere.
         device: device of the weights; ``auto`` for CUDA if available.
-        max_tokens: tokens a response may have.
+        max_tokens: tokens that a response may have.
         temperature: sampling temperature; 0 for the most probable token each time.
-        top_p: sample from the fewest tokens that reach this probability; 1 for all.
-        top_k: sample from this many most probable tokens; 0 for all.
-        min_p: sample from tokens at least this probable, relative to the most probable; 0 for all.
+        top_p: sample from the smallest set of most probable tokens with this total probability; 1
+            for all tokens.
+        top_k: sample from this number of most probable tokens; 0 for all tokens.
+        min_p: sample from tokens with at least this probability relative to the most probable
+            token; 0 for all tokens.
         stop: texts that end a response, for a model that does not end its turn itself.
         num_devices: GPUs of the engine (tensor parallel).
-        gpu_memory_utilization: fraction of a GPU's memory that the engine may take.
+        gpu_memory_utilization: fraction of a GPU's memory that the engine may use.
         max_model_len: most tokens of prompt and response.
         url: a server that replaces a model in this process: ``http://host:port``.
-        protocol: protocol of the server: ``tokens``, encoded here with the tokenizer of
-            ``model.name``, or ``chat`` completions, with the server's template and text; ``auto``
-            detects it.
-        served_model: name of the model at the server; ``None`` for its only one.
+        protocol: protocol of the server: ``tokens``, with prompts that are encoded in this process
+            by the tokenizer of ``model.name``; or ``chat`` completions, with the server's template
+            and text; ``auto`` detects it.
+        served_model: name of the model at the server; ``None`` if the server has only one.
         api_key_variable: environment variable with the key, so that no file contains it.
         request_timeout_s: most seconds for one answer.
         request: further fields of each chat request; ``null`` removes a default field.
@@ -117,9 +119,9 @@ class RunConfig(Group, key="eval"):
         num_prompts: prompts of each task, from the start of its data; ``None`` for all.
         batch_size: responses that are generated together.
         split: split for tasks with their own data; ``None`` for the held-out split.
-        repeats: samples per prompt; several, with a temperature above 0, for pass@k.
+        repeats: samples per prompt; for pass@k more than 1, with a temperature above 0.
         max_steps: steps of an episode; ``None`` for the task's own limit.
-        on_overlong: handling of a prompt that is too long for the context: raise an error, do not
+        on_overlong: treatment of a prompt that is too long for the context: raise an error, do not
             answer it, or cut it from the left.
         figures: further figures (``torchrl-llm list figures``), or ``module:function`` of your own.
     """
@@ -146,11 +148,11 @@ class EvaluateConfig(Group):
         seed: seed of sampling.
         agent: the agent, for every task.
         tasks: names of tasks (``torchrl-llm list tasks``).
-        data_files: file per task; tasks without a file use their own data. The key of a task
-            ``FILE.py:CLASS`` is its class, here and in ``options``.
-        options: settings per task, and its ``system_prompt`` to replace the task's.
-        data: your own rows, for the task ``rows``: those of ``eval_source`` or ``eval_split`` if
-            one is given, else those of ``source``.
+        data_files: file per task; tasks without a file use their own data. For a task
+            ``FILE.py:CLASS`` the key is the name of the class, also in ``options``.
+        options: settings per task; ``system_prompt`` replaces the task's system prompt.
+        data: your own rows, for the task ``rows``: the rows of ``eval_source`` or ``eval_split`` if
+            one is given, else the rows of ``source``.
         reward: replaces the tasks' own rewards.
     """
 
@@ -219,7 +221,7 @@ def check_chat(config: EvaluateConfig, why: str) -> None:
         why: reason for chat completions, for the error.
 
     Raises:
-        ConfigError: a key for prompts that are encoded here.
+        ConfigError: a key for prompts that this process encodes is set.
     """
     for name in ("name", "chat_template_name", "template_kwargs"):
         value = getattr(config.model, name)
@@ -236,7 +238,7 @@ def check_chat(config: EvaluateConfig, why: str) -> None:
 
 
 def load_config(values: Mapping[str, Any]) -> EvaluateConfig:
-    """The configuration, checked; the folder of a run stands for its newest checkpoint.
+    """Check and return the configuration; the folder of a run means its newest checkpoint.
 
     Raises:
         ConfigError: invalid settings.

@@ -95,7 +95,7 @@ def make_env(
         repeats=repeats,
         tokenizer=tokenizer,
     )
-    alone = task == ROWS and config.reward.function is None  # the components are the reward
+    alone = task == ROWS and config.reward.function is None  # the components already are the reward
     with naming(f"agent={config.agent.type}"):
         agent = config.agent.build()
         if not agent.OWNS_LOOP:
@@ -129,7 +129,7 @@ def answer_task(
         "given to the program itself",
     )
     env = make_env(config, task, policy.tokenizer if with_ids else None, policy)
-    # Assume that a model at a server was never trained on the task.
+    # The program assumes that a model at a server was never trained on the task.
     is_told = config.model.is_told_of_tools if with_ids else config.model.show_tools is not False
     told: dict[str, Any] = {}
     if is_told and not owns_loop and (schemas := env.tool_schemas):

@@ -31,10 +31,11 @@ class SelectConfig(Group, key="select"):
     """Selection of the imitated answers.
 
     Attributes:
-        topk_size: most answers per prompt; they must also be above the median of their group, so
-            that a prompt which is always or never solved adds none.
-        truncated: answers cut by ``inference_model.max_tokens`` or ``train.max_seq_len``: ``drop``
-            removes them from their group, ``keep`` treats them like the others.
+        topk_size: maximum number of answers per prompt; they must also be above the median of their
+            group, so a prompt that is always or never solved adds no answers.
+        truncated: treatment of answers cut by ``inference_model.max_tokens`` or
+            ``train.max_seq_len``: ``drop`` removes them from their group; ``keep`` treats them like
+            the others.
     """
 
     topk_size: int = 4
@@ -85,7 +86,7 @@ def load_config(values: Mapping[str, Any]) -> EIConfig:
 def make_buffer(
     config: EIConfig, policy: TransformersWrapper
 ) -> tuple[ReplayBuffer, TopKRewardSelector]:
-    """A buffer for one step's best answers, and its transform that selects them."""
+    """Make a buffer for one step's best answers, and its transform that selects them."""
     selector = TopKRewardSelector(config.env.repeats, config.select.topk_size, verbose=False)
     buffer = make_step_buffer(config)
     # The last transform runs first: selection, one row per trajectory, reference.

@@ -3,8 +3,8 @@
     python sota-implementations/expert-iteration/expert-iteration.py
     python sota-implementations/expert-iteration/expert-iteration.py loss.function=minor_sft
 
-Of the answers to a prompt those with the highest rewards are kept, if they are better than the
-group's median; the policy is then fine-tuned on them (arXiv:1705.08439; for language models
+The answers to a prompt with the highest rewards are kept if they are better than the group's
+median. Then the policy is fine-tuned on them (arXiv:1705.08439; for language models
 arXiv:2312.06585). Every key is in config/expert-iteration.yaml. Ctrl-C saves after the step;
 ``checkpoint.resume=auto`` resumes.
 """

@@ -49,8 +49,8 @@ def train_async(
     Args:
         config: configuration of the recipe.
         collection: makes the learner's end of the workers' channel from the configuration.
-        start: ``start(collector, model)`` sends the workers their first weights; after a resume the
-            weights of the checkpoint.
+        start: ``start(collector, model)`` sends the workers their first weights (after a resume,
+            the weights of the checkpoint).
     """
     ranks = begin(config)  # the processes started by torchrun, or this process
     policy = make_policy(config, with_values=config.loss.type == "ppo")
@@ -102,7 +102,7 @@ def train_async(
         if ranks.is_main:
             if config.weight_sync.verify and config.inference_model.backend == "vllm":
                 collector.canary = make_canary(config, policy, "load")
-            with whole_weights(policy):  # those of the checkpoint
+            with whole_weights(policy):  # weights of the checkpoint
                 start(collector, policy.model)
         for step in run.steps():
             metrics, rows = {}, None

@@ -1,10 +1,10 @@
 """GRPO in one process: collect a batch, train on it, repeat.
 
-A step collects rows and writes their advantages on entry into the buffer, makes one update for each
+A step collects rows, writes them with their advantages into the buffer, makes one update for each
 mini-batch, sends the new weights to the sampler, and logs. An update
-(:func:`torchrl_llm.trainers.optimize`) runs forward and backward on each micro-batch, divided by
-the counts of the whole mini-batch so that the gradients add up, and then takes one clipped step of
-optimizer and schedule.
+(:func:`torchrl_llm.trainers.optimize`) runs forward and backward on each micro-batch. The loss is
+divided by the counts of the whole mini-batch, so that the gradients add up. Then the update takes
+one clipped step of optimizer and schedule.
 
     python sota-implementations/grpo/grpo-sync.py
     python sota-implementations/grpo/grpo-sync.py env=gsm8k env.data_files=train.jsonl
@@ -122,12 +122,12 @@ def train(config: GRPOConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if sampler is not policy:
-        collector.publish()  # it has no weights yet, or old ones after a resume
+        collector.publish()  # the sampler has no weights yet, or old weights after a resume
     for _ in run.steps():
         with run.timed("sample"), autocast(config):
             rows = source.fill()  # sample, reward, group, write advantages
         if config.inference_model.sleep:
-            weight_updater.sleep()  # frees its memory for the trainer until the sync
+            weight_updater.sleep()  # the sampler frees its memory for the trainer until the sync
         with run.timed("train"):
             updates = optimize(  # forward, backward and a clipped step for each mini-batch
                 algorithm.loss,

@@ -27,7 +27,7 @@ def make_buffer(config: GRPOConfig, algorithm: Algorithm) -> ReplayBuffer:
 def make_curriculum(
     config: GRPOGroups, algorithm: Algorithm, primer: DataLoadingPrimer | None, ranks: Ranks = ALONE
 ) -> Curriculum:
-    """Reports results to the order of the prompts, if the order depends on them.
+    """Make the object that reports results to the order of the prompts, if it depends on them.
 
     Args:
         config: configuration with ``curriculum``.

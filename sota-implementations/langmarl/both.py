@@ -1,16 +1,16 @@
-"""Text and weights, trained on the same rollouts: a language step and a GRPO step take turns.
+"""Text and weights, trained on the same rollouts, by language steps and GRPO steps.
 
     torchrl-llm train langmarl-weights mode=both
     torchrl-llm train langmarl-weights mode=weights seed=1
     torchrl-llm train langmarl-weights mode=text
 
-The model of the package plays tic-tac-toe against a random opponent. First, in a minute or two, it
-imitates players who follow the advice in their system prompt, good or bad. Then each step plays a
-batch of games. For every game that was not won, a critic writes into the rows what went wrong; GRPO
-trains on the same rows. In a language step an optimizer turns the critic's feedback into advice.
-The advice becomes the system prompt if it wins clearly more of some other games.
+The model of the package plays tic-tac-toe against a random opponent. First, for a minute or two, it
+learns to imitate players who follow the advice in their system prompt, good or bad. Then each step
+plays a batch of games. For every game that was not won, a critic writes the mistake into the rows;
+GRPO trains on the same rows. In a language step an optimizer turns the critic's feedback into
+advice. The advice becomes the system prompt if the model wins clearly more of other games with it.
 
-Critic and optimizer are scripts here. To use models instead, replace them by
+In this recipe, critic and optimizer are scripts. To use models instead, replace them by
 ``torchrl_llm.langmarl.CentralizedCritic(config)`` and ``PolicyGradientOptimizer(llm_config)``.
 ``run=FOLDER`` resumes the run of a folder.
 """
@@ -135,8 +135,8 @@ def language_step(
 ) -> tuple[float, float]:
     """Change a text by a critic's feedback; the change is kept if it wins clearly more games.
 
-    Clearly means by one standard error of the difference, so that the text does not change by
-    chance.
+    "Clearly" means by more than one standard error of the difference, so that the text does not
+    change by chance.
 
     Returns:
         Share of the validation games that are won before the change, and with it.

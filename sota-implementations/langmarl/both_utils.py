@@ -1,6 +1,6 @@
 """Parts of both.py: its settings, the world, a player who follows advice, critic and optimizer.
 
-In this world a text matters to a tiny model: :func:`imitated` trains it on games of a player who
+Even a tiny model follows a text in this world: :func:`imitated` trains it on games of a player who
 follows the advice in the system prompt, good or bad, and otherwise makes any legal move.
 """
 
@@ -59,16 +59,17 @@ class BothConfig(Group):
         mode: train the text, the weights, or both.
         seed: seed of the imitated player, the games and the optimizer's choices.
         steps: rollouts, each followed by a training step.
-        prompts: games per step, each started ``repeats`` times.
+        prompts: games per step; each is started ``repeats`` times.
         repeats: size of a group of GRPO.
         lr: learning rate of GRPO.
         language_interval: steps between two language steps.
-        gradients: lost games per step from which the optimizer makes gradients.
+        gradients: number of lost games per step that the optimizer turns into gradients.
         validation: games that decide whether a changed text is kept.
         games: further games for the results.
         imitate_steps: steps of the initial imitation.
         folder: folder that keeps the imitated player for later runs.
-        run: folder of the run; null for DATE/TIME in ``folder``. A folder with a run resumes it.
+        run: folder of the run; null for DATE/TIME in ``folder``. If the folder contains a run, the
+            run is resumed.
     """
 
     mode: Literal["text", "weights", "both"] = "both"
@@ -100,7 +101,7 @@ def make_env(text: LanguagePolicy, tokenizer: Any, num_games: int, **options: An
     Args:
         text: the policy.
         tokenizer: tokenizer of the player.
-        num_games: games at a time.
+        num_games: number of games at a time.
         **options: further arguments of the environment.
     """
     rules = {"actions": "bare", "max_steps": MAX_TURNS, "system_prompt": BASE}
@@ -116,7 +117,7 @@ def won_games(
     Args:
         text: the system prompt.
         policy: the player.
-        num_games: how many games.
+        num_games: number of games.
         **options: further arguments of the environment.
     """
     env = make_env(text, policy.tokenizer, min(num_games, 256), shuffle=False, **options)
@@ -225,7 +226,7 @@ def obedient(advice: str, generator: random.Random) -> Player:
     """A player who follows the advice in most turns, and otherwise makes any legal move.
 
     Args:
-        advice: one of :data:`ADVICE`, or none.
+        advice: one of :data:`ADVICE`, or ``None``.
         generator: random generator for the choices.
     """
 
@@ -242,7 +243,7 @@ def obedient(advice: str, generator: random.Random) -> Player:
 
 
 class Critic(BaseCritic):
-    """For a game that was not won, names the better cell that was free when an edge was taken."""
+    """For a game that was not won, tells which better cell was free when an edge was taken."""
 
     def evaluate(self, trajectory: Trajectory, policies: dict[str, str]) -> dict[str, Any]:
         """See :class:`~torchrl_llm.langmarl.environment.BaseCritic`."""
@@ -261,7 +262,7 @@ def _fault(step: dict[str, Any]) -> str:
 
 
 class Optimizer(BaseOptimizer):
-    """Picks different advice on the critic's topic at random, good or bad."""
+    """Chooses different advice on the critic's topic at random, good or bad."""
 
     def generate_gradient(self, policy: str, evaluation: str, context: str) -> str:
         """One of :data:`ADVICE`."""

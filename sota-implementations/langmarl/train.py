@@ -1,13 +1,13 @@
-"""Train agents in language space: their policies are texts, and the gradients are advice.
+"""Train agents in language space: the policies are texts, and the gradients are advice.
 
     torchrl-llm train langmarl num_iterations=3
     torchrl-llm train langmarl config=calculator        # the embedded model acts
     torchrl-llm train langmarl run_name=global paradigm=central_global
     torchrl-llm train langmarl config=math_central_credit llm=gpt-4o-mini
 
-The first two commands need no network. The models of the first command are scripts, in a world in
-which the correct advice can be found. config=NAME is a file of the recipe's folder config,
-config=FILE.json a file of your own. A value may be JSON: 'actor_llm={"model_string": "local:"}'.
+The first two commands need no network. The models of the first command are scripts, in a world that
+has a correct advice to find. config=NAME is a file of the recipe's folder config, config=FILE.json
+a file of your own. A value may be JSON: 'actor_llm={"model_string": "local:"}'.
 
 The run is in outputs/langmarl/DATE/TIME/runs/NAME; NAME is run_name, or else exp_name. The same
 command with experiment_dir=outputs/langmarl/DATE/TIME resumes it. If you give run_name or exp_name,
@@ -37,7 +37,7 @@ CONFIGS = Path(__file__).parent / "config"
 
 
 def config_file(name: str) -> Path:
-    """The file that the key ``config`` names."""
+    """Return the file that the key ``config`` names."""
     own = CONFIGS / f"{name}.json"
     if not own.is_file() and not Path(name).is_file():
         ours = ", ".join(sorted(file.stem for file in CONFIGS.glob("*.json")))
@@ -46,7 +46,7 @@ def config_file(name: str) -> Path:
 
 
 def folder_of(given: Mapping[str, Any]) -> Path:
-    """The newest folder with a run of the given name, or else a new one."""
+    """Return the newest folder with a run of the given name, or a new folder."""
     resume = given.get("resume", "latest")
     name = given.get("run_name") or given.get("exp_name")
     name = name if resume in ("latest", "never") else resume

@@ -1,4 +1,4 @@
-"""GRPO in one file: a task, rollouts, advantages, a loss and a loop, to be read from top to bottom.
+"""GRPO in one file, from top to bottom: a task, rollouts, advantages, a loss and a training loop.
 
     torchrl-llm train pico steps=100
     torchrl-llm train pico model=Qwen/Qwen3-0.6B warmup=0 lr=1e-6
@@ -7,7 +7,7 @@ There is no trainer: the training loop is written out. The only classes are the 
 settings. The file imports arithmetic on tensors (``torchrl_llm.functional``), a chat template that
 never encodes a sampled token twice (``ChatFormatter``), a model that samples token ids
 (``TransformersBackend``), the problems and scores of the task (``letter_problem``,
-``score_counts``), and what prints and writes results (``ProgressBar``, ``MetricsTable``).
+``score_counts``), and two classes that print and write results (``ProgressBar``, ``MetricsTable``).
 ``sota-implementations/grpo`` is the same algorithm at full size; docs/source/howto/pico.rst maps
 its parts to those of the full recipe, and to the names of picoRL and Ludic.
 
@@ -57,7 +57,7 @@ class PicoConfig(Group):
         max_new_tokens: tokens of an answer.
         minibatch: rollouts per forward pass.
         lr: learning rate.
-        max_grad_norm: bound on the norm of the gradient.
+        max_grad_norm: maximum norm of the gradient.
         warmup: supervised steps that teach the form of an answer.
         warmup_lr: learning rate of these steps.
         eval_problems: held-out problems, which are scored before and after training.
@@ -90,10 +90,10 @@ class PicoConfig(Group):
 
 
 class LetterCounting:
-    """How often is a letter in a word? Three methods: reset, step, reward.
+    """Task: how often is a letter in a word? It has three methods: reset, step, reward.
 
-    Environments of one seed pose the same problems in the same order. A group of rollouts needs
-    this: its mean is a baseline only if all its members answer one question.
+    Environments with the same seed have the same problems in the same order. A group of rollouts
+    needs this: its mean is a baseline only if all its members answer the same question.
     """
 
     def __init__(self, *, difficulty: int = 1, seed: int = 0, split: str = "train"):
@@ -125,11 +125,12 @@ def collect_rollouts(env_fns, generate, formatter, *, k: int = 1, max_turns: int
     """Play ``k`` episodes of each environment, all at once, turn by turn.
 
     Args:
-        env_fns: make one environment each; those of a group must pose the same problem.
-        generate: list of ``B`` prompts (int64 ``[P]``) to ``B`` completions.
+        env_fns: functions that make one environment each; environments of a group must have the
+            same problem.
+        generate: function from ``B`` prompts (int64 ``[P]``) to ``B`` completions.
         formatter: messages to token ids. After a turn it continues from the *sampled* ids.
         k: episodes of each environment, which are one group.
-        max_turns: turns after which an episode is over in any case.
+        max_turns: turns after which an episode ends.
 
     Returns:
         ``B`` token records, rewards float32 ``[B]`` and group ids int64 ``[B]``, in the order in
@@ -184,7 +185,8 @@ def score(model, rows):
 def backward_grpo(model, records, advantages_B, *, minibatch: int) -> float:
     """Add the gradient of the GRPO loss of all rollouts, some at a time; returns the loss.
 
-    Fresh rollouts are used once, so the ratio of policies is one: no clip, and no old log-probs.
+    New rollouts are used once, so the ratio of policies is one: no clip and no old log-probs are
+    needed.
     """
     total = 0.0
     for start in range(0, len(records), minibatch):

@@ -4,8 +4,8 @@
     python sota-implementations/pipeline-rl/actor.py redis.url=redis://learner:6379/0
 
 Start one per machine or core, before or after the learner, with the learner's arguments. If one
-dies, the others take over its rows. They end with the run; every key is in config/pipeline-rl.yaml
-and config/common.yaml.
+dies, the others take over its rows. Actors end with the run. Every key is in
+config/pipeline-rl.yaml and config/common.yaml.
 """
 
 from __future__ import annotations

@@ -5,10 +5,11 @@
     python sota-implementations/pipeline-rl/actor.py &
     python sota-implementations/pipeline-rl/learner.py
 
-Needs ``pip install "torchrl_llm[redis]"``. Weights go the other way through the same Redis, or for
-large models over a shared disc (``weight_sync.type=files``). Data from the Redis cannot run code
-here. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes, also after a kill, and the
-actors continue with it. Every key is in config/pipeline-rl.yaml and config/common.yaml.
+Needs ``pip install "torchrl_llm[redis]"``. The learner sends weights to the actors through the same
+Redis, or for large models through a shared disk (``weight_sync.type=files``). Data from the Redis
+cannot run code in the learner. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes,
+also after a kill, and the actors continue, too. Every key is in config/pipeline-rl.yaml and
+config/common.yaml.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def local_redis(folder: Path, url: str | None) -> Iterator[tuple[str, Callable[[
     """Start a Redis on a free port, with a password for this process and its children.
 
     Args:
-        folder: gets ``redis.log``.
+        folder: folder in which ``redis.log`` is written.
         url: URL of a running Redis to use instead.
 
     Yields:
@@ -67,7 +67,7 @@ def local_actor(folder: Path, overrides: Sequence[str]) -> Iterator[Callable[[],
     """Start an actor, and give it time to end when the learner has ended.
 
     Args:
-        folder: gets ``actor.log``.
+        folder: folder in which ``actor.log`` is written.
         overrides: keys of the learner, with the URL of the Redis.
 
     Yields:

@@ -52,10 +52,10 @@ class PipelineTrainConfig(TrainConfig):
     """The training loop of the learner.
 
     Attributes:
-        max_lag: updates that the weights may have moved since a token was sampled.
-        on_stale: action at this limit: actors ``wait``; or they continue, and older rows are
-            dropped (``drop``) or their older tokens are not trained (``mask``).
-        weight_update_frequency: training steps between two versions that actors get.
+        max_lag: number of updates of the weights that are allowed since a token was sampled.
+        on_stale: action at the limit ``max_lag`` (``wait``: actors wait; ``drop``: they continue,
+            and older rows are dropped; ``mask``: they continue, and older tokens are not trained).
+        weight_update_frequency: training steps after which the actors get new weights.
     """
 
     max_lag: Annotated[int, Ge(0)] = 2
@@ -64,23 +64,24 @@ class PipelineTrainConfig(TrainConfig):
 
     @property
     def staleness(self) -> StalenessRule:
-        """The rule from the keys."""
+        """The rule from these keys."""
         return StalenessRule(max_policy_age=self.max_lag, on_stale=self.on_stale)
 
 
 class PipelineWeightSyncConfig(AsyncWeightSyncConfig, key="weight_sync"):
-    """How weights get to the actors.
+    """How the actors get the trained weights.
 
     Attributes:
         type: ``redis`` for models that are small enough for the Redis and the network; ``files``
             through a folder that learner and actors share.
         folder: folder of these files.
-        in_flight: effect of new weights on running conversations: ``wait`` until all have finished
-            their current answer, then continue with the new weights; ``keep`` also partial answers
-            (each token records its version); or ``abort``: drop them and begin new ones.
+        in_flight: effect of new weights on running conversations (``wait``: all finish their
+            current answer, then continue with the new weights; ``keep``: partial answers continue
+            with the new weights, and each token records its version; ``abort``: they are dropped,
+            and new conversations begin).
         verify: after each update every actor compares its engine's log-probs of a few rows with the
-            learner's, and ends if they differ by more than rounding. Needs
-            ``inference_model.backend=vllm`` to have an effect.
+            learner's, and ends if they differ by more than rounding. It has an effect only with
+            ``inference_model.backend=vllm``.
     """
 
     type: Literal["redis", "files"] = "redis"
@@ -96,8 +97,9 @@ class RedisConfig(Group, key="redis"):
         prompts_per_claim: prompts that an actor answers at a time.
         max_waiting: deliveries that may wait for the learner.
         reconnect_s: seconds that the Redis may be unreachable.
-        timeout_s: seconds without rows, or for an actor without a learner, after which it stops.
-        worker_timeout_s: seconds without a heartbeat of an actor, after which others get its
+        timeout_s: seconds after which the learner stops if it gets no rows, or an actor if it finds
+            no learner.
+        worker_timeout_s: seconds without a heartbeat of an actor after which other actors get its
             claims.
     """
 
@@ -175,7 +177,8 @@ def redis_collection(
 
     Args:
         config: configuration of the recipe.
-        checks: functions called about once a second, which raise if further waiting is useless.
+        checks: functions that are called about once a second, and raise an error if further waiting
+            is useless.
     """
     redis, sync = config.redis, config.weight_sync
     on_return: Callable[[], None] | None = None
@@ -280,7 +283,7 @@ def _newest(config: PipelineConfig) -> Callable[[], tuple[int, WeightSource] | N
 
 
 class _Watch:
-    """Ends a worker whose learner is gone, and which would never claim a row again."""
+    """Ends a worker whose learner has ended, because it would never claim a row again."""
 
     def __init__(self, channel: RedisChannel, worker: CollectorWorker, limit_s: float) -> None:
         self._channel, self._worker, self._limit_s = channel, worker, limit_s
@@ -300,7 +303,7 @@ class _Watch:
         return not self._gone
 
     def check(self) -> None:
-        """Raise if the learner was gone."""
+        """Raise an error if the learner has ended."""
         if self._gone:
             raise WorkerError(
                 f"the learner has not been heard of for {self._limit_s:g} s; start it again with "

@@ -4,10 +4,10 @@
     torchrl-llm train dpo data=pairs.jsonl loss=simpo train_model.lora.enabled=true
     torchrl-llm train dpo data=thumbs.csv loss=kto data.completion=answer data.label=liked
 
-A row has a prompt, a chosen and a rejected answer: texts, messages, or whole conversations. With
-``loss=kto`` it may have one answer with a label. The first row is shown before training. Some rows
-are held out, to measure how often the model prefers the chosen answer. The log-probs of the
-reference are computed once and kept with the checkpoint.
+A row has a prompt, a chosen answer and a rejected answer, as texts, messages, or whole
+conversations. With ``loss=kto`` it may have one answer with a label. The first row is shown before
+training. Some rows are held out, to measure how often the model prefers the chosen answer. The
+log-probs of the reference are computed once and kept with the checkpoint.
 
 Every key is in config/dpo.yaml and config/loss. Ctrl-C saves after the step;
 ``checkpoint.resume=auto`` resumes.

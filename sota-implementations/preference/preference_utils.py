@@ -52,11 +52,11 @@ class PairDataConfig(DataSource):
         source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
             dataset on the hub, or ``module:name`` of rows in Python; ``None`` for the pairs of sums
             that ship with the package. ``data=FILE`` does the same.
-        prompt: column with the user's message (or the messages before the answer); ``None`` for one
-            with a usual name, or for none if answers are whole conversations.
-        chosen: column with the better answer; ``None`` for one with a usual name (``chosen``,
+        prompt: column with the user's message (or the messages before the answer); ``None`` for a
+            column with a usual name, or for no column if answers are whole conversations.
+        chosen: column with the better answer; ``None`` for a column with a usual name (``chosen``,
             ``preferred``, ``response_j``, ...).
-        rejected: column with the worse answer, likewise.
+        rejected: column with the worse answer; ``None`` for a column with a usual name.
         tools: column with the tools of a conversation; ``None`` for ``tools``, in the rows that
             have it.
         system_prompt: first message of every conversation.
@@ -194,7 +194,7 @@ def parts_with(
 class References:
     """Log-probs of answers under the reference, each computed once; a part of the run.
 
-    A changed row (its data was repaired between two parts of a run) is computed again.
+    If a row has changed (because its data was repaired before a resume), it is computed again.
 
     Args:
         config: configuration of the recipe.
@@ -306,7 +306,7 @@ class Preparation:
         return cls(config, policy, references, ranks)
 
     def of_held_out(self, rows: Preferences) -> Preparation:
-        """The same for held-out rows, with the same reference; one process evaluates.
+        """Return the preparation of held-out rows, with the same reference; one process evaluates.
 
         Args:
             rows: the rows.

@@ -1,13 +1,13 @@
-"""Reward model: a number for each answer, learned from pairs of a better and a worse one.
+"""Reward model: a number for each answer, learned from pairs of a better and a worse answer.
 
     torchrl-llm train reward data=pairs.jsonl model.name=Qwen/Qwen2.5-0.5B-Instruct
     torchrl-llm train reward data=pairs.jsonl data.margin=stars loss.centering=0.01
 
-A row has a prompt, a chosen and a rejected answer: texts, messages, or whole conversations. The
-model gets a head with one number, which is read at the end of a conversation (Bradley-Terry). Some
-rows are held out, to measure the share of correctly ordered pairs and the calibration of the
-scores. ``AutoModelForSequenceClassification`` can open a checkpoint (adapters merged), and ``train
-grpo`` uses it as a reward with ``reward.components.model.name=FOLDER``.
+A row has a prompt, a chosen answer and a rejected answer, as texts, messages, or whole
+conversations. The model gets a head with one number, which is read at the end of a conversation
+(Bradley-Terry). Some rows are held out, to measure the share of correctly ordered pairs and the
+calibration of the scores. ``AutoModelForSequenceClassification`` can open a checkpoint (adapters
+merged), and ``train grpo`` uses it as a reward with ``reward.components.model.name=FOLDER``.
 
 Every key is in config/reward.yaml. Ctrl-C saves after the step; ``checkpoint.resume=auto`` resumes.
 """

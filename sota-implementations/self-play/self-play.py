@@ -48,9 +48,9 @@ from torchrl_llm.trainers import TrainingRun, optimize
 
 def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     """Train in a folder; yields the run before the first step and after each step."""
-    policies = make_policies(config, folder)  # by name: one per player, or one for all
+    policies = make_policies(config, folder)  # policies by name: one per player, or one for all
     players = config.players_of(policies)  # policy name to the players that it trains
-    samplers, weights = make_samplers(config, policies)  # the policies themselves, or engines
+    samplers, weights = make_samplers(config, policies)  # the policies, or engines
     opponent = Opponent(config, policies, samplers)  # an earlier policy in the other seat
     router = PolicyRouter(opponent.seats(1), seed=config.seed)
     tokenizer = next(iter(policies.values())).tokenizer
@@ -90,14 +90,14 @@ def train(config: SelfPlayConfig, folder: str | Path) -> Iterator[TrainingRun]:
     )
     yield run
     if samplers != policies:
-        collector.publish()  # engines have no weights yet, or old ones
+        collector.publish()  # engines have no weights yet, or old weights
     for step in run.steps():
         opponent.sit_down(step, router, shares)
         with run.timed("sample"), autocast(config):  # the first call plays the games
             rows = {name: learner.source.fill() for name, learner in learners.items()}
         if config.inference_model.sleep:
             for updater in weights.updaters:
-                updater.sleep()  # frees its memory for the trainer until the sync
+                updater.sleep()  # the sampler frees its memory for the trainer until the sync
         with run.timed("train"):
             updates = {
                 name: optimize(

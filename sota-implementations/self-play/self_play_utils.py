@@ -70,14 +70,16 @@ class AgentsConfig(Group, key="agents"):
     """The players.
 
     Attributes:
-        shared: one policy plays, and is trained on, all seats; otherwise each player has its own.
+        shared: one policy plays all seats and is trained on all of them; otherwise each player has
+            its own policy.
         opponent: ``self``: the trained players play each other; ``checkpoint``: one trained policy
-            plays an earlier version of itself, in turns from each seat.
-        opponent_interval: steps after which the earlier policy is updated to the trained one.
-        imitate_steps: if ``model.name`` names no player, steps of imitation (``imitate.py``) before
-            self-play: of a player who makes any legal move, so that winning is learned only by
-            playing. 0 begins from the model that ships with the package.
-        players_folder: folder that keeps imitated players for later runs; ``None`` imitates again.
+            plays against an earlier version of itself, and changes its seat with each step.
+        opponent_interval: steps after which the earlier policy gets the weights of the trained one.
+        imitate_steps: steps of imitation (``imitate.py``) before self-play, if ``model.name`` is
+            not given; the imitated player makes any legal move, so that winning is learned only by
+            playing. With 0, self-play begins with the model that ships with the package.
+        players_folder: folder that keeps imitated players for later runs; ``None`` to imitate in
+            each run.
     """
 
     shared: bool = False
@@ -225,7 +227,7 @@ def _keep_player(model: Path, kept: Path) -> Path:
         half.rename(kept)
     except OSError:
         shutil.rmtree(half, ignore_errors=True)
-        if not kept.is_dir():  # else a different run has saved the same player
+        if not kept.is_dir():  # otherwise a different run has saved the same player
             raise
     return kept
 
@@ -322,19 +324,20 @@ class Opponent:
         return self._players[(step - 1) % len(self._players)]
 
     def sit_down(self, step: int, router: PolicyRouter, shares: AgentShares) -> None:
-        """Before a step: change seats.
+        """Change seats, before a step.
 
         Args:
             step: its number, from 1.
-            router: router whose policies change seats.
-            shares: then distributes only the rows of the trained policy.
+            router: router with the policies that change seats.
+            shares: object that distributes rows; then it distributes only the rows of the trained
+                policy.
         """
         if self.policies:
             router.seat(self.seats(step))
             shares.assign({SHARED: [self._seat(step)]})
 
     def follow(self, step: int) -> None:
-        """After a step: copy the trained weights if this is due.
+        """Copy the trained weights if this is due, after a step.
 
         Args:
             step: its number.
@@ -419,7 +422,7 @@ class PlayersEvaluation:
 
 
 def shown(config: SelfPlayConfig, policies: Mapping[str, Any]) -> Shown:
-    """Columns that the run shows: games won by the first player, and won against the random one."""
+    """The shown columns: games won by the first player, and against the random player."""
     held_out = {"eval/accuracy": "held-out games won"}
     held_out |= {f"eval/{player}/won": f"won as {player}" for player in config.players}
     first = next(iter(policies))
@@ -433,7 +436,7 @@ def metrics_of(
     absent: Mapping[str, tuple[int, float]],
     router: PolicyRouter,
 ) -> dict[str, float]:
-    """The metrics of a step: those of each policy below ``train/<name>/``.
+    """The metrics of a step; the names of each policy's metrics begin with ``train/<name>/``.
 
     ``train/<player>/absent`` counts the episodes in which a player never acted, and
     ``train/<player>/reward_absent`` is the sum of the player's rewards in them, which are in no

@@ -2,9 +2,10 @@
 
     python sota-implementations/sft/embedded.py output=torchrl_llm/assets/embedded
 
-The model learns to add two-digit numbers from pupils: first from careful ones, then from a class in
-which most forget to carry or round. It then knows the correct sum and gives it in a quarter of its
-answers: reinforcement learning can improve this. Every key is in config/embedded.yaml.
+The model learns to add two-digit numbers from scripted pupils: first from careful pupils, then from
+a class in which most pupils forget to carry or round. After this it knows the correct sum, but
+gives it only in a quarter of its answers; reinforcement learning can improve this. Every key is in
+config/embedded.yaml.
 """
 
 from __future__ import annotations

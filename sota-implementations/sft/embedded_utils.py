@@ -88,9 +88,10 @@ class DataConfig(Group, key="data"):
     """Pupils whose answers are demonstrated.
 
     Attributes:
-        lessons: first part of the run, in which every pupil is careful.
-        forgetful: after it, the share of answers by pupils who never carry.
-        rough: after it, the share of answers by pupils who round to tens; the others are careful.
+        lessons: share of the run, at its start, in which every pupil is careful.
+        forgetful: after the lessons, the share of answers by pupils who never carry.
+        rough: after the lessons, the share of answers by pupils who round to tens; the others are
+            careful.
         calls: conversations with the calculator in each step, besides the sums.
         hasty: after the lessons, the share of these conversations whose pupil answers without a
             call. Rows have equal weight for any length, so a token of these short rows counts eight
@@ -226,7 +227,7 @@ def make_model(config: ModelConfig, tokenizer: PreTrainedTokenizerFast) -> Llama
 
 
 def careful(first: int, second: int) -> int:
-    """The right sum."""
+    """The correct sum."""
     return first + second
 
 

@@ -86,7 +86,8 @@ def make_game_env(config: ImitateConfig, tokenizer: Any, *, held_out: bool = Fal
 def player(config: PlayerConfig, seed: int | str) -> Player:
     """The scripted player."""
     generator = random.Random(seed)
-    # Each has its own random stream: with one seed for all, their choices would be correlated.
+    # Each player has its own random stream: with one seed for all, their choices would be
+    # correlated.
     careful, careless = expert(generator.getrandbits(32)), random_player(generator.getrandbits(32))
 
     def act(game: Game, state: Any) -> str:

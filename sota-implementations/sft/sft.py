@@ -1,12 +1,12 @@
-"""Supervised fine-tuning on conversations of your own: a model learns what the assistant says.
+"""Supervised fine-tuning on your own conversations: a model learns the assistant's turns.
 
     torchrl-llm train sft data=chats.jsonl model.name=Qwen/Qwen2.5-0.5B-Instruct
     torchrl-llm train sft data=qa.csv data.prompt=question data.completion=answer reward=exact
     python sota-implementations/sft/sft.py data=chats.jsonl train_model.lora.enabled=true
 
 The model learns the tokens of every assistant turn, including the token that ends the turn. The
-first row is shown before training, with its trained tokens. Some rows are held out, for a loss and,
-with ``reward=``, for the accuracy of the model's answers.
+first row is shown before training, with its trained tokens. Some rows are held out, to measure a
+loss and, with ``reward=``, the accuracy of the model's answers.
 
 Every key is in config/sft.yaml and config/common.yaml. Ctrl-C saves after the step;
 ``checkpoint.resume=auto`` resumes.

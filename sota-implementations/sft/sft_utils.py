@@ -65,16 +65,16 @@ class DemonstrationConfig(DataSource):
     """Your own conversations for training.
 
     Attributes:
-        prompt: column with the user's message (or the messages before the answer); ``None`` for one
-            with a usual name (``prompt``, ``question``, ``query``, ``instruction``, ...).
-        completion: column with the answer to learn; ``None`` likewise (``completion``,
-            ``response``, ``output``, ``solution``, ``answer``, ...).
-        messages: column with whole conversations, instead of the two; ``None`` for ``messages`` or
-            ``conversations`` if neither of the two is named.
-        tools: column with the tools of a conversation, a list of schemas, also as JSON; ``None``
+        prompt: column with the user's message (or the messages before the answer); ``None`` for a
+            column with a usual name (``prompt``, ``question``, ``query``, ``instruction``, ...).
+        completion: column with the answer to learn; ``None`` for a column with a usual name
+            (``completion``, ``response``, ``output``, ``solution``, ``answer``, ...).
+        messages: column with whole conversations, instead of ``prompt`` and ``completion``;
+            ``None`` for ``messages`` or ``conversations`` if neither of these two keys is set.
+        tools: column with the tools of a conversation, a list of schemas or its JSON text; ``None``
             for ``tools``, in the rows that have it.
-        answer: column with the answer that ``reward`` compares; ``None`` for the completion, the
-            last turn of the conversation.
+        answer: column with the correct answer, for ``reward``; ``None`` for the completion (the
+            last turn of the conversation).
         system_prompt: first message of every conversation.
     """
 

@@ -2,7 +2,7 @@
 
 An :class:`Agent` is a frozen record without state. :meth:`Agent.wrap` inserts its transforms at the
 correct places of an environment, :meth:`Agent.policy` describes its tools to a policy; collection,
-training and evaluation then work as without it. The state of an episode is in its rows.
+training and evaluation then work as without an agent. The state of an episode is in its rows.
 
 Next: :mod:`torchrl_llm.agents.tool_agent`, :mod:`~torchrl_llm.agents.react_agent` and
 :mod:`~torchrl_llm.agents.retool_agent` are agents that call tools. ``docs/source/howto/agents.rst``
@@ -34,7 +34,7 @@ from torchrl_llm.tools import Tool, ToolTransform
 from torchrl_llm.tools.tool_transform import as_tool
 
 AnyTool = str | Tool | Callable[..., Any]
-# Transforms that read a whole turn, after its tools.
+# Transforms that read a whole turn, after its tool calls were answered.
 _AFTER_TOOLS = (AnswerGate, RewardParser, WorldTransform, StepCounter, ContextStrategy)
 
 
@@ -46,10 +46,11 @@ class Agent:
     Args:
         context: the part of a conversation that the model sees; all of it if not given.
         tools: tools of the model in addition to the environment's: tools, classes of tools,
-            functions, or names of these. One name in both is an error.
+            functions, or names of these. A name that the environment's tools also have is an error.
         parser: reads answers. In a world (a game, a session) it reads the action; in a plain task
             it checks the form of an answer, see :class:`~torchrl_llm.envs.transforms.ParseAnswers`.
-        system_prompt: instead of the environment's own (in a game, the rules are a part of that).
+        system_prompt: replaces the environment's own system prompt (in a game, the rules are a part
+            of it).
         accept_cut: carry out the actions and calls of answers that were cut at their token limit.
             Other cut answers are scored anyway.
 
@@ -64,7 +65,7 @@ class Agent:
     """
 
     OWNS_LOOP: ClassVar[bool] = False
-    """Whether it acts in its own loop, so that the environment only provides rows and reward."""
+    """Whether the agent has its own loop, and the environment only provides rows and reward."""
 
     context: ContextStrategy | None = None
     tools: list[AnyTool] | tuple[AnyTool, ...] = ()
@@ -81,7 +82,7 @@ class Agent:
     # -- tools ------------------------------------------------------------------------------------
 
     def make_tools(self) -> list[Tool]:
-        """The agent's own tools, made for one environment.
+        """Make the agent's own tools for one environment.
 
         Raises:
             ConfigError: one is no tool.
@@ -89,7 +90,7 @@ class Agent:
         return [copy.deepcopy(as_tool(tool)) for tool in self.tools]
 
     def make_transforms(self, acting: Sequence[Tool] = ()) -> list[ToolTransform]:
-        """The transforms that answer the calls of the agent, made for one environment.
+        """Make the transforms that answer the calls of the agent, for one environment.
 
         Args:
             acting: action tools of a world whose actions are calls.
@@ -101,12 +102,12 @@ class Agent:
         """The transform that answers tool calls.
 
         Args:
-            tools: at least one.
+            tools: one or more tools.
         """
         return ToolTransform(tools, accept_cut=self.accept_cut)
 
     def auxiliary_turns(self, own: int) -> int:
-        """Most turns in a row that only call tools.
+        """Return the maximum number of consecutive turns that only call tools.
 
         Args:
             own: number that the environment itself allows.
@@ -162,12 +163,12 @@ class Agent:
         return env
 
     def policy(self, policy: LLMWrapperBase, env: EnvBase | None = None) -> LLMWrapperBase:
-        """A policy whose prompts describe the tools, in the form of its chat template.
+        """Return a policy whose prompts describe the tools, in the form of its chat template.
 
         Args:
             policy: the policy that answers; it does not change, and its weights are shared.
-            env: the environment to which the agent was added, whose own tools are described too.
-                Without it only the agent's tools are described.
+            env: the environment to which the agent was added; its tools are described, too. Without
+                it only the agent's tools are described.
         """
         if env is None:
             made = (each.schemas for each in self.make_transforms())
@@ -198,7 +199,7 @@ class Agent:
         insert(env, ParseAnswers(parser), before=(RewardParser, StepCounter, ContextStrategy))
 
     def _judge_cuts(self, env: TransformedEnv) -> None:
-        """Let every part of the environment treat cut answers alike."""
+        """Set the same treatment of cut answers in every part of the environment."""
         judges = [each for each in transforms_of(env) if hasattr(each, "accept_cut")]
         if self.accept_cut and all(isinstance(each, CutAnswers) for each in judges):
             raise ConfigError(

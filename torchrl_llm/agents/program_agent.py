@@ -38,29 +38,30 @@ class ProgramAgent(Agent):
 
     The environment provides rows and the reward; its tools and its turn limit are removed. The
     program calls an endpoint that speaks the protocols of OpenAI and Anthropic. Its return value is
-    the reward: a number, a dict of named numbers (``"reward"``, or else their sum), or ``None`` for
-    the task's own reward of its last answer.
+    the reward: a number; a dict of named numbers (its ``"reward"``, or else the sum of the
+    numbers); or ``None``, and then the task's own reward scores the last answer.
 
     Args:
         program: ``FILE.py:FUNCTION``, of ``(row, base_url, api_key)`` or ``(row, client)``; sync or
             async.
-        command: words of a command instead, which finds ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``,
-            ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY`` and ``ROW`` (JSON) in its environment, and
-            may write its return value to ``REWARD_FILE`` as JSON.
+        command: words of a command instead of ``program``. Its environment variables are
+            ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE_URL``, ``ANTHROPIC_API_KEY``
+            and ``ROW`` (JSON); it may write its return value as JSON to the file ``REWARD_FILE``.
         python: the Python that runs ``program``; this one if not given.
-        sandbox: ``"bubblewrap"`` or ``"container"``: runs each ``command`` in a separate sandbox,
-            which reads the working directory, writes only to memory, and has this machine's
+        sandbox: ``"bubblewrap"`` or ``"container"``: runs each ``command`` in a separate sandbox.
+            There it can read the working directory, write only to memory, and use this machine's
             network.
         image: image of the container; ``"python:3.12-slim"`` if not given.
         memory_bytes: memory that each process in the sandbox may use.
-        timeout_s: seconds that a program may take, without the time in which it waits for answers.
-        max_calls: most calls of a rollout; further ones are rejected.
+        timeout_s: seconds that a program may take; time in which it waits for answers does not
+            count.
+        max_calls: maximum number of calls of a rollout; further calls are rejected.
         num_hosts: processes that run functions.
-        patience_s: seconds that the policy waits for further calls once one has come.
+        patience_s: seconds that the policy waits for further calls after a call has arrived.
 
     Raises:
-        ConfigError: neither or both of ``program`` and ``command``, one that does not exist, or an
-            invalid number.
+        ConfigError: neither or both of ``program`` and ``command`` are given, it does not exist, or
+            a number is invalid.
         MissingExtraError: without the extra ``gateway``.
         ResourceError: this machine does not have the sandbox.
 
@@ -118,15 +119,16 @@ class ProgramAgent(Agent):
             policy: the policy that answers; its template is used.
             template: without a policy, arguments of
                 :class:`~torchrl_llm.data.text.ChatFormatter`.
-            limits: limits of the calls' settings; those of training with the policy if not given.
+            limits: limits of the calls' settings; by default the limits of training with the
+                policy.
             show_tools: whether prompts describe the tools that calls bring.
 
         Returns:
             The environment around it.
 
         Raises:
-            ConfigError: not a task over rows, a world that changes by the model's actions, or
-                neither policy nor limits.
+            ConfigError: the environment is not a task over rows, or is a world that changes by the
+                model's actions; or neither policy nor limits are given.
         """
         require("uvicorn", extra="gateway", feature="agent=program")
         require("starlette", extra="gateway", feature="agent=program")

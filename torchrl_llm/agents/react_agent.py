@@ -1,4 +1,4 @@
-"""An agent that thinks with tools for some turns, and then has to answer (arXiv:2210.03629)."""
+"""An agent that calls tools in some turns, and then has to answer (arXiv:2210.03629)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LastRequest(ContextStrategy):
     the answer does not contain it, so the row forks there (``fork_cause`` ``"last_request"``).
 
     Args:
-        after: turns in a row that only called tools.
+        after: number of consecutive turns that only called tools.
         text: text of the request.
 
     Raises:
@@ -100,7 +100,7 @@ class ReActAgent(ToolAgent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        LastRequest(self.max_auxiliary_turns, self.last_request)  # which checks its arguments
+        LastRequest(self.max_auxiliary_turns, self.last_request)  # checks the arguments
 
     def auxiliary_turns(self, own: int) -> int:
         """See :meth:`Agent.auxiliary_turns`; the agent's limit holds for all tools."""

@@ -1,4 +1,4 @@
-"""An agent that writes code, reads what it prints, and answers (ReTool, arXiv:2504.11536)."""
+"""An agent that writes code, reads its output, and answers (ReTool, arXiv:2504.11536)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_llm.tools import CodeBlockParser, PythonTool, Tool, ToolResult, Too
 
 
 class CodeTransform(ToolTransform):
-    """Runs the first code block of a turn; what it prints is a message of the user.
+    """Runs the first code block of a turn; its output becomes a message of the user.
 
     The message is ``<interpreter>...</interpreter>``, which every chat template can write.
 
@@ -28,7 +28,7 @@ class CodeTransform(ToolTransform):
         super().__init__([tool], parser, timeout=tool.timeout, max_calls=1, **kwargs)
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-        """One message, with what the code printed.
+        """Make one message with the output of the code.
 
         Args:
             results: results of the block that was run, and of the blocks that were not.
@@ -44,16 +44,16 @@ class CodeTransform(ToolTransform):
 class ReToolAgent(ReActAgent):
     r"""A model whose Python code is run in a sandbox before it answers.
 
-    A turn with a code block (``python`` fences) is a part of thinking, whatever else it says: its
-    first block is run, and the model reads what it printed. A turn without code is the answer.
-    Everything else is as in a :class:`~torchrl_llm.agents.ReActAgent`; ``max_auxiliary_turns``
-    counts turns with code, too. No template tells the model that its code runs: say so in
-    ``system_prompt``.
+    A turn with a code block (``python`` fences) is a part of thinking, even if it also contains an
+    answer. Its first block is run, and the model reads the output. A turn without code is the
+    answer. Everything else is as in a :class:`~torchrl_llm.agents.ReActAgent`;
+    ``max_auxiliary_turns`` counts turns with code, too. No template tells the model that its code
+    runs: write this in ``system_prompt``.
 
     Args:
         timeout: seconds that a piece of code, or a call, may take.
-        sandbox: where code runs (``"bubblewrap"``, ...); the strongest that the machine has if not
-            given, see :func:`~torchrl_llm.sandbox.make_sandbox`.
+        sandbox: kind of sandbox (``"bubblewrap"``, ...); by default the strongest that the machine
+            has, see :func:`~torchrl_llm.sandbox.make_sandbox`.
         memory_bytes: address space of each process of a piece of code.
 
     Example:

@@ -1,4 +1,4 @@
-"""An agent that thinks with tools, of its own or of the environment."""
+"""An agent that calls tools, its own or the environment's, while it thinks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ class ToolAgent(Agent):
     """A model that may call tools before it answers.
 
     Args:
-        max_auxiliary_turns: most turns in a row that only call its own tools. The calls of the next
-            turn are rejected, and that turn counts as the answer. The environment's limit on its
-            own tools stays.
-        calls: how calls are written; as the chat template writes them if not given.
+        max_auxiliary_turns: maximum number of consecutive turns that only call its own tools. The
+            calls of the next turn are rejected, and that turn counts as the answer. For the
+            environment's tools, the environment's limit applies.
+        calls: form of the calls; by default the form of the chat template.
         timeout: seconds that a call may take.
 
     Raises:
-        ConfigError: an invalid number, or, when it is added to an environment, no tool in either of
-            them.
+        ConfigError: a number is invalid; or, when the agent is added to an environment, neither of
+            them has a tool.
 
     Example:
         >>> from torchrl_llm.envs import ArithmeticEnv
@@ -44,7 +44,7 @@ class ToolAgent(Agent):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # Not of the fields, for they are those of every subclass too.
+        # Not among the fields, because every subclass would inherit it.
         check("max_auxiliary_turns", self.max_auxiliary_turns, Annotated[int, Ge(1)])
         check("timeout", self.timeout, Annotated[float, Gt(0)])
 

@@ -36,18 +36,18 @@ class NoModel(TokenScorer):
 class Algorithm:
     """A named pair of loss and advantage estimator.
 
-    Any loss goes with any advantage estimator; a preset such as
+    Any loss can be combined with any advantage estimator. A preset such as
     :func:`~torchrl_llm.algorithms.make_grpo` is only a pair that a paper uses.
 
     Attributes:
         name: its name.
         loss: the loss over the rows of the buffer.
         credit: the advantage estimator; ``None`` if the loss needs none.
-        transforms: see the rows before ``credit`` does, in this order: changes of the reward,
-            values.
-        scorers: see the rows last, joined and filtered, in this order: log-probs that only the
+        transforms: transforms that get the rows before ``credit``: first changes of the reward,
+            then values.
+        scorers: transforms that get the rows last, joined and filtered: log-probs that only the
             loss reads.
-        build: makes the algorithm with a model, if it was made without one.
+        build: function that makes the algorithm with a model, if it was made without one.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -70,13 +70,13 @@ class Algorithm:
     build: Callable[..., Algorithm] | None = field(default=None, repr=False, compare=False)
 
     def bind(self, actor: nn.Module | TokenScorer) -> Algorithm:
-        """The same algorithm with a model, if it was made without one.
+        """Return the same algorithm with a model, if it was made without one.
 
         Args:
             actor: the policy, or anything else that scores tokens.
 
         Returns:
-            This one with a loss of that model, and with its transforms if the preset has any.
+            This algorithm with a loss of the model, and with the transforms of the preset.
 
         Raises:
             ConfigError: it already has a model.
@@ -90,8 +90,9 @@ class Algorithm:
     def append_to(self, buffer: B) -> B:
         """Append everything but the loss to a buffer, which then has rows to train on.
 
-        The last appended part sees the rows first: ``transforms``, then ``credit``, then the turns
-        of a trajectory are joined into one row, then ``scorers``.
+        The part that is appended last gets the rows first. So the rows pass through ``transforms``,
+        then ``credit``, then a transform that joins the turns of a trajectory into one row, then
+        ``scorers``.
 
         Args:
             buffer: a buffer whose own transforms, if any, come after all of these.

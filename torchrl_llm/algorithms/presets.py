@@ -1,10 +1,11 @@
-"""Table of the algorithms that papers use: each is a loss and an advantage estimator, by name.
+"""Table of the algorithms of papers: the names of a loss and an advantage estimator for each.
 
-The table is ``presets.yaml``: values that a record lacks are the defaults of the two classes. Each
-record has a function ``make_*`` here, whose docstring describes the algorithm; its signature, its
-checks and the list of its arguments in the docstring come from the record, and tests compare the
-pages of the docs and the files of ``sota-implementations/grpo/config`` with it. ``make_opd`` and
-``make_mopd`` have separate signatures: they take teachers, which score the student's samples.
+The table is ``presets.yaml``. If a record lacks a value, the default of the class applies. Each
+record has a function ``make_*`` in this file, whose docstring describes the algorithm. The
+function's signature, its checks and the list of arguments in its docstring come from the record.
+Tests compare the pages of the docs and the files of ``sota-implementations/grpo/config`` with the
+record. ``make_opd`` and ``make_mopd`` have separate signatures: they take teachers, which score the
+student's samples.
 """
 
 from __future__ import annotations
@@ -48,17 +49,19 @@ class Preset:
 
     Attributes:
         name: the function is called ``make_<name>``.
-        paper: where it was published; empty without a paper.
+        paper: the publication; empty if there is none.
         loss: name among the registered ``"losses"``, or ``"module:name"``.
         advantage: name among the registered ``"advantages"``; ``None`` if none is needed.
         loss_arguments: arguments in which the paper differs from the loss's defaults.
-        advantage_arguments: the same of the advantage estimator.
+        advantage_arguments: arguments in which the paper differs from the advantage estimator's
+            defaults.
         ludic_loss: arguments of the loss with ``style="ludic"``, where Ludic's code differs.
         ludic_advantage: the same of the advantage estimator.
         group_size: responses to a prompt, by default; ``None`` if there are no groups.
-        grouped: arguments of the advantage estimator if the user makes groups nevertheless.
+        grouped: arguments of the advantage estimator if the user makes groups, although the preset
+            does not.
         arguments: names of the preset's own arguments, as the signature lists them: ``style``,
-            ``group_size``, and those of the loss, the advantage estimator or ``transforms``.
+            ``group_size``, and arguments of the loss, the advantage estimator or ``transforms``.
         fixed: arguments of the loss that define the algorithm and cannot be given.
         transforms: function that makes the transforms of rows before advantages are written, from
             the actor and its own arguments.
@@ -103,14 +106,14 @@ class Preset:
         return {**self.loss_arguments, **ludic[0]}, {**self.advantage_arguments, **ludic[1]}
 
     def build(self, actor: Actor | None = None, **given: Any) -> Algorithm:
-        """Build the algorithm; :meth:`maker` gives this the signature of the preset.
+        """Build the algorithm; :meth:`maker` adds the signature of the preset.
 
         Args:
-            actor: the policy, or anything else that scores tokens; ``None`` for one that
-                :meth:`Algorithm.bind` gives later.
-            **given: arguments of the preset and of its loss, which override those of the preset.
-                ``None`` is the value of the style if the styles differ in an argument of the
-                preset.
+            actor: the policy, or anything else that scores tokens; ``None`` if
+                :meth:`Algorithm.bind` sets it later.
+            **given: arguments of the preset and of its loss, which override the preset's values. If
+                the styles differ in an argument of the preset, ``None`` means the value of the
+                style.
 
         Raises:
             ConfigError: an argument is impossible, missing, or fixed by the style.
@@ -229,18 +232,18 @@ def _argument_help(*targets: Callable[..., Any]) -> dict[str, str]:
 
 
 def _own_arguments(actor: Actor, style: Style = "paper", group_size: int | None = None) -> None:
-    """Arguments that neither the loss nor the advantage estimator has by this name.
+    """Arguments of a preset that have this name neither in the loss nor in the estimator.
 
     Args:
         actor: the policy, or anything else that scores tokens; without one, ``algorithm.bind`` of
             the returned algorithm sets it.
-        style: ``"paper"``, or ``"ludic"`` for Ludic's code if that differs.
+        style: ``"paper"``, or ``"ludic"`` for the values of Ludic's code, if they differ.
         group_size: responses to a prompt.
     """
 
 
 def _overlong(actor: Actor, overlong: tuple[int, int] | None = None) -> tuple[Transform, ...]:
-    """First transforms of the rows of DAPO.
+    """The transforms that get the rows of DAPO first.
 
     Args:
         actor: not used.
@@ -262,12 +265,13 @@ def _preset(
 
 @_preset
 def make_grpo() -> None:
-    """GRPO: normalised in the group, a clipped ratio per token, a mean over each response.
+    """GRPO: advantages normalised in the group, a clipped ratio per token, a mean per response.
 
     The recipe's own default is the same with a mean over all tokens, as in TorchRL.
 
-    The paper leaves open which standard deviation it divides by; ``"sample"`` is the default.
-    Ludic: the population's plus 1e-8, which is fixed, and the sum over a response's tokens.
+    The paper does not define the standard deviation by which it divides; the default is
+    ``"sample"``. Ludic divides by the population's deviation plus 1e-8, which is fixed, and sums
+    over a response's tokens.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM
@@ -285,8 +289,8 @@ def make_grpo() -> None:
 def make_dr_grpo() -> None:
     """Dr. GRPO: no division by a deviation, nor by each response's length.
 
-    It divides by a constant (``constant_length``): no reward for length, no weight on questions
-    that are nearly always solved or never.
+    It divides by a constant (``constant_length``). So length is not rewarded, and questions that
+    are nearly always or never solved get no additional weight.
 
     The constant is required. Ludic also leaves out the division by the constant, and rejects it.
     """
@@ -296,7 +300,7 @@ def make_dr_grpo() -> None:
 def make_dapo() -> None:
     """DAPO: a wider upper bound, the mean over all tokens, dynamic sampling.
 
-    Further prompts replace groups without a signal, and long responses are softly punished
+    Further prompts replace groups without a signal, and long responses get a gradual penalty
     (``reward.overlong_cache=...``).
 
     Groups whose rewards are all equal are not written; a loop that has to fill its batch collects
@@ -308,9 +312,9 @@ def make_dapo() -> None:
 def make_gspo() -> None:
     """GSPO: one ratio and one clip for a whole response.
 
-    It is steadier with mixtures of experts.
+    Training is more stable for mixtures of experts.
 
-    Ludic: its deviation of the group.
+    Ludic: its deviation of the group (see ``make_grpo``).
     """
 
 
@@ -318,7 +322,7 @@ def make_gspo() -> None:
 def make_gmpo() -> None:
     """GMPO: the geometric mean of clipped ratios.
 
-    Bounds are those of the log-ratio of a token.
+    The bounds apply to the log-ratio of a token.
 
     Ludic: its deviation of the group. Its formula has no lower bound, regardless of its setting;
     the loss here follows the paper in both styles.
@@ -329,9 +333,9 @@ def make_gmpo() -> None:
 def make_cispo() -> None:
     """CISPO: the clipped ratio as a weight, so that every token has a gradient.
 
-    The bounds are those of the weight.
+    The bounds apply to the weight.
 
-    Ludic: its deviation of the group, and the mean over each response's tokens first.
+    Ludic: its deviation of the group; and it first averages over each response's tokens.
     """
 
 
@@ -369,7 +373,8 @@ def make_reinforce() -> None:
 def make_reinforce_plus_plus() -> None:
     """REINFORCE++: returns normalised over the batch, and PPO's clip.
 
-    With ``advantage.baseline=group`` (here a ``group_size``) the group's mean is subtracted first.
+    With ``advantage.baseline=group`` (in this function a ``group_size``) the group's mean is
+    subtracted first.
 
     The paper subtracts the divergence from a reference model from the reward
     (:class:`~torchrl_llm.envs.transforms.KLRewardTransform`), or in its variant with a baseline
@@ -403,16 +408,17 @@ def make_ppo() -> None:
 def make_scalerl() -> None:
     """ScaleRL: CISPO, centred in the group, divided by the deviation of the batch.
 
-    Averaged within each prompt's responses and then over prompts, which needs ``group_id``.
+    The loss is averaged over the responses of each prompt and then over prompts, which needs
+    ``group_id``.
 
     Groups of equal rewards are not written. By default a weight is at most 4; the results of the
     paper hardly differ between its values of this bound. The rest of the recipe does not concern
-    the loss and advantages: log-probs from float32 logits (always the case here), a pipeline of
-    samplers, and dropping prompts that are nearly always solved.
+    the loss and advantages: log-probs from float32 logits (always the case in this package), a
+    pipeline of samplers, and dropping prompts that are nearly always solved.
 
     Ludic: 1e-8 added to the deviation, weights between 0.8 and 1.28, averaged over each response,
-    and no trajectory without advantage. (Ludic also leaves out advantages of at most 1e-4; here
-    they have to be 0.)
+    and trajectories without an advantage are left out. (Ludic leaves out advantages of at most
+    1e-4; this package only leaves out advantages of 0.)
     """
 
 
@@ -448,13 +454,13 @@ def make_opd(
     """On-policy distillation: the reverse divergence from a teacher on the student's samples.
 
     Thinking Machines, *On-Policy Distillation*, 2025. Rewards are not read. By default the
-    advantage of a token is how much likelier the teacher finds it. Ludic's preset differentiates
-    that difference instead; its expected gradient does not depend on the teacher, so it is not
-    offered.
+    advantage of a token is the teacher's log-prob minus the student's. Ludic's preset
+    differentiates this difference instead. The expected gradient of that loss does not depend on
+    the teacher, so this package does not offer it.
 
     Args:
         actor: the student.
-        teacher: scores the student's tokens; of the same vocabulary.
+        teacher: scores the student's tokens; it must have the same vocabulary.
         estimator: how the divergence is estimated, see
             :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`.
         coeff: weight of the divergence.
@@ -485,16 +491,16 @@ def make_mopd(
     """On-policy distillation from several teachers: each row names its own under ``"domain"``.
 
     As in MiMo-V2-Flash (arXiv:2601.02780) the reward may contribute in addition to the teachers:
-    with ``outcome_coeff`` the advantage in the group is added to the distillation's.
+    with ``outcome_coeff`` the advantage in the group is added to the advantage of the distillation.
 
     Args:
         actor: the student.
-        teachers: name to scorer; all of the student's vocabulary.
+        teachers: name to scorer; all must have the student's vocabulary.
         group_size: responses to a prompt, with ``outcome_coeff``.
         estimator: how the divergence is estimated, see
             :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`.
         coeff: weight of the divergence.
-        outcome_coeff: weight of the advantage that the reward gives; 0 does not read the reward.
+        outcome_coeff: weight of the reward's advantage in the group; with 0 the reward is not read.
         **settings: further arguments of the loss.
     """
     algorithm = _distilled(
@@ -512,8 +518,8 @@ def make_mopd(
 def _distilled(
     name: str, actor: Actor, teachers: TokenScorer | Mapping[str, TokenScorer], **settings: Any
 ) -> Algorithm:
-    # The full vocabulary needs the teachers themselves, other estimators only their log-probs of
-    # the rows.
+    # ``full_vocabulary`` needs the teachers themselves; other estimators only need their log-probs
+    # of the rows.
     if settings["estimator"] == "full_vocabulary":
         return PRESETS[name].build(actor, teachers=teachers, **settings)
     scorers = (RetrieveTeacherLogProb(teachers, student=actor),)

@@ -1,7 +1,7 @@
 """Command line ``torchrl-llm``, also ``python -m torchrl_llm``: trains, evaluates, lists.
 
 Each command is a module of this package. It has a summary (the first line of its docstring) and
-``main(arguments)``; it is imported when it is called, so that ``--help`` imports nothing.
+``main(arguments)``; it is imported only when it is called, so that ``--help`` is fast.
 
 Next: ``torchrl_llm.recipes.launch`` starts a recipe's page.
 """
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Args:
-        arguments: of the command line; those of this process by default.
+        arguments: arguments of the command line; by default the arguments of this process.
 
     Returns:
         The exit status.

@@ -1,8 +1,8 @@
 """Options of a command, declared as a group of settings: each field is an option with its help.
 
-The metadata of a field's type determine its form: a :class:`Word` is written without dashes, a text
-is the name of the value in the help, a tuple has all possible values. A bool is a flag; a list is
-an option that may be repeated.
+The metadata of a field's type determine its form. A :class:`Word` is an argument without dashes; a
+text is the name of the value in the help; a tuple has all possible values. A bool is a flag; a list
+is an option that may be repeated.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ def listing(found: Mapping[str, str]) -> str:
 
 
 def make_parser(options: type[Group], name: str, **words: str) -> argparse.ArgumentParser:
-    """The parser of a command; ``options(**vars(parser.parse_args(...)))`` are its settings.
+    """Make the parser of a command: ``options(**vars(parser.parse_args(...)))`` are its settings.
 
     Args:
         options: class of the options; its docstring is the description.
-        name: of the command.
+        name: name of the command.
         **words: ``usage``, and values for the braces in the help.
     """
     usage = words.pop("usage", None)
@@ -75,9 +75,9 @@ def parse(options: type[T], name: str, arguments: Sequence[str], **words: str) -
 
     Args:
         options: as for :func:`make_parser`.
-        name: likewise.
-        arguments: of the command line.
-        **words: likewise.
+        name: as for :func:`make_parser`.
+        arguments: arguments of the command line.
+        **words: as for :func:`make_parser`.
 
     Raises:
         SystemExit: the arguments are invalid, or request help.

@@ -1,4 +1,4 @@
-"""Talks to a model: ``torchrl-llm chat FOLDER``; a run, a checkpoint, a hub name, or nothing."""
+"""Talks to a model: ``torchrl-llm chat FOLDER``, of a run or a checkpoint; or a hub name."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ class Options(Group):
     Attributes:
         model: folder of a run (its newest checkpoint), of a checkpoint or a model, or a hub name;
             default: the model that ships with the package.
-        system: system prompt; default: that of the run.
-        temperature: of sampling; 0 is greedy.
-        max_tokens: tokens of an answer; default: the run's, or 256.
-        seed: of sampling.
-        trust: import what the run's config.yaml names (its tools).
-        tool: a tool besides the run's, by name or as module:function; may be repeated.
+        system: system prompt; default: the system prompt of the run.
+        temperature: sampling temperature; 0 is greedy.
+        max_tokens: maximum number of tokens of an answer; default: the run's, or 256.
+        seed: random seed of sampling.
+        trust: import the objects that the run's config.yaml names (its tools).
+        tool: a tool in addition to the run's tools, by name or as module:function; may be repeated.
     """
 
     model: Annotated[str | None, Word("FOLDER")] = None

@@ -34,11 +34,11 @@ class Options(Group):
     Attributes:
         config: one of {recipes}, a YAML file, or the folder of a run.
         overrides: keys of the recipe.
-        recipe: recipe of a file whose keys do not identify it.
+        recipe: recipe of the file, if the keys of the file do not identify it.
         calibrate: find the largest train.micro_token_budget that fits, by training with it.
         sample: let the model answer some prompts, however large it is.
         json: print findings as JSON.
-        trust: import what the file or the run's config.yaml names.
+        trust: import the objects that the file or the run's config.yaml names.
     """
 
     config: Annotated[str, Word("RECIPE|FILE")]

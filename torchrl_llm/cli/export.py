@@ -27,13 +27,13 @@ class Options(Group):
         source: folder of a run that kept rollouts (logging.rollouts=all), or of an evaluation; or
             one of its files, answers_TASK.jsonl.
         output: the file.
-        min_reward: least reward of a conversation; default: any.
-        best_of_group: most conversations of each prompt, those with the highest rewards; default:
-            all.
-        duplicates: keep conversations that are equal.
-        trust: import tools that the run's config.yaml names, if its rollouts do not describe them
-            (those of an earlier version).
-        cut: keep those with an answer that a length limit cut.
+        min_reward: smallest reward of a conversation; default: any.
+        best_of_group: write at most this number of conversations of each prompt, the ones with the
+            highest rewards; default: all.
+        duplicates: keep equal conversations.
+        trust: import tools that the run's config.yaml names; needed if an earlier version wrote the
+            rollouts, which then do not describe the tools.
+        cut: keep conversations with an answer that a length limit has cut.
         pairs: write a better and a worse answer to each prompt instead: the best and the worst, or
             every two with different rewards.
     """

@@ -1,4 +1,4 @@
-"""Prints what can be chosen by name: ``torchrl-llm list [losses|tasks|rewards|tools|...]``."""
+"""Prints names for settings: ``torchrl-llm list [losses|tasks|rewards|tools|...]``."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _REGISTERED = {new: old for old, new in _ALSO.items()}
 
 
 class Options(Group):
-    """Print what can be chosen by name, and how.
+    """Print names of losses, tasks, rewards, tools and more, and the settings that use them.
 
     Attributes:
         kind: {kinds}; all by default.

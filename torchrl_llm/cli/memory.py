@@ -21,7 +21,7 @@ _PROMPT = 512
 class Options(Group):
     """Print the memory that a run needs, by formula.
 
-    The model, model.name, may be a folder with config.json alone.
+    The model (model.name) may be a folder that contains only config.json.
 
     Attributes:
         words: {recipes} (default: grpo), and its keys as for torchrl-llm train.
@@ -36,7 +36,7 @@ class Options(Group):
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print a table of what takes memory in a run, by formula; no weights are read.
+    """Print a table of the memory of a run by parts, from formulas; no weights are read.
 
     Args:
         arguments: a recipe, overrides of its keys, and options.
@@ -45,7 +45,7 @@ def main(arguments: Sequence[str]) -> int:
         The exit status.
 
     Raises:
-        ConfigError: no such recipe or key, or a model that is not here.
+        ConfigError: the recipe, the key or the model does not exist.
     """
     usage = "torchrl-llm memory [RECIPE] [KEY=VALUE ...] [--prompt-tokens N] [--processes N]"
     recipes = " or ".join(RECIPES)

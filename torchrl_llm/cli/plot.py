@@ -13,7 +13,7 @@ from torchrl_llm.cli._options import Word, parse
 from torchrl_llm.errors import ConfigError
 
 _METRICS = ("train/reward", "eval/accuracy")
-# More curves than this are only drawn in the picture.
+# If there are more curves, they are only drawn in the picture.
 _MOST_DRAWN = 2
 
 
@@ -22,9 +22,10 @@ class Options(Group):
 
     Attributes:
         runs: folder of a run or of a sweep; or a pattern.
-        output: the picture; default: curves.png in the run's folder, or here for several.
-        metric: column of metrics.csv; may be repeated; default: {metrics}.
-        by: one line for each combination of these keys, and the mean over its runs.
+        output: the picture; default: curves.png in the run's folder, or in the current folder for
+            several runs.
+        metric: column of metrics.csv to draw; may be repeated; default: {metrics}.
+        by: draw one line for each combination of values of these keys: the mean over its runs.
     """
 
     runs: Annotated[list[str], Word("RUN")]

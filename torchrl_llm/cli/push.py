@@ -18,7 +18,7 @@ class Options(Group):
     Attributes:
         folder: folder of a run, of a checkpoint or of a model.
         name: the repository; created if it does not exist.
-        public: make a new repository public.
+        public: make a new repository public; by default it is private.
         revision: a branch; created from main if it does not exist.
     """
 

@@ -29,9 +29,9 @@ class Options(Group):
         port: port to listen on; 0 takes a free one.
         key: API key that requests must contain; needed on a host that others can reach.
         name: name of the model; default: the name of its folder.
-        temperature: of requests that set none.
+        temperature: sampling temperature of requests that set none.
         max_tokens: tokens of an answer if a request sets none; default: the run's, or 256.
-        seed: of sampling.
+        seed: random seed of sampling.
     """
 
     model: Annotated[str | None, Word("FOLDER")] = None

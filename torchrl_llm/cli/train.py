@@ -69,7 +69,7 @@ def run_page(path: str, command: str, overrides: Sequence[str]) -> None:
     Args:
         path: below the folder of recipes.
         command: the typed command, for the message on how to resume.
-        overrides: of its keys.
+        overrides: overrides ``key=value`` for the page.
 
     Raises:
         SystemExit: it ended early or with an error.

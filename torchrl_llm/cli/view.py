@@ -1,4 +1,4 @@
-"""Shows runs and evaluations: ``torchrl-llm view RUN [RUN]`` writes one HTML page of one or two."""
+"""Shows runs and evaluations: ``torchrl-llm view RUN [RUN]`` writes an HTML page of one or two."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class Options(Group):
 
     Attributes:
         runs: folder of a run or of an evaluation; or two folders, to compare.
-        output: the page; default: view.html in RUN, or here for two.
+        output: the page; default: view.html in RUN, or in the current folder for two.
         steps: rollouts of these steps only, as 40:60 or 40; default: all.
-        rows: maximum number of rollouts, of steps evenly over the run; or of answers.
+        rows: maximum number of rollouts (their steps are spread evenly over the run), or of
+            answers.
         open: open the page in a browser.
     """
 
@@ -87,7 +88,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         with replacing(path) as draft:
             draft.write_text(page, encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: of a path without a name
+    except (OSError, ValueError) as error:  # ValueError: the path has no name
         raise ConfigError(
             f"the page {path} cannot be written: {error}; name another place with --output FILE"
         ) from error

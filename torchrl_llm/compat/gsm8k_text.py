@@ -119,7 +119,7 @@ def make_gsm8k_env(
 ) -> TransformedEnv:
     r"""GSM8K with prompts and responses as plain text, one step per episode.
 
-    The policy reads ``"text"`` and writes ``"text_response"``; the reward is that of
+    The policy reads ``"text"`` and writes ``"text_response"``; the reward is the same as in
     :class:`~torchrl_llm.envs.GSM8KEnv`.
 
     Args:

@@ -1,7 +1,7 @@
 """TorchRL's older data classes under paths of this package: tokenized datasets, roll-outs.
 
-The classes are those of the installed TorchRL, imported at first access; this package does not use
-them. In this package, training data are rows of an environment
+The classes come from the installed TorchRL, and are imported at first access; this package does not
+use them. In this package, training data are rows of an environment
 (:class:`~torchrl_llm.envs.DatasetChatEnv`) or
 :class:`~torchrl_llm.data.demonstrations.Demonstrations`.
 """

@@ -1,7 +1,7 @@
 """TorchRL's names for a process group of a trainer and vLLM's workers, on CUDA devices.
 
 Weights sent one by one through such a group are not verified; use
-:class:`~torchrl_llm.weights.TransferWeights` to send whole models. Never run on a GPU.
+:class:`~torchrl_llm.weights.TransferWeights` to send whole models. It is not yet tested on a GPU.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def stateless_init_process_group(
 
 @wraps(stateless_init_process_group, assigned=())
 async def stateless_init_process_group_async(*args: Any, **kwargs: Any) -> Any:
-    """:func:`stateless_init_process_group` without holding up the event loop."""
+    """:func:`stateless_init_process_group` that does not block the event loop."""
     return await asyncio.to_thread(stateless_init_process_group, *args, **kwargs)
 
 

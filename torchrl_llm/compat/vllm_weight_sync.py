@@ -294,7 +294,8 @@ class VLLMDoubleBufferSyncScheme:
     Args:
         remote_addr: path of the folder for the trainer.
         local_addr: path of the folder for the engines; the same by default.
-        num_threads: has no effect, with a warning if it is not 1: a file is written in one go.
+        num_threads: has no effect, and gives a warning if it is not 1: each file is written by one
+            thread.
         strategy: ``"tensordict"`` and ``"state_dict"`` write the same bytes; both are accepted, as
             in TorchRL.
 
@@ -571,7 +572,8 @@ class vLLMUpdaterV2(EngineWeights):
             weights: the trained module, its state dict, a tensordict, or pairs of name and tensor.
 
         Raises:
-            ConfigError: there is nothing to push, or the weights differ from those of :meth:`init`.
+            ConfigError: there is nothing to push, or the weights differ from the announced weights
+                (:meth:`init`).
             WeightUpdateError: the weights did not arrive, or arrived changed.
         """
         known = (nn.Module, TensorDictBase, Mapping)

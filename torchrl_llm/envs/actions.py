@@ -1,7 +1,7 @@
 """Forms in which an answer writes its action: a tag, a box, a tool call, or a bare word.
 
-A parser reads the message that the model wrote. For a message that it cannot read it raises an
-:class:`ActionError`, whose text goes back to the model; the state of the world does not change.
+A parser reads the message that the model wrote. If it cannot read a message, it raises an
+:class:`ActionError`. The model gets the text of the error; the state of the world does not change.
 Parsers are links of a :class:`ParserChain`, and :class:`ParsedScore` scores the parsed action in a
 plain task.
 
@@ -29,7 +29,7 @@ _Finite = Annotated[float, In("(-inf, inf)")]
 
 
 class ActionError(TorchRLLLMError, ValueError):
-    """An answer holds no action that can be carried out; the message is for the model.
+    """An answer contains no action that can be carried out; the model reads the message.
 
     Attributes:
         reward: sum over the parsers that have read the answer, including the one that failed.
@@ -53,7 +53,7 @@ class Parsed(NamedTuple):
 
     Attributes:
         action: the action.
-        reward: for the form of the answer.
+        reward: reward for the form of the answer.
     """
 
     action: str
@@ -66,8 +66,8 @@ class ActionParser(ABC):
     Args:
         name: one word for an action; also the name of the tag or tool.
         written: how the model writes an action: "the number of a free cell".
-        reward: for an answer that it can read.
-        penalty: reward for one that it cannot read; usually negative.
+        reward: reward of an answer that it can read.
+        penalty: reward of an answer that it cannot read; usually negative.
 
     Raises:
         ConfigError: a reward is not finite.
@@ -204,7 +204,7 @@ class BoxedAction(ActionParser):
 
 
 class ThinkPrefix(ActionParser):
-    """Requires an answer to begin with reasoning, and passes on the rest; a link of a chain.
+    """Requires an answer to begin with reasoning, and passes the rest to the next link of a chain.
 
     Args:
         reward: see :class:`ActionParser`.
@@ -241,7 +241,7 @@ class ActionTool(Tool):
     Args:
         name: name of the tool.
         parameters: JSON schema of its arguments, an object.
-        description: what the model reads about it.
+        description: description of the tool for the model.
     """
 
     kind = "action"
@@ -304,7 +304,7 @@ class CallAction(ActionParser):
         """The arguments of the one call.
 
         Raises:
-            ActionError: there is none, or more than one, or it cannot be read.
+            ActionError: there is no call, or more than one, or the call cannot be read.
         """
         calls = self.calls.parse(message, {self.name: self.tool.parameters})
         mine = [c for c in calls if isinstance(c, ToolCall) and c.tool == self.name]
@@ -331,13 +331,13 @@ class CallAction(ActionParser):
 
 
 class ParserChain(ActionParser):
-    r"""Parsers one after the other: each reads the part of the answer that the one before has left.
+    r"""Parsers one after the other; each reads the part of the answer that the previous one left.
 
     The first that fails ends the chain. Rewards add up, including the reward of the failing parser.
-    Tool calls are read from the message, whatever the earlier links leave of its content.
+    Tool calls are always read from the whole message.
 
     Args:
-        links: at least one; the last one's action is the action.
+        links: one or more parsers; the action of the last one is the result.
 
     Raises:
         ConfigError: there is no link, or a call is not the last one.
@@ -412,12 +412,12 @@ def call_link(parser: ActionParser) -> CallAction | None:
 
 @dataclass(frozen=True)
 class ParsedScore:
-    r"""Score of a parsed answer, for the ``reward`` of a plain task.
+    r"""Score function of parsed answers, for the ``reward`` of a plain task.
 
-    An answer that cannot be read is not scored: it gets only the parsers' reward.
+    An answer that cannot be read gets only the reward of the parsers, and no score.
 
     Args:
-        parser: a parser or a chain; tool calls are not seen here.
+        parser: a parser or a chain without tool calls.
         score: function from the action and the answer (such as the column ``"answer"``) to a
             number.
 

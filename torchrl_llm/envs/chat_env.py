@@ -1,7 +1,7 @@
 """Chat environments: one conversation per row, moved from one turn to the next.
 
 :class:`ChatEnv` starts conversations from a ``query`` and turns the policy's output into the next
-prompt. It gives no reward and ends no episode: transforms do this (:mod:`torchrl_llm.rewards`,
+prompt. It writes no reward and ends no episode; transforms do this (:mod:`torchrl_llm.rewards`,
 :mod:`torchrl_llm.envs.transforms`).
 
 Next: :class:`~torchrl_llm.envs.datasets.DatasetChatEnv` draws the queries from a dataset.
@@ -37,13 +37,13 @@ Mode = Literal["history", "text", "tokens"]
 
 
 class ChatEnv(EnvBase):
-    """Keeps conversations: ``full`` of one turn is ``prompt`` of the next.
+    """Environment of conversations: ``full`` of one turn becomes ``prompt`` of the next turn.
 
     Reset reads ``query`` and writes ``(input_mode, "prompt")``; step reads ``(input_mode, "full")``
     and writes ``("next", input_mode, "prompt")``. Each row also carries ``"turn"`` (turns of the
-    model so far), ``"env_step"`` (steps of the environment so far: turns that only called tools to
-    think are parts of one, see :class:`~torchrl_llm.tools.ToolTransform`) and ``"traj_id"`` (unique
-    over workers), int64 ``[B]``, and ``"truncation_reason"``, int8 ``[B, 1]``, codes of
+    model so far), ``"env_step"`` (steps of the environment so far; turns that only call tools to
+    think do not count as steps, see :class:`~torchrl_llm.tools.ToolTransform`) and ``"traj_id"``
+    (unique over workers), int64 ``[B]``, and ``"truncation_reason"``, int8 ``[B, 1]``, codes of
     :class:`~torchrl_llm.data.enums.TruncationReason`. ``_step`` and ``_reset`` masks are honoured.
 
     In history mode the sampled token ids are stored inside the conversations. In text and tokens
@@ -51,17 +51,17 @@ class ChatEnv(EnvBase):
     text mode all three are empty at reset.
 
     Args:
-        input_mode: what the policy reads: ``"history"``, ``"text"`` or ``"tokens"``.
+        input_mode: form of the policy's input: ``"history"``, ``"text"`` or ``"tokens"``.
         batch_size: ``B`` or ``(B,)``, conversations at a time.
         system_prompt: first message of every conversation.
         tokenizer: a Hugging Face tokenizer with a chat template; needed in text and tokens mode and
             for ``with_tokenizer``.
         template_kwargs: ``chat_template``, ``chat_template_name``, ``tools`` or variables of the
-            template, for text and tokens mode and for ``with_tokenizer``; elsewhere they have no
-            effect, with a warning.
+            template, for text and tokens mode and for ``with_tokenizer``; otherwise they have no
+            effect, and a warning appears.
         system_role: role of the system prompt.
         user_role: role of a ``query`` that is a string.
-        policy_role: role of the model's messages; rewards look for it.
+        policy_role: role of the model's messages; rewards read the messages with this role.
         data_key: the key that reset reads. Its values are strings, lists of message dicts, or
             :class:`~torchrl_llm.data.history.History` rows.
         device: device of the tensors.
@@ -91,7 +91,7 @@ class ChatEnv(EnvBase):
     data_key = "query"
 
     def __new__(cls, *args: Any, with_tokenizer: bool = False, **kwargs: Any) -> Any:
-        """Build the environment, inside a tokenizing one if requested."""
+        """Build the environment, inside an environment with a tokenizer if requested."""
         if with_tokenizer:
             tokenizer = kwargs.pop("tokenizer", None)
             if tokenizer is None:
@@ -187,8 +187,8 @@ class ChatEnv(EnvBase):
     def keep_history(self) -> None:
         """Keep ``("history", "prompt")`` up to date in text and tokens mode too.
 
-        The policy does not read its prompt there; it is for transforms that work on messages. The
-        context strategies call it when they are appended; call it before the first reset.
+        The policy does not read it; transforms that work on messages do. Context strategies call
+        this method when they are appended. Call it before the first reset.
         """
         if not self.mode.keeps_history:
             self.mode.keeps_history = True
@@ -381,17 +381,18 @@ class DatasetChatEnv(TransformedEnv):
         name: configuration of a hub dataset.
         split: split of a hub dataset; ``train`` if not given.
         num_envs: ``B``, conversations at a time.
-        repeats: how many conversations each row starts; they share a ``group_id``.
-        batch_size_dl: how many rows ``collate_fn`` sees at a time.
-        seed: seed of the order; ``set_seed`` starts the data over with a different one.
-        group_repeats: promise that all repeats of a row start in the same reset; ``num_envs`` must
-            be a multiple of ``repeats``.
+        repeats: number of conversations that each row starts; they share a ``group_id``.
+        batch_size_dl: number of rows that ``collate_fn`` gets at a time.
+        seed: seed of the order; ``set_seed`` starts the data from the beginning with a different
+            seed.
+        group_repeats: all repeats of a row start in the same reset; ``num_envs`` must be a multiple
+            of ``repeats``.
         tokenizer: see :class:`ChatEnv`.
         device: device of the tensors.
         template_kwargs: see :class:`ChatEnv`.
-        apply_template: has no effect, as in TorchRL, with a warning if it is true: the policy
-            applies its template in history mode, and ``input_mode="text"`` gives templated texts.
-        collate_fn: list of rows to one dict of columns.
+        apply_template: has no effect, as in TorchRL; if it is true, a warning appears. In history
+            mode the policy applies its template; with ``input_mode="text"`` texts are templated.
+        collate_fn: function from a list of rows to one dict of columns.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``.
         data_key: the column that holds the user's message, ``"query"`` by default. If neither this
             nor ``collate_fn`` is given, a column ``"text"`` is renamed to ``"query"``, because
@@ -399,8 +400,8 @@ class DatasetChatEnv(TransformedEnv):
         primers: specs of the columns, taken from the first row if not given.
         system_prompt: first message; the class's ``SYSTEM_PROMPT`` if not given.
         worker_id: number of this worker, see ``IdCounter``.
-        ray_backend: draw the rows from an actor that all environments with the same
-            ``dataloader_actor_name`` ask, see
+        ray_backend: draw the rows from one actor for all environments with the same
+            ``dataloader_actor_name``, see
             :class:`~torchrl_llm.envs.transforms.RayDataLoadingPrimer`.
         dataloader_actor_name: name of that actor.
         order: an order of the rows that follows results, instead of passes over all rows; see
@@ -500,7 +501,7 @@ class DatasetChatEnv(TransformedEnv):
 
     @staticmethod
     def make_row(row: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A row of the dataset as the environment returns it; here the row itself."""
+        """Return a row of the dataset in the environment's form; by default the row itself."""
         return row
 
     @classmethod
@@ -516,7 +517,7 @@ class DatasetChatEnv(TransformedEnv):
         Args:
             dataloader: see :class:`~torchrl_llm.envs.transforms.DataLoadingPrimer`.
             batch_size: ``B`` or ``(B,)``, conversations at a time; 1 if not given.
-            kwargs: the constructor's arguments, except those that build the loader.
+            kwargs: the constructor's arguments, except the arguments that build the loader.
 
         Raises:
             ConfigError: for an argument that only the loader could use.
@@ -533,12 +534,12 @@ class DatasetChatEnv(TransformedEnv):
         return next(t for t in self.transform if isinstance(t, DataLoadingPrimer))
 
     def reset_dataloader(self) -> DatasetChatEnv:
-        """Start the data over."""
+        """Start the data from the beginning."""
         self.primer.reset_dataloader()
         return self
 
     def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
-        """Start the data over, in the order of another seed.
+        """Start the data from the beginning, in the order of another seed.
 
         Returns:
             The seed for the next environment.

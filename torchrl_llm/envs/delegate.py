@@ -48,7 +48,7 @@ class TaskTool(Tool):
     Args:
         name: name of the tool.
         argument: name of its argument, the task.
-        description: what the model reads about it.
+        description: description of the tool for the model.
     """
 
     def __init__(self, name: str, argument: str, description: str) -> None:
@@ -76,29 +76,29 @@ class _Child:
 
 
 class Delegate(ToolTransform):
-    """A tool that hands a task to a sub-agent.
+    """A tool that delegates a task to a sub-agent.
 
-    The caller of the policy sets it with :meth:`use_policy`, as
+    The code that calls the policy has to set it with :meth:`use_policy`, as
     :class:`~torchrl_llm.collectors.LLMCollector` and :func:`~torchrl_llm.evaluation.evaluate` do.
     If a child fails, gives no answer, or calls for a child beyond ``max_depth``, the result is a
     message about it.
 
     Args:
-        make_env: makes the environment of ``N`` children, whose conversations begin with
-            ``"query"``; a :class:`~torchrl_llm.envs.ChatEnv` of one answer if not given.
-        agent: how children act: anything with ``wrap(env)``, such as an
+        make_env: function of ``N`` that makes the environment of the children, whose conversations
+            begin with ``"query"``; by default a :class:`~torchrl_llm.envs.ChatEnv` of one answer.
+        agent: agent of the children: any object with ``wrap(env)``, such as an
             :class:`~torchrl_llm.agents.Agent`.
         name: name of the tool, and of the sub-agent.
         argument: name of the tool's argument.
-        description: what the model reads about it.
+        description: description of the tool for the model.
         template: the child's first message, with ``{task}`` in it.
         system_prompt: system prompt of a child, in the default environment.
         max_turns: most turns of a child.
         max_depth: most levels of delegation; at 1 a child cannot delegate.
-        trained_by: signal that trains the rows of a child: the return of its ``"parent"``; its
-            ``"own"`` rewards, as a separate trajectory; or the sum of ``"both"``.
-        inherits_context: a child begins with the conversation of its parent, and the parent sees
-            only what it returns (context folding); history mode only.
+        trained_by: signal that trains the rows of a child. ``"parent"``: the return of its parent.
+            ``"own"``: its own rewards, as a separate trajectory. ``"both"``: the sum.
+        inherits_context: a child begins with the conversation of its parent, and the parent gets
+            only the child's result (context folding); history mode only.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`, such as
             ``max_calls`` of a turn and ``max_auxiliary_turns``.
 

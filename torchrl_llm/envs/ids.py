@@ -24,15 +24,15 @@ def set_process_number(
     *,
     first: Annotated[int, In(f"[0, {2 ** (_COUNTER_BITS - 1)})")] = 0,
 ) -> None:
-    """Give this process its own number in the ids of all counters that it creates from now on.
+    """Set the number of this process in the ids of all counters that it creates later.
 
     Children of ``multiprocessing`` need no number. Without a number, all processes that were
     started differently (actors of Ray, other machines) count as the main one.
 
     Args:
         number: in ``[0, 2**16)``; the main process has 0, its children count from 1.
-        first: first count, in ``[0, 2**34)``. With a random number and a random first, a resumed
-            run does not reuse ids of the run before.
+        first: first count, in ``[0, 2**34)``. If number and first are random, a resumed run does
+            not use the ids of the earlier run again.
 
     Raises:
         ConfigError: for a number out of range.
@@ -53,7 +53,7 @@ class IdCounter:
     """Consecutive int64 ids, ``worker_id * 2**35 + count``.
 
     Args:
-        kind: what is counted; counters of different kinds are numbered separately.
+        kind: name of the counted things; counters of different kinds are numbered separately.
         worker_id: number of the worker in ``[0, 2**28)``. ``None`` derives it from the process
             (children of ``multiprocessing`` are distinguished) and from the number of counters of
             this kind in the process. A derived number is not copied with the object: an environment
@@ -91,10 +91,10 @@ class IdCounter:
         return (self.worker_id << _COUNTER_BITS) + self.count - 1
 
     def take(self, num: int) -> Tensor:
-        """The next ids.
+        """Return the next ids.
 
         Args:
-            num: how many.
+            num: number of ids.
 
         Returns:
             int64 ``[num]``.

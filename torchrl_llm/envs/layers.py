@@ -19,7 +19,7 @@ def innermost(env: EnvBase) -> EnvBase:
 
 
 def transforms_of(env: EnvBase) -> list[Transform]:
-    """The transforms of an environment, in order, those of the outermost wrapper first.
+    """The transforms of an environment in order; the outermost wrapper's transforms come first.
 
     Args:
         env: an environment in any number of wrappers.
@@ -71,7 +71,7 @@ def _own(env: TransformedEnv) -> list[Transform]:
 class HoldsTurns:
     """An environment that reports a turn when its outcome is known, not in the step of the turn.
 
-    Its ``"_step"``, which it writes itself, marks the rows that a step reports.
+    It writes ``"_step"`` itself, which marks the rows that a step reports.
     """
 
     @property

@@ -2,7 +2,7 @@
 
 A player is a row. An episode of ``P`` players is ``P`` consecutive rows of the environment. They
 share one ``"episode_id"``, one drawn row of data and one ``"group_id"``; each has its own name
-(``"agent"``) and conversation. ``"active"`` marks who must act next: collectors and
+(``"agent"``) and conversation. ``"active"`` marks the players who must act next: collectors and
 :func:`~torchrl_llm.evaluation.evaluate` step those rows only.
 
 Next: :mod:`torchrl_llm.envs.games.game_env` plays games.
@@ -43,7 +43,7 @@ _NOTHING = Reaction(observation="")
 
 
 def joined(*texts: str) -> str:
-    """Texts for a player as one text, a line each; empty texts are left out.
+    """Join texts for a player, one line per text; empty texts are left out.
 
     Args:
         texts: the texts.
@@ -70,8 +70,8 @@ class EpisodeReaction:
     """How the world reacts to the players of an episode.
 
     Args:
-        players: a reaction for each affected player: one who acted, or who gets a text or a reward.
-            An empty observation adds no text.
+        players: a reaction for each player who acted, or who gets a text or a reward. An empty
+            observation adds no text.
         active: who must act next; none if the episode ends.
         error: a failure for all of them, which ends the episode without a valid reward.
     """
@@ -105,15 +105,15 @@ class PlayersTransform(WorldTransform):
 
     Texts for a player are kept until the player must act, and then become one message of the user;
     a single player also reads the text of the end. The reward and the end of a step are written in
-    that step for all players. For a player who did not act they are in a row that is not stepped,
-    and the collector moves them to the last row in which the player acted.
+    that step for all players. If a player did not act, they are in a row that is not stepped; the
+    collector moves them to the last row in which the player acted.
 
     Args:
         players: names of the players with a row, in the order of their rows.
         parser: reads actions.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
-        accept_cut: see there.
+        accept_cut: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         worker_id: number of this worker for ``"episode_id"``.
         shared: whether there are several players, including scripted ones without a row. A single
             player acts in every step and reads everything at once, so these columns are not needed.
@@ -161,11 +161,11 @@ class PlayersTransform(WorldTransform):
 
         Args:
             td: all rows, as the policy left them.
-            episodes: those in which somebody acted.
+            episodes: the episodes in which a player acted.
 
         Returns:
-            A reaction for each of ``episodes``; a failure in one is a reaction with an error. An
-            exception fails all of them.
+            A reaction for each of ``episodes``. If one episode fails, its reaction has an error; if
+            this method raises, all episodes fail.
         """
 
     def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> Sequence[Reaction]:
@@ -235,7 +235,7 @@ class PlayersTransform(WorldTransform):
                 episodes.append(Episode(named, theirs, had))
         try:
             reactions = self.react_together(td, episodes)
-        except Exception as error:  # a world that fails is data, whatever it raised
+        except Exception as error:  # a failed world is data, with any exception
             reactions = [EpisodeReaction(players={}, error=error)] * len(episodes)
         for episode, reaction in zip(episodes, reactions, strict=True):
             for name, each in self._each(episode, reaction).items():
@@ -248,7 +248,7 @@ class PlayersTransform(WorldTransform):
         return by_row
 
     def _each(self, episode: Episode, reaction: EpisodeReaction) -> dict[str, Reaction]:
-        """A checked reaction for each player; an end holds for all."""
+        """Return a checked reaction for each player; if one has ended, all have."""
         given = {name: reaction.players.get(name, _NOTHING).checked() for name in self.players}
         if self.rewards == "team":
             total = math.fsum(each.reward for each in given.values())
@@ -348,7 +348,7 @@ def _data_of(td: TensorDictBase, row: int) -> dict[str, Any]:
 class EpisodeEnds(Transform):
     """Ends an episode for all players if it ends for one: by a turn limit or a full context.
 
-    The others are truncated with the reason ``ENV``. It must be the last transform.
+    The other players are truncated with the reason ``ENV``. It must be the last transform.
 
     Args:
         num_players: ``P``, rows of an episode.
@@ -372,20 +372,20 @@ class EpisodeEnds(Transform):
 
 
 class MultiAgentChatEnv(WorldEnv):
-    """Base of the environments in which several players share an episode, a row for each.
+    """Base of the environments in which several players share an episode, with one row per player.
 
     Args:
         world: the players and what happens between them.
         rows: the data rows with which episodes begin.
         num_envs: ``B``, rows: a multiple of the number of players.
-        repeats: rows that each drawn row of data starts, a multiple of the number of players: each
-            episode has one per player. One episode if not given.
+        repeats: number of rows that each drawn row of data starts: a multiple of the number of
+            players, because an episode has one row per player. One episode if not given.
         kwargs: further arguments of :class:`~torchrl_llm.envs.world.WorldEnv`; history mode only
             where there are several players.
 
     Raises:
-        ConfigError: a number of rows that is no multiple, or a mode other than history, in which
-            the prompt of a waiting player cannot be continued.
+        ConfigError: a number of rows is no multiple; or the mode is not history (other modes cannot
+            continue the prompt of a waiting player).
     """
 
     WORLD_FIRST = True

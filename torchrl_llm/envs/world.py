@@ -1,9 +1,9 @@
 """Base of the environments whose world changes by the model's actions.
 
-A game, a remote server, a simulator: each is a :class:`WorldTransform`, which gets the model's
-turns and returns the world's reactions. Messages, rewards, ends and errors are written here, once.
-:class:`WorldEnv` is the environment around one. Plain tasks, whose answer is only scored, are
-:class:`~torchrl_llm.envs.datasets.TaskEnv` with a reward.
+A game, a remote server and a simulator are each a :class:`WorldTransform`, which gets the model's
+turns and returns the world's reactions. The base class writes messages, rewards, ends and errors.
+:class:`WorldEnv` is the environment around such a transform. A plain task, whose answers are only
+scored, is a :class:`~torchrl_llm.envs.datasets.TaskEnv` with a reward.
 
 Next: :mod:`torchrl_llm.envs.games.game_env` plays games, :mod:`torchrl_llm.envs.libs.sessions`
 drives remote worlds.
@@ -67,7 +67,7 @@ class Reaction:
     error: Exception | None = None
 
     def checked(self) -> Self:
-        """The reaction itself, or a failure if the reward is no finite number or a flag no bool."""
+        """The reaction; or a failure if its reward is not finite or a flag is no bool."""
         error = self.error
         if error is None:
             names = ("terminated", "truncated", "success")
@@ -123,7 +123,7 @@ class WorldTransform(Transform):
 
     @abstractmethod
     def react(self, td: TensorDictBase, turns: Sequence[ModelTurn]) -> Sequence[Reaction]:
-        """How the world reacts.
+        """Return the reactions of the world.
 
         Args:
             td: all rows, as the policy left them.
@@ -151,7 +151,7 @@ class WorldTransform(Transform):
             turn: the model's turn.
 
         Raises:
-            ActionError: there is none, or it was cut.
+            ActionError: there is no message, or it was cut.
         """
         return turn.said(accept_cut=self.accept_cut)
 
@@ -185,7 +185,7 @@ class WorldTransform(Transform):
     def _react(
         self, td: TensorDictBase, next_td: TensorDictBase, turns: Sequence[ModelTurn]
     ) -> list[Reaction | None]:
-        """Reaction to a step in each row, appended to prompts that continue; ``None`` for none."""
+        """Append the reactions to prompts that continue; return one per row, ``None`` for none."""
         size = next_td.batch_size.numel()
         replies: list[list[dict[str, Any]]] = [[] for _ in range(size)]
         by_row: list[Reaction | None] = [None] * size
@@ -257,7 +257,7 @@ class WorldEnv(TaskEnv):
     Args:
         world: the transform.
         rows: the data rows with which episodes begin.
-        max_steps: turns after which an episode is cut; ``None`` never cuts, ``"task"`` is
+        max_steps: turns after which an episode is cut; ``None`` for no limit, ``"task"`` for
             ``MAX_STEPS``.
         template_kwargs: as in :class:`~torchrl_llm.envs.ChatEnv`; the action tool is added to
             ``tools`` in text and tokens mode.
@@ -294,7 +294,7 @@ class WorldEnv(TaskEnv):
 
     @classmethod
     def of(cls, world: type) -> type[Self]:
-        """The environment of a world that is made without arguments.
+        """Make the environment class of a world that is constructed without arguments.
 
         Args:
             world: a class.

@@ -1,8 +1,8 @@
-"""The conversations of one session: finds the one that a call continues, or why there is none.
+"""The conversations of one session: finds the conversation that a call continues, or a cause.
 
 A client sends whole conversations. :class:`ConversationTree` finds the longest answered
-conversation that the call extends, so that its sampled ids are continued. A call that extends none
-starts a new conversation or edits an old one; in the second case, the tree records why.
+conversation that the call extends, so that its sampled ids are continued. A call that extends no
+conversation starts a new one or edits an old one; for an edit, the tree records the cause.
 
 Next: :mod:`torchrl_llm.gateway.session` makes prompts from the result.
 """
@@ -74,7 +74,7 @@ class ConversationTree:
         self._answers: dict[bytes, _Answered] = {}
         # First messages of conversations, with the digest of their tools and their turns.
         self._begun: dict[bytes, tuple[bytes, int]] = {}
-        # Calls that extend nothing, with the turns of the edited conversation; all answered ones.
+        # Calls that extend no conversation, with the turns of the edited one; all answered calls.
         self._asked: dict[bytes, int] = {}
         self._said: dict[bytes, None] = {}
 
@@ -82,7 +82,7 @@ class ConversationTree:
         """Find the position of a call.
 
         Args:
-            messages: of the call, in canonical form.
+            messages: messages of the call, in canonical form.
             tools: schemas of the call; conversations with different tools are different.
         """
         root = _digest(b"", list(tools)) if tools else b""
@@ -135,7 +135,7 @@ class ConversationTree:
         for above, form, is_own in (*forms, *((before, form, False) for form in other_forms)):
             for each in (form, {**form, "reasoning_content": None}):
                 digest = _digest(above, _spoken(each))
-                # A cut answer whose continuation shows nothing new still counts as the cut answer.
+                # If the continuation of a cut answer adds no text, the cut answer stays.
                 if is_own or digest not in self._answers:
                     self._answers[digest] = node
                 self._said[_digest(b"", _spoken(each))] = None

@@ -27,7 +27,7 @@ def limits_of(policy: LLMWrapperBase, *, trains: bool = False) -> EngineLimits:
     """Limits of calls to a policy.
 
     Args:
-        policy: in history mode.
+        policy: a policy in history mode.
         trains: whether answers are used for training.
     """
     params = policy.sampling_defaults
@@ -45,10 +45,11 @@ class PolicyEngine(Engine):
 
     Args:
         policy: in history mode; its generation arguments are the defaults of calls.
-        max_batch: most prompts of one call of the model.
-        max_waiting: most waiting prompts; further ones are rejected as ``"busy"``.
-        patience_s: if several prompts came the last time, a model of this process waits for further
-            ones as long as each arrives within this many seconds of the previous one.
+        max_batch: maximum number of prompts of one call of the model.
+        max_waiting: maximum number of waiting prompts; further prompts are rejected as ``"busy"``.
+        patience_s: maximum number of seconds between two prompts of one batch. If several prompts
+            came the last time, a model of this process waits for further prompts while they arrive
+            within this time.
 
     Example:
         >>> from torchrl_llm.modules import FakeWrapper, load_tokenizer
@@ -103,7 +104,7 @@ class PolicyEngine(Engine):
                 self._waiting.remove(pending)
 
     def close(self) -> None:
-        """Finish the prompts in progress, and reject the rest."""
+        """Finish the prompts in progress, and reject the others."""
         with self._changed:
             self._closed = True
             waiting, self._waiting = list(self._waiting), deque()

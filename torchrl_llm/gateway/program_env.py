@@ -42,11 +42,11 @@ _NEVER_CALLED = "the program ended without an answer of the model"
 class ProgramTransform(Transform):
     """Starts programs, turns their calls into prompts, and records how they ended.
 
-    It precedes the reward, which scores the last turn of programs that return nothing. It writes
-    ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy), ``"sampling"`` (the
-    settings of the call) and, at each step, ``"reward"``, ``"success"``, ``"reward_valid"``,
-    ``"error"`` and ``"reward_refused"`` like a gate, and ``"program"``, the named numbers that a
-    program returned.
+    It is placed before the reward, which scores the last turn of programs that return nothing. It
+    writes ``"active"``, bool ``[B, 1]`` (a call of the row waits for the policy), ``"sampling"``
+    (the settings of the call) and, at each step, ``"reward"``, ``"success"``, ``"reward_valid"``,
+    ``"error"`` and ``"reward_refused"`` (like an ``AnswerGate``), and ``"program"``, the named
+    numbers that a program returned.
 
     Args:
         sessions: runs the programs.
@@ -201,7 +201,7 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
     """A task whose rows are programs; see :class:`~torchrl_llm.agents.ProgramAgent`.
 
     Args:
-        task: provides rows and the reward; in history mode.
+        task: task in history mode, which provides rows and the reward.
         sessions: runs the programs.
     """
 
@@ -232,7 +232,7 @@ class ProgramEnv(TransformedEnv, HoldsTurns):
             each is None and not done
             for each, done in zip(rollouts, tensordict.get("done").flatten().tolist(), strict=True)
         ]
-        self.programs.begin(tensordict, lost)  # as after a checkpoint
+        self.programs.begin(tensordict, lost)  # this happens after a resume
         self.sessions.answered()
         for rollout, row in zip(rollouts, rows, strict=True):
             if rollout is not None and rollout.asked is not None:

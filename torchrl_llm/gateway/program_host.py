@@ -1,8 +1,8 @@
 """Host process for programs of users; uses only the standard library, for any Python.
 
 It reads jobs from standard input, one line of JSON each, and writes results to standard output:
-``{"ready"}`` once (its value: whether a program that does not end blocks the others), then for each
-job ``{"group"}`` (the process group of a command) and ``{"value"}`` or ``{"error"}``. ``{"id",
+``{"ready"}`` once (its value tells whether a program that does not end blocks the others), then for
+each job ``{"group"}`` (the process group of a command) and ``{"value"}`` or ``{"error"}``. ``{"id",
 "row", "base_url", "api_key"}`` starts a job, ``{"stop": id}`` ends one. When the input ends,
 because the parent process has ended, all jobs end.
 
@@ -71,7 +71,8 @@ class Functions:
     def __init__(self, target, done):
         file, _, name = target.rpartition(":")
         path = Path(file).resolve()
-        # The user's folder instead of this one, whose file names clash with packages.
+        # Search modules in the user's folder, not in this one, whose file names clash with
+        # packages.
         sys.path[0] = str(path.parent)
         spec = importlib.util.spec_from_file_location(path.stem, path)
         module = importlib.util.module_from_spec(spec)
@@ -100,7 +101,7 @@ class Functions:
         run.start()
 
     def call(self, job):
-        """Run the function, which may be handed a client."""
+        """Run the function, with a client if it takes one."""
         where = job["base_url"], job["api_key"]
         return self.function(job["row"], *([self.client(*where)] if self.takes_client else where))
 
@@ -172,7 +173,7 @@ class Commands:
         wait.start()
 
     def wait(self, number, process, folder, result, log):
-        """Tell what came of a job."""
+        """Report the outcome of a job."""
         status = process.wait()
         kill(process)  # its remaining processes
         self.running.pop(number, None)

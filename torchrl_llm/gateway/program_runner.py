@@ -180,9 +180,9 @@ class ProgramRunner:
         """Begin a job.
 
         Args:
-            number: of the job.
-            row: of the dataset; JSON.
-            base_url: of the gateway, ending in ``/v1``.
+            number: number of the job.
+            row: row of the dataset, as JSON.
+            base_url: base url of the gateway, ending in ``/v1``.
             api_key: key of its session.
         """
         while not (host := self._host()).add(number):
@@ -204,7 +204,7 @@ class ProgramRunner:
         """End a job without a report.
 
         Args:
-            number: of the job.
+            number: number of the job.
         """
         for host in self._hosts:
             if number in host.jobs:

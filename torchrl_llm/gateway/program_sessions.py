@@ -23,7 +23,7 @@ from torchrl_llm.gateway.program_runner import Ended, ProgramRunner
 from torchrl_llm.gateway.session import Engine, EngineLimits, Formatters, GatewaySession, Pending
 
 _POLL_S = 0.25
-# A step with few calls costs as much as a step with many.
+# Wait for more calls, because a step with few calls costs as much as a step with many.
 _SHARE = 0.2
 _GONE = "this session has ended"
 
@@ -33,8 +33,8 @@ class Rollout:
     """A program that runs for a row.
 
     Args:
-        number: of its job.
-        key: of its session.
+        number: number of its job.
+        key: key of its session.
         session: its calls.
 
     Attributes:
@@ -87,9 +87,9 @@ class ProgramSessions(Engine):
         program: arguments of :class:`~torchrl_llm.gateway.program_runner.ProgramRunner`.
         timeout_s: time limit in seconds for a program's own work, without waiting for answers.
         max_calls: most calls of a session.
-        patience_s: once a call waits, further calls are waited for as long as each arrives within
-            this many seconds of the previous one, or within a fifth of the time of policy and step,
-            if that is longer.
+        patience_s: maximum number of seconds between two calls of one step: after a call has
+            arrived, further calls are awaited while they arrive within this time, or within a fifth
+            of the time of policy and step if that is longer.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class ProgramSessions(Engine):
             self._runner.stop(rollout.number)
 
     def wait(self) -> None:
-        """Wait until a program has made a call or ended, and as long as more do so."""
+        """Wait until a program has made a call or ended, and continue while more programs do so."""
         self._wait(max(self._patience_s, self._cycle_s * _SHARE))
         self._waited_at = time.monotonic()
 

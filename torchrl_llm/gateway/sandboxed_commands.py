@@ -41,7 +41,7 @@ class Box(NamedTuple):
     Attributes:
         kind: ``"bubblewrap"`` or ``"container"``.
         memory_bytes: limit per process, and for a container as a whole.
-        image: image of the container; by default that of
+        image: image of the container; by default the image of
             :class:`~torchrl_llm.sandbox.ContainerSandbox`.
     """
 

@@ -123,7 +123,7 @@ class Formatters:
     """The formatters of a policy, one per set of tools in calls.
 
     Args:
-        tokenizer: of the policy.
+        tokenizer: tokenizer of the policy.
         show_tools: whether prompts describe the tools of calls. If not, the model must already know
             them; its calls are parsed in both cases.
         kept: number of cached sets of tools.
@@ -146,7 +146,7 @@ class Formatters:
         """The tools that prompts describe: all or none.
 
         Args:
-            tools: of a call.
+            tools: tools of a call.
         """
         return tools if self._show_tools else ()
 
@@ -220,7 +220,7 @@ class GatewaySession(Port):
         try:
             return list(await asyncio.gather(*jobs))
         finally:
-            for job in jobs:  # if one is rejected, the others are not awaited
+            for job in jobs:  # if one is rejected, the call ends at once
                 job.cancel()
 
     def count_tokens(self, call: Call) -> int:
@@ -386,7 +386,7 @@ class GatewaySession(Port):
 def _with_begun(record: TokenRecord, chat: Chat, formatter: ChatFormatter) -> TokenRecord:
     """The record of a prompt with the partial answer of its client."""
     before, whole = (formatter.encode(each) for each in (chat[:-1], chat))
-    if not _begins(whole.token_ids, before.token_ids):  # it is not a text after the same header
+    if not _begins(whole.token_ids, before.token_ids):  # the text does not follow the same header
         turns = record.num_turns
         return whole.prompt_record(chat, fork_cause="prompt_changed", earlier_turns=turns)
     more = slice(len(before.token_ids), None)

@@ -118,8 +118,7 @@ class Spent:
     Attributes:
         calls: started calls.
         failed: calls that ended with an error.
-        lost: calls that started and neither succeeded nor failed: in flight when a process was
-            killed.
+        lost: calls that started and neither succeeded nor failed, because the process was killed.
         input_tokens: tokens of conversations.
         output_tokens: tokens of answers.
         cost_usd: cost in US dollars.
@@ -354,7 +353,7 @@ class CallLog:
         return TextAnswer(record["text"], usage, record["finish_reason"])
 
     def _admit(self, asked: Asked, role: str, places: Sequence[int]) -> list[int]:
-        """Count and return as many of the calls as may be made together."""
+        """Count the calls that may be made together, and return them."""
         with self._lock:
             spent = Spent.sum_of((self.before, *self._account.values()))
             self.budget.check(spent)
@@ -493,7 +492,7 @@ def _records(path: Path) -> Iterator[dict[str, Any]]:
 def _read_account(path: Path) -> tuple[dict[tuple[str, str], Spent], dict[str, dict[str, Any]]]:
     """Costs of the calls of a journal by role and model, and answers by key.
 
-    No value is below the one in ``spent.json``: truncated or removed lines still count as paid.
+    Each value is at least the value in ``spent.json``, so truncated or removed lines still count.
 
     Raises:
         CheckpointError: as in :func:`_records`, or ``spent.json`` is damaged.
@@ -546,7 +545,7 @@ def spent_in(folder: str | os.PathLike[str], *, but: str | None = None) -> Spent
 
     Args:
         folder: ``experiment_dir``, with ``runs/<run>/calls.jsonl``.
-        but: a run that is excluded.
+        but: name of a run that is excluded.
 
     Raises:
         CheckpointError: a journal cannot be read.

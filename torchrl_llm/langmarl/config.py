@@ -41,10 +41,11 @@ class BaseConfig(Group):
         exp_name: name of the experiment and of its run.
         paradigm: ``central_credit`` evaluates each agent separately, ``central_global`` all
             together.
-        num_iterations: total number of iterations; 0 trains nothing.
+        num_iterations: total number of iterations; with 0, nothing is trained.
         trajectories_per_iteration: episodes per iteration.
-        mini_batch_size: episodes used for gradients; all if not given.
-        start_iteration: first iteration; the newest checkpoint if that is later.
+        mini_batch_size: number of episodes that are used for gradients; all if not given.
+        start_iteration: number of the first iteration; if there is a later checkpoint, training
+            continues from that.
         llm: model of all roles without a model of their own; rejected if every role has one.
         actor_llm: model of the agents.
         critic_llm: model of the critic.
@@ -57,17 +58,18 @@ class BaseConfig(Group):
         log_level: level of the log file and the console.
         seed: determines the order of tasks, mini-batches and held-out tasks.
         run_name: name of the run, if different from ``exp_name``.
-        resume: ``latest`` resumes an existing run of that name, ``never`` rejects it; or a run's
-            name.
+        resume: ``latest`` resumes an existing run of that name; ``never`` raises an error if it
+            exists; or the name of a run to resume.
         update: ``feedback`` replaces a section of the policy, ``rewrite`` lets a model rewrite it.
         accept: ``better`` keeps the old policies unless the new ones are better on held-out tasks.
         validation_fraction: fraction of the tasks that is held out.
         max_policy_chars: most characters of a policy; a longer one is rejected.
-        edited_policies: whether texts of the newest checkpoint that were edited by hand are
-            accepted; ``refuse`` treats them as damaged.
+        edited_policies: treatment of texts of the newest checkpoint that were edited by hand:
+            ``refuse`` treats them as damaged.
         max_calls: most calls of all runs of ``experiment_dir``.
-        max_total_tokens: most tokens, likewise.
-        max_cost_usd: most US dollars, likewise; the prices of all models must be known.
+        max_total_tokens: most tokens of all runs of ``experiment_dir``.
+        max_cost_usd: most US dollars of all runs of ``experiment_dir``; the prices of all models
+            must be known.
         prompts_dir: a folder with templates that replace the built-in ones.
 
     Raises:
@@ -198,8 +200,8 @@ class BaseConfig(Group):
         """Read a file.
 
         Args:
-            path: of the file.
-            overrides: values that replace those of the file.
+            path: path of the file.
+            overrides: values that replace values of the file.
 
         Raises:
             ConfigError: a key is unknown (the nearest is suggested), or a value is impossible.
@@ -223,7 +225,7 @@ class BaseConfig(Group):
         """Write a file, without API keys.
 
         Args:
-            path: of the file.
+            path: path of the file.
         """
         Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n", encoding="utf-8")
 
@@ -283,7 +285,7 @@ class LanguageTaskConfig(BaseConfig):
 
 
 class OvercookedConfig(BaseConfig):
-    """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for what it needs.
+    """Two cooks; see :mod:`torchrl_llm.langmarl.overcooked` for its requirements.
 
     Args:
         layout: layout of the kitchen.
@@ -345,8 +347,8 @@ def load_config(
     """Read a file into the class of its environment.
 
     Args:
-        path: of the file.
-        overrides: values that replace those of the file, including ``env``.
+        path: path of the file.
+        overrides: values that replace values of the file, including ``env``.
 
     Raises:
         ConfigError: an environment or key is unknown, or a value is impossible.
@@ -357,7 +359,7 @@ def load_config(
 
 
 def _of_file(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The values of a file; relative paths in it may be relative to its folder."""
+    """Read the values of a file; its relative paths may be relative to its folder."""
     values = read_object(path, "the configuration")
     for name in ("benchmark_path", "prompts_dir"):
         if isinstance(values.get(name), str) and values[name]:

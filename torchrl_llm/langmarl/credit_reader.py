@@ -53,7 +53,7 @@ def parse_credit_response(
         credit_format: ``json``, ``markers`` or ``thirds`` to try this format first.
 
     Returns:
-        A text for every agent; empty if only others are addressed.
+        A text for every agent; empty for an agent if the answer addresses only others.
 
     Example:
         >>> parse_credit_response('Well: {"Agent 1": "Be brief."}', ["agent_1", "agent_2"])
@@ -161,7 +161,7 @@ def _read_json(text: str, team: _Team) -> dict[str, str] | None:
 def _objects(text: str) -> Iterator[dict[str, Any]]:
     """The JSON objects in a text.
 
-    A failed attempt may read the whole rest, so the number of attempts is limited.
+    A failed attempt may read all remaining text, so the number of attempts is limited.
     """
     budget, end = 10_000_000 + 64 * len(text), 0
     for match in _OBJECT.finditer(text):
@@ -177,7 +177,7 @@ def _objects(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _addressed(value: Any, team: _Team) -> dict[str, str]:
-    """The texts under agent names, on the outermost level that has any."""
+    """The texts under agent names, on the outermost level that has such names."""
     level = [value]
     for _ in range(_MAX_DEPTH):
         found: dict[str, list[str]] = {}

@@ -131,7 +131,7 @@ class BaseEnvironment(ABC):
     CONFIG_CLASS: ClassVar[type | None] = None
     """Dataclass of its configuration; ``BaseConfig`` if ``None``."""
     prompts_dir: Path | None = None
-    """Folder of its own templates; missing ones are replaced by the built-in ones."""
+    """Folder of its own templates; a built-in template replaces each missing one."""
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -330,7 +330,7 @@ def said_of(per_agent: Mapping[str, Any], agent: str) -> str:
 
 
 class BaseReward(ABC):
-    """Base of rewards that replace those of an environment."""
+    """Base of rewards that replace the rewards of an environment."""
 
     @abstractmethod
     def compute(self, trajectory: Trajectory) -> float:
@@ -375,7 +375,7 @@ class BaseOptimizer(ABC):
         """
 
     def generate_shared_gradient(self, evaluation: str, task_context: str) -> str:
-        """Write how all policies should change; by default a gradient without a shown policy.
+        """Write how all policies should change; by default, a gradient that does not see a policy.
 
         Args:
             evaluation: the critic's text for the team.

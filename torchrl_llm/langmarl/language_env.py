@@ -365,7 +365,7 @@ class LanguageEnvironment(BaseEnvironment):
         return {self.agent_names[0]: self._pool().prompt(task, [], self.agent_names[0])}
 
     def step(self, agent_id: str, action: str) -> tuple[str, float, bool, dict[str, Any]]:
-        """Step the agent whose turn it is; the observation is that of the next agent."""
+        """Step the agent whose turn it is; the observation is the next agent's."""
         task, pool = self._by_hand
         expected = self.agent_names[len(pool)]
         if agent_id != expected:

@@ -39,7 +39,7 @@ def split_policy(text: str) -> PolicyParts:
     r"""The base of a policy and its newest feedback.
 
     Args:
-        text: a base, followed by any number of sections that begin with ``FEEDBACK_MARKER``.
+        text: base and then any number of sections that begin with ``FEEDBACK_MARKER``.
 
     Example:
         >>> split_policy("Be kind.\n\n[CASE-SPECIFIC FEEDBACK]\nBe brief.")

@@ -248,7 +248,7 @@ class TokenTracker:
         model: name of the preset with the prices.
         input_price: US dollars per million input tokens, instead of the preset's; 0.0 is a valid
             price.
-        output_price: likewise for output tokens.
+        output_price: price of output tokens, in the same unit.
 
     Example:
         >>> tracker = TokenTracker("mine", input_price=1.0, output_price=2.0)

@@ -40,11 +40,12 @@ class LLMConfig(Group, kw_only=False):
         api_key_env_var: environment variable of the API key.
         is_multimodal: whether an input may be a list of parts.
         max_tokens: most tokens of an answer.
-        input_price_per_million: US dollars per million tokens; ``None`` if unknown.
-        output_price_per_million: likewise.
+        input_price_per_million: price of input tokens in US dollars per million; ``None`` if
+            unknown.
+        output_price_per_million: price of output tokens, in the same unit.
         extra_params: further fields of each request, or arguments of sampling for ``local:``.
         timeout_s: most seconds of a request, including repeated attempts.
-        max_retries: how often one request is sent again.
+        max_retries: number of times that one request is sent again.
         concurrency: concurrent requests, or rows of a batch for ``local:``.
 
     Raises:
@@ -127,10 +128,10 @@ class LLMConfig(Group, kw_only=False):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Self:
-        """Read a mapping; the other values override those of its ``preset``, if it has one.
+        """Read a mapping; the other values override values of its ``preset``, if it has one.
 
         Args:
-            data: fields of this class; the default name is that of the model, and a ``local:``
+            data: fields of this class. The default ``name`` is the name of the model; a ``local:``
                 model writes at most 256 tokens unless ``max_tokens`` is set.
 
         Raises:
@@ -206,7 +207,7 @@ def read_object(path: str | os.PathLike[str], what: str) -> dict[str, Any]:
     """Read a JSON object from a file.
 
     Args:
-        path: of the file.
+        path: path of the file.
         what: name of the file in errors.
 
     Raises:

@@ -369,7 +369,7 @@ def read_json(store: BaseStore, path: str) -> Any:
 
     Args:
         store: store of the file.
-        path: of the file.
+        path: path of the file.
 
     Raises:
         DamagedCheckpointError: the file is not JSON, or differs from the written one.

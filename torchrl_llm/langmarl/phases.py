@@ -2,8 +2,9 @@
 
 The phases load the policies, collect episodes, evaluate them and write gradients, apply the
 gradients, and save. Each is a function of a :class:`TrainingState` and a :class:`RunFiles`, and may
-be called again after a kill. Results on disk are read; for missing results, the journal has the
-calls that were already answered. So a restarted phase makes only the unanswered calls.
+be called again after a kill. Results on disk are not computed again; for missing results, the
+journal has the calls that were already answered. So a restarted phase makes only the unanswered
+calls.
 
 Next: :class:`~torchrl_llm.langmarl.MonteCarloTrainer` calls them in turn.
 """
@@ -387,7 +388,7 @@ def save(state: TrainingState, files: RunFiles) -> dict[str, Any]:
     if held_out := state.tasks[1]:
         before, lost = _validated(state, files, state.policies, held_out, state.iteration)
         after, more = _validated(state, files, state.updated, held_out, state.iteration + 1)
-        # Policies that fail more often are not better, whatever their remaining rewards.
+        # Policies that fail more often are not better, even if their remaining rewards are higher.
         better = after > before and more <= lost
         state.accepted = state.config.accept == "always" or better
         state.validation = after if state.accepted else before

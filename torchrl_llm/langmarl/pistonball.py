@@ -1,4 +1,4 @@
-"""The ``pistonball`` environment: pistons side by side that roll a ball to the left wall.
+"""The ``pistonball`` environment: a row of pistons that rolls a ball to the left wall.
 
 Each piston is an agent and acts in each cycle, so an episode costs up to ``num_pistons`` times
 ``max_cycles`` calls. Pistons get the state of the game as text; no model sees an image.

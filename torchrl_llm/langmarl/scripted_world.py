@@ -1,8 +1,8 @@
 """Scripted models with a known correct advice: for tests, examples and dry runs.
 
 Each agent guesses until its policy contains a specific sentence (``ADVICE``). A task depends on
-some of the agents, and is answered correctly if none of these guesses. The critic reports who
-guessed; the optimizer turns this into advice, and keeps the advice that a policy already has.
+some of the agents, and is answered correctly if none of these agents guesses. The critic reports
+who guessed; the optimizer turns this into advice, and keeps the advice that a policy already has.
 
 Configurations name them: ``scripted:torchrl_llm.langmarl.scripted_world:actor``.
 """
@@ -84,7 +84,7 @@ def critic(messages: Messages) -> str:
 
 
 def optimizer(messages: Messages) -> str:
-    """An optimizer that writes the advice from the policy and from the evaluation.
+    """An optimizer that writes the advice of the policy and of the evaluation.
 
     Args:
         messages: the optimizer's instructions, with a policy and an evaluation.

@@ -1,7 +1,7 @@
 """Files of a run in language space: policies of each iteration, episodes, evaluations, metrics.
 
-The layout is that of LangMARL, for example ``runs/<run>/checkpoints/iter_3/agent_1.txt``, so each
-library can read the other's files.
+The layout is the same as in LangMARL, for example ``runs/<run>/checkpoints/iter_3/agent_1.txt``, so
+each library can read the other's files.
 
 Next: :mod:`torchrl_llm.langmarl.phases` reads and writes them.
 """
@@ -75,8 +75,8 @@ class PolicyCheckpoint:
         store: store of the run.
         run_id: name of the run.
         num_agents: number of policies.
-        agent_names: names of the agents; ``agent_1`` and so on if not given, and then a checkpoint
-            may also have other names.
+        agent_names: names of the agents; ``agent_1`` and so on if not given; then a checkpoint may
+            also have other names.
         default_policies: policies to use before the first checkpoint.
 
     Raises:
@@ -194,7 +194,7 @@ class PolicyCheckpoint:
             metadata: further data.
 
         Raises:
-            ConfigError: a policy is not a text, or the names are not those of the agents.
+            ConfigError: a policy is not a text, or the names are not the names of the agents.
             CheckpointError: the files cannot be written.
         """
         if self._strict and set(policies) != set(self.agent_names):
@@ -239,7 +239,7 @@ class PolicyCheckpoint:
         return self._meta(iteration).get("training_stats") or {}
 
     def metadata(self, iteration: int) -> dict[str, Any]:
-        """Further data saved with a checkpoint, likewise."""
+        """Further data saved with a checkpoint; raises FileNotFoundError if it is missing."""
         return self._meta(iteration).get("metadata") or {}
 
     def _of(self, iteration: int) -> str:

@@ -41,7 +41,8 @@ def episode_of(rows: Sequence[TensorDictBase], number: int = 0) -> Trajectory:
 
     Returns:
         The steps turn by turn, with the agents of each turn in the order of their rows. The reward
-        is the highest of the agents (all agents of a team have the same), NaN if one is invalid.
+        is the highest reward of the agents (agents of a team have equal rewards), or NaN if one of
+        them is invalid.
     """
     ordered = sorted(rows, key=lambda row: (int(row["turn"]), int(row["traj_id"])))
     totals: dict[str, float] = {}

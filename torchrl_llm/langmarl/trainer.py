@@ -1,7 +1,7 @@
-"""Trainer of policies that are texts: :class:`MonteCarloTrainer`, and :func:`train` in one line.
+"""Trainer of policies that are texts: :class:`MonteCarloTrainer`; one call is :func:`train`.
 
 It opens a run, runs the :mod:`~torchrl_llm.langmarl.phases` in turn and calls the callbacks. A run
-keeps its name, so the same command resumes where the last one ended.
+keeps its name, so the same command resumes the run.
 """
 
 from __future__ import annotations
@@ -315,8 +315,8 @@ def make_trainer(
     Args:
         config: the training configuration.
         reward_fn: as in :class:`MonteCarloTrainer`.
-        store: likewise.
-        callbacks: likewise.
+        store: as in :class:`MonteCarloTrainer`.
+        callbacks: as in :class:`MonteCarloTrainer`.
     """
     env = make_env(config.env, config)
     prompts = None if config.prompts_dir is None else Path(config.prompts_dir)
@@ -336,7 +336,7 @@ def train(config_path: str | os.PathLike[str], **overrides: Any) -> list[dict[st
 
     Args:
         config_path: a JSON file.
-        **overrides: values that replace those of the file.
+        **overrides: values that replace values of the file.
 
     Returns:
         The statistics of each iteration.

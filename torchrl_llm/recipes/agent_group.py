@@ -1,4 +1,4 @@
-"""The group ``agent`` of a recipe: which agent acts, with the arguments of its class as keys."""
+"""The group ``agent`` of a recipe: type of the agent, and the arguments of its class as keys."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torchrl_llm.recipes.strict_config import Component, Variants, variant
 
 
 class AgentConfig(Component):
-    """The agent; ``type`` names it, and its constructor's arguments are the keys.
+    """The agent. ``type`` names its class; the keys are the arguments of its constructor.
 
-    ``env.system_prompt`` sets the system prompt of every agent, so it is not a key here.
+    ``env.system_prompt`` sets the system prompt of every agent, so it is not a key of this group.
     """
 
     default = "none"
@@ -28,7 +28,7 @@ def _agent(name: str) -> type[Component]:
     target = find("agents", name)
     if not (inspect.isclass(target) and issubclass(target, Agent)):
         raise ConfigError(f"agent={name} must be a subclass of Agent, got {target!r}")
-    # The plain agent has no limit of turns for tools; agent=tool has.
+    # Only agent=tool has a limit of turns for tools, not the plain agent.
     given = ("system_prompt", "tools") if target is Agent else ("system_prompt",)
     if target.OWNS_LOOP:
         given = ("system_prompt", "tools", "accept_cut")

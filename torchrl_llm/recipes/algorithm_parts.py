@@ -25,7 +25,7 @@ from torchrl_llm.rewards import TokenRewards
 def make_algorithm(
     config: GRPOConfig, policy: TransformersWrapper, learner: TransformersWrapper | None = None
 ) -> Algorithm:
-    """The configured advantage estimator and loss, and the transforms that write their inputs.
+    """Build the configured advantage estimator and loss, and the transforms for their inputs.
 
     Args:
         config: configuration of the recipe.
@@ -35,7 +35,7 @@ def make_algorithm(
     reference = make_reference(config, policy) if config.needs_reference else None
     credit = config.build_credit()
     if isinstance(credit, SPOAdvantage):
-        credit.watch(policy)  # its estimates decay as the policy changes
+        credit.watch(policy)  # the estimator's values decay as the policy changes
     return Algorithm(
         name=f"{config.loss.type} with {config.advantage.type}",
         loss=config.build_loss(policy if learner is None else learner),
@@ -48,7 +48,7 @@ def make_algorithm(
 def read_by_credit(
     config: GRPOConfig, policy: TransformersWrapper, reference: TokenScorer | None
 ) -> Iterator[Transform]:
-    """Transforms that change the reward, or write values.
+    """Return the transforms that run before the estimator: they change the reward or write values.
 
     Args:
         config: configuration of the recipe.
@@ -75,7 +75,7 @@ def read_by_credit(
 def read_by_the_loss(
     config: GRPOConfig, policy: TransformersWrapper, reference: TokenScorer | None
 ) -> Iterator[Transform]:
-    """Transforms that score the training rows before their first update.
+    """Return the transforms that score the training rows before their first update.
 
     Args:
         config: configuration of the recipe.
@@ -84,7 +84,7 @@ def read_by_the_loss(
     """
     budget = config.train.micro_token_budget
     reads = config.train.kl_to_ref_coeff or config.loss.compares_pairs
-    if reads and not config.reward.kl_coeff:  # which already scored them
+    if reads and not config.reward.kl_coeff:  # has already scored them
         yield RetrieveLogProb(reference, token_budget=budget)
     if config.stores_proximal:
         yield RetrieveLogProb(

@@ -137,7 +137,7 @@ class ChatEnvTask:
             )
 
     def _limit(self, env: DatasetChatEnv, max_steps: int | None) -> int | None:
-        """Limit of turns to enforce here; ``None`` if the environment counts them."""
+        """Limit of turns to enforce here; ``None`` if the environment counts turns."""
         own = _counted(env)
         if own is not None:
             if max_steps not in (None, own):

@@ -1,4 +1,4 @@
-"""Chat with the model of a run: prompted as in training, with the tools of its task."""
+"""Chat with the model of a run. It is prompted as in training, with the tools of its task."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_llm.tools import ToolTransform
 from torchrl_llm.tools.call_parsers import MessageCallParser
 
 _MAX_TOKENS = 256
-# Keys that a chat reads; a foreign configuration may have values of any type there.
+# Keys that a chat reads; in a foreign configuration their values may have any type.
 _TYPES = {
     "env": {
         "dataset": str,

@@ -28,11 +28,11 @@ _OPTIONS = {"env.id": "env.options.id", "env.args": "env.options.args"}
 _PROGRAM = {"agent.program", "agent.command"}
 # File of a group with the keys that the other files share.
 _SHARED = "shared"
-# Least similarity (difflib's ratio, 1 for equal) at which a name counts as a typing error.
+# Smallest similarity (difflib's ratio, 1 for equal) at which a name counts as a typing error.
 _SIMILAR = 0.7
-# The same for names that may belong to a different group, or name a group.
+# The same limit for names that may belong to a different group, or name a group.
 _ALIKE = 0.85
-# Flags of Hydra, and flags that take the next word.
+# Flags of Hydra, and its flags whose value is the next word.
 _FLAG = re.compile(
     "--(help|hydra-help|version|resolve|run|multirun|shell-completion|info)|-(h|r|m|sc|i)"
 )
@@ -64,7 +64,7 @@ class KeyTable:
 
     @property
     def keys(self) -> list[str]:
-        """Every dotted key, including those of all options."""
+        """Every dotted key, including the keys of all options."""
         options = [keys for group in self.groups.values() for keys in group.values()]
         own = (key for keys in options for key in keys)
         return list(dict.fromkeys((*self.plain, *self.groups, *own)))
@@ -131,7 +131,7 @@ def _walk(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 def _option(file: Path, group: str) -> Iterator[str]:
     """Keys of a group's option, including keys that its file inherits from other files."""
     if "@package _global_" in file.read_text(encoding="utf-8"):
-        return  # its keys are values of the recipe's own
+        return  # a user's class sets the recipe's own keys
     values = _load(file)
     for entry in values.pop("defaults", ()):
         # A user's folder of options has no copy of the recipe's shared file.
@@ -374,7 +374,7 @@ def _near(name: str, names: Collection[str], similarity: float = _SIMILAR) -> li
 
 
 def _other_name(key: str, keys: Sequence[str]) -> str | None:
-    """The name here for a key of a different library, if this recipe has it."""
+    """This package's name for a key of a different library, if this recipe has it."""
     parts, groups = key.split("."), {each.rpartition(".")[0] for each in keys}
     # A group takes a value if its options are files, which have a type.
     valued = {each for each in keys if each not in groups or f"{each}.type" in keys}

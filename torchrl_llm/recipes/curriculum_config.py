@@ -16,15 +16,16 @@ class CurriculumConfig(Group, key="curriculum"):
     """Order in which prompts are drawn, see :mod:`torchrl_llm.data.row_order`.
 
     Attributes:
-        order: ``shuffle``, a different order in each pass; ``file``, the order of the data;
-            ``band``, only prompts whose success rate is in a band; ``queue``, each prompt until it
-            is solved or was visited often enough, and the run ends with the last one; ``spo``, at
-            random, weighted by the uncertainty of success, with ``advantage=spo`` by its tracked
-            rates.
+        order: order of the prompts (``shuffle``: a different order in each pass; ``file``: the
+            order of the data; ``band``: only prompts whose success rate is in a band; ``queue``:
+            each prompt until it is solved or was visited often enough, and the run ends with the
+            last one; ``spo``: at random, weighted by the uncertainty of success, with the tracked
+            rates of ``advantage=spo``).
         band: ``[low, high]``, the success rates of ``band``.
         revisit: number of passes that skip a prompt outside the band.
         solved: success rate in a step at which a prompt leaves the ``queue``.
-        visits: number of steps after which a prompt leaves in any case; ``None`` for no limit.
+        visits: number of steps after which a prompt leaves the ``queue`` unsolved; ``None`` for no
+            limit.
         floor: smallest weight of ``spo``.
     """
 

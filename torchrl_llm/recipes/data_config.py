@@ -49,12 +49,13 @@ class DataSource(ReadsOnce, key="data"):
 
     Attributes:
         source: a CSV, JSON, JSON-lines or Parquet file, several of them, a folder, the name of a
-            dataset on the hub, or ``module:name`` of rows in Python. ``data=FILE`` says the same.
-        eval_source: the held-out rows, likewise; ``None`` for ``eval_split``, or the end of
-            ``source``.
+            dataset on the hub, or ``module:name`` of rows in Python. ``data=FILE`` is the short
+            form.
+        eval_source: source of the held-out rows, as for ``source``; ``None`` for ``eval_split``, or
+            for the last rows of ``source``.
         subset: configuration of a dataset on the hub.
-        split: split of a hub dataset or a folder; ``None`` for ``train``.
-        eval_split: split with the held-out rows.
+        split: split with the training rows, in a hub dataset or a folder; ``None`` for ``train``.
+        eval_split: split with the held-out rows; ``None`` for none.
     """
 
     source: Source = None
@@ -104,9 +105,10 @@ class DataConfig(DataSource):
     """Your own rows, whose prompts the model answers.
 
     Attributes:
-        prompt: column with the user's message; ``None`` for one with a usual name (``prompt``,
+        prompt: column with the user's message; ``None`` for a column with a usual name (``prompt``,
             ``question``, ``query``, ...).
-        answer: column with the answer that the reward compares; ``None`` likewise, or for none.
+        answer: column with the correct answer, for the reward; ``None`` for a column with a usual
+            name, or for no column if there is none.
         messages: column with whole conversations, instead of ``prompt``.
     """
 
@@ -152,7 +154,7 @@ def check_data(config: _WithData) -> None:
         not own
         or config.reward.function is not None
         or bool(config.reward.components)
-        or config.agent.owns_loop,  # its program returns it
+        or config.agent.owns_loop,  # the program returns the reward
         "rows of your own need a reward: reward=FILE.py:FUNCTION of (response, answer), or the "
         "name of one (torchrl-llm list rewards), reward=exact for example",
     )
@@ -201,11 +203,11 @@ def _part(rows: Sequence[Row], wanted: range) -> Sequence[Row]:
 
 
 def shared_prompts(train: Iterable[Any], held_out: Sequence[Any]) -> list[Any]:
-    """The held-out prompts that also are training prompts.
+    """Return the held-out prompts that are also training prompts.
 
     Args:
         train: training prompts: texts, or any JSON value; only the first 20,000 are checked.
-        held_out: likewise.
+        held_out: held-out prompts, in the same form.
 
     Example:
         >>> shared_prompts(["a", "b"], ["b", "c"])
@@ -236,11 +238,11 @@ def overlap_text(both: Sequence[Any], held_out: Sequence[Any]) -> str:
 
 
 def tell_overlap(train: Iterable[Any], held_out: Sequence[Any], key: str) -> None:
-    """Warn in a run that held-out prompts are also trained on.
+    """Warn in a run if held-out prompts are also training prompts.
 
     Args:
         train: as for :func:`shared_prompts`.
-        held_out: likewise.
+        held_out: held-out prompts, in the same form.
         key: key of the data source.
     """
     if both := shared_prompts(train, held_out):

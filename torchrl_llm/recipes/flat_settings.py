@@ -47,7 +47,7 @@ def parse_overrides(arguments: Iterable[str]) -> dict[str, Any]:
         try:
             found[key] = json.loads(value)
         except ValueError as error:
-            if value[:1] in ("{", "["):  # do not show its text, which may hold a key
+            if value[:1] in ("{", "["):  # not shown: it may contain a secret key
                 raise ConfigError(f"the value of {key} is no JSON: {error}") from None
             found[key] = value
     return found

@@ -39,10 +39,10 @@ from torchrl_llm.trainers.run_results import EvalResult
 
 
 class Command(dict[str, Any]):
-    """The settings of a run that differ from the defaults; its text is the equivalent command.
+    """The settings of a run that differ from the defaults; printed, the equivalent command.
 
     Args:
-        name: of the recipe.
+        name: name of the recipe.
         settings: dotted key to value, in the order in which they were given.
 
     Example:
@@ -66,7 +66,7 @@ class Command(dict[str, Any]):
         ]
 
     def __repr__(self) -> str:
-        """The command, with a note on values that exist only in this program."""
+        """Return the command, with a note on values that exist only in this program."""
         lines = [f"torchrl-llm train {self.name} {shlex.join(self.overrides)}"]
         for value in dotted(self).values():
             for path in value if isinstance(value, list) else [value]:
@@ -78,12 +78,12 @@ class Command(dict[str, Any]):
         return "\n".join(lines)
 
 
-# A text that Hydra reads as text.
+# Quote a text so that Hydra reads it as text.
 _WORD = re.compile(r"(?!(?:null|true|false|nan|inf)$)(?:\.*/)?[a-z_][\w./:@%+*?-]*", re.A | re.I)
 
 
 def _typed(value: Any) -> str:
-    """A value in Hydra's syntax for the command line."""
+    """Return a value in Hydra's syntax for the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -123,7 +123,7 @@ class _Recipe(ABC):
         self._conversation: Conversation | None = None
 
     def _new_folder(self) -> Path:
-        """Date and time, as for the command; a number distinguishes runs of the same second."""
+        """Name a folder by date and time; a number distinguishes runs of the same second."""
         now = datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
         folder = first = Path(f"outputs/{self.NAME}/{now}").absolute()
         number = 1
@@ -134,7 +134,7 @@ class _Recipe(ABC):
         return folder
 
     def _compose(self, settings: Mapping[str, Any]) -> Any:
-        """The recipe's files with these settings, checked."""
+        """Compose the recipe's files with these settings, and check the result."""
         from omegaconf import OmegaConf
         from omegaconf.errors import OmegaConfBaseException
 
@@ -189,7 +189,7 @@ class _Recipe(ABC):
                 yield run.metrics
 
     def train(self) -> Any:
-        """Train to the end, or until Ctrl-C, which saves; shows the results.
+        """Train to the end, or until Ctrl-C; save the run and show its results.
 
         Returns:
             This run.
@@ -211,7 +211,7 @@ class _Recipe(ABC):
         return self.run.evaluate()
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """The curves of the run so far.
+        """Draw the curves of the run so far.
 
         Args:
             path: file to which the picture is also written.
@@ -225,7 +225,7 @@ class _Recipe(ABC):
         return figure
 
     def save(self, folder: str | Path) -> Path:
-        """Write model and tokenizer for ``from_pretrained``.
+        """Write model and tokenizer into a folder that ``from_pretrained`` opens.
 
         Args:
             folder: created if it does not exist.
@@ -236,7 +236,7 @@ class _Recipe(ABC):
         return folder
 
     def chat(self, text: str, *, go_on: bool = False) -> str:
-        """Chat with the current model; it answers greedily, prompted as in training.
+        """Chat with the current model. It answers greedily, and is prompted as in training.
 
         Args:
             text: message of the user.
@@ -246,7 +246,7 @@ class _Recipe(ABC):
             Its answer. Tool calls are executed and the model is called again until it answers.
 
         Raises:
-            OverlongError: the conversation does not fit into the model's context any more.
+            OverlongError: the conversation no longer fits into the model's context.
         """
         run = self.run
         if self._conversation is None:
@@ -283,7 +283,7 @@ _OPEN = ("env.options", "reward.components")
 
 
 def _settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Keyword arguments as dotted keys: a dict is a group, whose ``type`` may choose its file."""
+    """Keyword arguments as dotted keys: a dict is a group, and its ``type`` may name a file."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         key = prefix + name
@@ -301,15 +301,16 @@ def _settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 class GRPO(_Recipe):
     """GRPO and related algorithms on your own model and data.
 
-    Builds the configuration of ``sota-implementations/grpo/grpo-sync.py`` and runs that page. The
-    constructor checks the settings; the first method that needs them loads model and data.
+    This class builds the configuration of ``sota-implementations/grpo/grpo-sync.py`` and runs that
+    page. The constructor checks the settings. Model and data are loaded by the first method that
+    needs them.
 
     Args:
         model: folder or hub name; the model that ships with the package if not given.
         data: rows to train on: a file (CSV, JSON, JSON lines, Parquet), a folder, the name of a
             dataset on the hub, a ``datasets.Dataset``, or a list of dicts. Without ``data`` and
             ``env`` the task is addition, which suits the package's own model.
-        eval_data: held-out rows, likewise; the end of ``data`` if not given.
+        eval_data: held-out rows, in the same forms; the last rows of ``data`` if not given.
         prompt: column with the user's message.
         answer: column with the answer that the reward compares.
         messages: column with whole conversations, instead of ``prompt``.
@@ -320,7 +321,7 @@ class GRPO(_Recipe):
             or names of tools.
         env: a task by its name (``"gsm8k"``), or a class or function that makes an environment.
         loss: name of a loss, or a dict of its settings with ``type``.
-        advantage: name of an advantage estimator, or a dict likewise.
+        advantage: name of an advantage estimator, or a dict of its settings with ``type``.
         agent: name of an agent, a class of agents, or a dict of its settings with ``type``.
         folder: folder of the run; ``outputs/grpo/<date>/<time>`` if not given.
         keys: the recipe's other keys: one dict per group, ``train={"max_steps": 50}``, or dotted,
@@ -378,17 +379,18 @@ class GRPO(_Recipe):
 class SFT(_Recipe):
     """Supervised fine-tuning: a model learns the assistant's turns of your own conversations.
 
-    Builds the configuration of ``sota-implementations/sft/sft.py`` and runs that page. Model and
-    data are loaded by the first method that needs them; settings are checked at once.
+    Builds the configuration of ``sota-implementations/sft/sft.py`` and runs that page. The
+    constructor checks the settings. The first method that needs them loads model and data.
 
     Args:
         model: folder or hub name; the model that ships with the package if not given.
         data: conversations to learn from: a file (CSV, JSON, JSON lines, Parquet), a folder, the
             name of a dataset on the hub, a ``datasets.Dataset``, or a list of dicts.
-        eval_data: held-out conversations, likewise; the end of ``data`` if not given.
+        eval_data: held-out conversations, in the same forms; the last ones of ``data`` if not
+            given.
         prompt: column with the user's message.
         completion: column with the assistant's answer.
-        messages: column with whole conversations, instead of the two.
+        messages: column with whole conversations, instead of ``prompt`` and ``completion``.
         answer: column with the answer that ``reward`` compares; the completion if not given.
         reward: scores the model's answers to held-out prompts, for an accuracy next to the loss; as
             for :class:`GRPO`. It is not used for training.
@@ -439,18 +441,18 @@ class SFT(_Recipe):
 class DPO(_Recipe):
     """Preference optimization: a model learns which of two answers is the better one.
 
-    Builds the configuration of ``sota-implementations/preference/dpo.py`` and runs that page. Model
-    and data are loaded by the first method that needs them; settings are checked at once.
+    Builds the configuration of ``sota-implementations/preference/dpo.py`` and runs that page. The
+    constructor checks the settings. The first method that needs them loads model and data.
 
     Args:
         model: folder or hub name; the model that ships with the package if not given.
         data: rows with a chosen and a rejected answer: a file (CSV, JSON, JSON lines, Parquet), a
             folder, the name of a dataset on the hub, a ``datasets.Dataset``, or a list of dicts;
             pairs of sums that ship with the package if not given.
-        eval_data: held-out rows, likewise; the end of ``data`` if not given.
+        eval_data: held-out rows, in the same forms; the last rows of ``data`` if not given.
         prompt: column with the user's message.
         chosen: column with the better answer.
-        rejected: column with the worse one.
+        rejected: column with the worse answer.
         completion: column with the single answer of a row, for ``loss="kto"``.
         label: column that tells whether this answer is good.
         loss: name of a loss (``"dpo"``, ``"cpo"``, ``"simpo"``, ``"orpo"``, ``"kto"``), or a dict
@@ -520,7 +522,7 @@ def _model_and_data(model: str | Path | None, data: Any, eval_data: Any) -> dict
 
 
 def _source(data: Any) -> Any:
-    """The source of data: the path itself, or a path to the object."""
+    """Return the source of data: the path itself, or a path to the object."""
     if data is None or isinstance(data, (str, Path)):
         return None if data is None else str(data)
     if isinstance(data, (list, tuple)) and data and isinstance(data[0], (str, Path)):

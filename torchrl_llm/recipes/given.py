@@ -20,7 +20,7 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "
 
 
 def path_of(thing: Any) -> str:
-    """Import path of an object in this process.
+    """Return the import path of an object in this process.
 
     Args:
         thing: a text, which already is a path; a function or class; or any other object, which
@@ -45,14 +45,14 @@ def path_of(thing: Any) -> str:
 
 
 def rows_path(rows: Any) -> str:
-    """Import path of rows in this process; equal rows have the same path.
+    """Return the import path of rows in this process; equal rows have the same path.
 
     Args:
         rows: a list of dicts, a ``datasets.Dataset``, or any other kind of rows.
     """
     known = getattr(rows, "_fingerprint", None)
     if known is None and not isinstance(rows, (list, tuple)):
-        return keep(rows, "rows")  # it may compute or read its rows
+        return keep(rows, "rows")  # this object may compute or read its rows
     if known is None:
         text = json.dumps(rows, default=str)
         known = xxhash.xxh64_hexdigest(text.encode())

@@ -35,25 +35,27 @@ class EnvConfig(ReadsOnce, key="env"):
         dataset: name of the task (``torchrl-llm list tasks``), or your own ``module:class``.
         data_files: CSV, JSON, JSON-lines or Parquet file (``.gz`` too) with the training problems;
             ``None`` for the task's own source (a generator, or the hub).
-        eval_data_files: file with the held-out problems; ``None`` for the task's own held-out part,
-            or with ``data_files`` the last ``eval.num_prompts`` problems of that file, which are
-            then not trained on.
-        repeats: samples per prompt, the size of a group; 1 if ``advantage`` compares none.
-        options: settings of the task itself, arguments of its class (the ``difficulty`` of
-            ``letter_counting``, for instance); those left out keep the class's defaults.
+        eval_data_files: file with the held-out problems; ``None`` for the task's own held-out
+            problems, or, with ``data_files``, for the last ``eval.num_prompts`` problems of that
+            file, which are then not trained on.
+        repeats: samples per prompt, which is the size of a group; 1 if ``advantage`` compares no
+            samples.
+        options: settings of the task itself: arguments of its class (the ``difficulty`` of
+            ``letter_counting``, for instance); settings that are not given keep the defaults of the
+            class.
         system_prompt: first message of every conversation; ``None`` for the task's own.
-        max_steps: most steps of an episode, without turns that only call thinking tools; ``None``
-            for the task's own limit.
-        tools: tools in addition to those of the task: names of registered tools, or
+        max_steps: most steps of an episode; turns that only call thinking tools do not count;
+            ``None`` for the task's own limit.
+        tools: tools in addition to the task's tools: names of registered tools, or
             ``"module:name"`` of a :class:`~torchrl_llm.tools.Tool` (a class without required
             arguments, or an instance) or of a function with type hints and a docstring.
-        max_tool_turns: most turns in a row that only call those tools; each is a turn of the model,
+        max_tool_turns: most turns in a row that only call ``tools``; each is a turn of the model,
             but not a step of the episode.
         max_prompt_length: tokens that a prompt may have; ``None`` for the model's context less
             ``inference_model.max_tokens``.
-        on_overlong: handling of a longer first prompt of an episode: raise an error, neither answer
-            nor train the row, or cut the prompt from the left. Counted in ``train/overlong``. A
-            conversation that grows longer ends its episode (``train/out_of_context``).
+        on_overlong: treatment of an episode whose first prompt is longer: raise an error, neither
+            answer nor train the row, or cut the prompt from the left. ``train/overlong`` counts
+            them. A conversation that grows longer ends its episode (``train/out_of_context``).
     """
 
     dataset: str = "arithmetic"
@@ -116,8 +118,8 @@ class ModelNameConfig(Group, key="model"):
     Attributes:
         name: a folder or a hub name; ``None`` for the model that ships with the package.
         quantization: round the weights of linear layers to ``4bit`` or ``8bit`` while reading them
-            (needs the extra ``quantization``); training needs LoRA adapters over them. Checkpoints
-            hold only the adapter. ``None`` for unchanged weights.
+            (needs the extra ``quantization``); such a model is trained by LoRA adapters.
+            Checkpoints hold only the adapter. ``None`` for unchanged weights.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
         template_kwargs: variables of the template by name, ``enable_thinking: false`` for example.
     """
@@ -149,8 +151,8 @@ class ModelConfig(ModelNameConfig):
 
     Attributes:
         show_tools: whether the prompt describes the task's tools, in the format of the chat
-            template; ``None``: if ``name`` is given. The model that ships with the package, and
-            models trained from it, know their tool without a description.
+            template; ``None`` means only if ``name`` is given. The model that ships with the
+            package, and models trained from it, know their tool without a description.
     """
 
     show_tools: bool | None = None
@@ -167,28 +169,29 @@ class ForwardConfig(Group, key="train"):
     Attributes:
         micro_token_budget: most tokens in one forward, with the padding if ``packing`` is
             ``padded``; ``None`` for no limit. It changes memory and speed, but not the result.
-        packing: how rows of different length are laid out in a forward: ``padded``; ``bucketed``,
-            several forwards of rows of similar length; ``packed``, one row after the other without
-            padding; ``shared``, also with the prompt of a group only once; ``auto``, the cheapest
-            that the model supports. It changes memory and speed, but not the result.
-        max_seq_len: tokens that a row may have, prompt, turns and tools together; ``None`` for no
+        packing: how rows of different length are laid out in a forward (``padded``: all padded to
+            the longest; ``bucketed``: several forwards of rows of similar length; ``packed``: one
+            row after the other without padding; ``shared``: as ``packed``, with the prompt of a
+            group only once; ``auto``: the cheapest that the model supports). It changes memory and
+            speed, but not the result.
+        max_seq_len: tokens that a row may have: prompt, turns and tools together; ``None`` for no
             limit (in supervised training, for the model's context).
-        on_overlong: handling of a longer row: raise an error that names it, do not train it, or cut
-            off its end. Counted in ``train/overlong_rows`` (in supervised training,
+        on_overlong: treatment of a longer row: raise an error that names it, do not train it, or
+            cut off its end. ``train/overlong_rows`` counts them (in supervised training,
             ``train/overlong``).
         kl_to_ref_coeff: weight of the KL divergence from ``ref_model`` in the loss; 0 for none.
         mixed_precision: ``bfloat16`` autocast over the master weights, ``float32``, or ``auto``:
             bfloat16 on CUDA, float32 elsewhere.
         device: ``auto`` for CUDA if available.
         num_threads: threads of torch on the CPU; ``None`` for torch's choice, or 1 for the model
-            that ships with the package and for similarly small models in a folder: they gain little
-            from a second thread, which busy-waits if cores are shared.
-        parallel: how the processes that ``torchrun`` starts train together: ``ddp``, the whole
-            model in each; ``fsdp2``, a part of its weights, gradients and optimizer in each;
-            ``none`` for one process. All numbers of rows and prompts are totals over all processes.
-        gathers: with ``fsdp2``, the weights that are gathered in a process that samples or scores:
-            ``layer``, one layer at a time, for which all processes wait at each layer of each
-            token; ``model``, all layers, from their first use to the next update.
+            that ships with the package and for similarly small models in a folder, because a second
+            thread makes them little faster, and busy-waits if cores are shared.
+        parallel: how the processes that ``torchrun`` starts train together (``ddp``: each has the
+            whole model; ``fsdp2``: each has a part of the weights, gradients and optimizer;
+            ``none``: one process). All numbers of rows and prompts are totals over all processes.
+        gathers: with ``fsdp2``, the weights that a process gathers to sample or score (``layer``:
+            one layer at a time, and all processes wait at each layer of each token; ``model``: all
+            layers, from their first use to the next update).
         timeout_s: most seconds that a process waits for the others.
     """
 
@@ -217,12 +220,12 @@ class TrainConfig(ForwardConfig):
     """The training loop.
 
     Attributes:
-        max_steps: training steps (one batch collected, ``epochs`` passes over it).
-        prompts_per_batch: distinct prompts per step; ``env.repeats`` responses each.
+        max_steps: training steps; each collects one batch and makes ``epochs`` passes over it.
+        prompts_per_batch: distinct prompts per step; each gets ``env.repeats`` responses.
         epochs: passes over a batch.
         optim_batch_size: responses per optimizer step; ``None`` for the whole batch.
-        no_signal_steps: steps in a row with only equal rewards, after which a message reports it
-            with two answers; ``None`` for never.
+        no_signal_steps: number of consecutive steps with only equal rewards after which a message
+            reports this, with two answers; ``None`` for never.
     """
 
     max_steps: Count = 100
@@ -254,12 +257,12 @@ class LoraConfig(Group, key="train_model.lora"):
     """LoRA adapters (needs the extra ``peft``); the other keys have an effect only when enabled.
 
     Attributes:
-        enabled: train adapters and leave the model's own weights alone.
+        enabled: train adapters, and keep the model's own weights unchanged.
         r: rank; ``None`` for 8, or for the rank of the adapter that ``model.name`` names.
-        alpha: scale, applied as ``alpha / r``; ``None`` for 16, or likewise.
-        dropout: on the adapters' input.
+        alpha: scale, applied as ``alpha / r``; ``None`` for 16, or for the scale of that adapter.
+        dropout: dropout rate of the adapters' input.
         target_modules: names of the linear layers, or a regular expression of whole names; ``None``
-            for all but the head, or likewise.
+            for all but the head, or for the layers of that adapter.
     """
 
     enabled: bool = False
@@ -323,12 +326,14 @@ class TrainModelConfig(Group, key="train_model"):
 
     Attributes:
         dtype: type of the weights.
-        gradient_checkpointing: trade compute for memory in the backward.
+        gradient_checkpointing: compute activations again in the backward instead of keeping them:
+            slower, but needs less memory.
         offload_activations: keep the activations for the backward in CPU memory, and copy them back
             when the backward needs them; gradients are the same.
-        attn_implementation: as in ``transformers``; ``None`` for its choice.
-        logprob_chunk_size: logits in memory at once, tokens times vocabulary entries; ``None`` to
-            choose by device.
+        attn_implementation: attention kernel, by its name in ``transformers``; ``None`` for the
+            choice of ``transformers``.
+        logprob_chunk_size: largest number of logits in memory at once: tokens times vocabulary
+            entries; ``None`` to choose by device.
         lora: adapters.
     """
 
@@ -352,11 +357,13 @@ class InferenceModelConfig(Group, key="inference_model"):
     score over these candidates: ratios refer to the distribution that was sampled.
 
     Attributes:
-        max_tokens: tokens a response may have.
+        max_tokens: tokens that a response may have.
         temperature: sampling temperature; recorded with every row and applied when it is scored.
-        top_p: sample from the fewest tokens that reach this probability; 1 for all.
-        top_k: sample from this many most probable tokens; 0 for all.
-        min_p: sample from tokens at least this probable, relative to the most probable; 0 for all.
+        top_p: sample from the smallest set of most probable tokens with this total probability; 1
+            for all tokens.
+        top_k: sample from this number of most probable tokens; 0 for all tokens.
+        min_p: sample from tokens with at least this probability relative to the most probable
+            token; 0 for all tokens.
     """
 
     max_tokens: Count = 32
@@ -393,10 +400,10 @@ class RefModelConfig(Group, key="ref_model"):
 
     Attributes:
         name: folder or hub name; ``None`` for the policy as it was before training. With LoRA this
-            is the policy with its adapters disabled, or with the adapter that ``model.name`` names,
-            without a second model.
-        num_devices: GPUs only for the reference: 0 puts it on the policy's, 1 on the GPU after the
-            policy's.
+            needs no second model: it is the policy with its adapters disabled, or with the adapter
+            that ``model.name`` names.
+        num_devices: GPUs only for the reference (0: it shares the policy's GPU; 1: it is on the GPU
+            after the policy's).
     """
 
     name: str | None = None
@@ -413,7 +420,8 @@ class RefModelConfig(Group, key="ref_model"):
 class LearningRates(NamedTuple):
     """Default learning rates of AdamW.
 
-    A third of a million parameters needs a hundred times the rate of half a billion.
+    A model with a third of a million parameters needs a hundred times the rate of a model with half
+    a billion.
 
     Attributes:
         embedded: rate for the model that ships with the package.
@@ -443,7 +451,7 @@ class OptimizerConfig(Group, key="optimizer"):
         name: a class of ``torch.optim``, or ``"module:Class"`` of a different package or your own,
             for example ``bitsandbytes.optim:AdamW8bit``. ``Muon`` updates the matrices of the
             layers, and AdamW all other parameters.
-        lr: learning rate; 0 runs everything without changing weights, ``None`` chooses by model,
+        lr: learning rate; 0 runs everything without changing weights; ``None`` chooses by model,
             see ``REINFORCEMENT_RATES`` and ``SUPERVISED_RATES``.
         weight_decay: ``None`` for the optimizer's default.
         eps: ``None`` for the optimizer's default.
@@ -452,9 +460,10 @@ class OptimizerConfig(Group, key="optimizer"):
         options: further arguments of the class, by name.
         on_cpu: keep the optimizer's states in CPU memory, and update there.
         clip_grad_norm: bound on the norm of the gradient; ``None`` for none.
-        scheduler: ``constant``, or ``linear`` or ``cosine`` to zero at the end of the run; see
-            ``SCHEDULES``.
-        warmup_steps: optimizer steps of a linear rise; below 1, their share of the run.
+        scheduler: ``constant``; or ``linear`` or ``cosine``, which fall to zero at the end of the
+            run; see ``SCHEDULES``.
+        warmup_steps: optimizer steps during which the learning rate rises linearly; a number below
+            1 is a share of the run.
     """
 
     name: str = "AdamW"
@@ -524,20 +533,20 @@ class OptimizerConfig(Group, key="optimizer"):
 
 
 class EngineConfig(InferenceModelConfig):
-    """Sampler and sampling; the keys of the engine have an effect only with ``backend=vllm``.
+    """Sampler and sampling; the keys of an engine have an effect only with ``backend=vllm``.
 
     Attributes:
-        backend: ``transformers`` samples with the trained module (a copy of it in each collector of
-            the asynchronous recipe), ``vllm`` with an engine; or ``"module:class"`` of your own
-            :class:`~torchrl_llm.modules.Backend`, which is constructed with ``model.name`` and the
-            keyword ``tokenizer``.
-        num_devices: GPUs of one engine (tensor parallel), each with its own process; on the CPU the
+        backend: ``transformers`` samples with the trained module (in the asynchronous recipe, each
+            collector has a copy); ``vllm`` samples with an engine; or ``"module:class"`` of your
+            own :class:`~torchrl_llm.modules.Backend`, which is constructed with ``model.name`` and
+            the keyword ``tokenizer``.
+        num_devices: GPUs of one engine (tensor parallel), each with its own process; on the CPU,
             number of processes.
-        gpu_memory_utilization: fraction of a GPU's memory that an engine may take; ``None`` for
+        gpu_memory_utilization: fraction of a GPU's memory that an engine may use; ``None`` for
             vLLM's default. Lower it if trainer and engine share a GPU.
-        enforce_eager: no CUDA graphs.
-        enable_prefix_caching: share the cache of prompts with the same beginning.
-        enable_fp32_lm_head: logits in float32 for any type of the weights.
+        enforce_eager: do not use CUDA graphs.
+        enable_prefix_caching: compute the cache of a common beginning of prompts only once.
+        enable_fp32_lm_head: compute logits in float32, whatever the type of the weights.
         max_model_len: most tokens of prompt and response; ``None`` for the model's context.
     """
 
@@ -575,8 +584,8 @@ class SleepingEngineConfig(EngineConfig):
     """Sampler next to the trainer.
 
     Attributes:
-        sleep: the vLLM engine frees all of its GPU memory while the trainer trains, and gets the
-            weights when it wakes; for one GPU that cannot hold both. With
+        sleep: whether the vLLM engine frees all of its GPU memory while the trainer trains, and
+            gets the weights when it wakes, for one GPU that cannot hold both. With
             ``weight_sync.type=shared`` it frees only its cache. On the CPU no memory is freed.
     """
 
@@ -589,21 +598,21 @@ class SleepingEngineConfig(EngineConfig):
 
 
 class WeightSyncConfig(Group, key="weight_sync"):
-    """How trained weights get into an engine of this process.
+    """How an engine of this process gets the trained weights.
 
     Attributes:
-        type: ``shared`` keeps one copy of the weights for trainer and engine, ``load`` copies all
-            of them after each step, ``delta`` copies changed weights, ``adapter`` only the LoRA
-            adapter, ``files`` writes all to a folder, from which the engine reads; or
-            ``"module:class"`` of your own updater, which is constructed with the engine's backend
-            and the keywords ``model`` and ``canary``. ``auto``: ``adapter`` with LoRA, ``shared``
-            on the CPU with ``inference_model.num_devices=1``, else ``load``, also with
-            ``inference_model.sleep``.
+        type: ``shared``: trainer and engine use one copy of the weights; ``load``: all weights are
+            copied after each step; ``delta``: only changed weights are copied; ``adapter``: only
+            the LoRA adapter is copied; ``files``: all weights are written to a folder, from which
+            the engine reads; or ``"module:class"`` of your own updater, which is constructed with
+            the engine's backend and the keywords ``model`` and ``canary``. ``auto``: ``adapter``
+            with LoRA; ``shared`` on the CPU with ``inference_model.num_devices=1`` and without
+            ``inference_model.sleep``; otherwise ``load``.
         verify: after each update compare the engine's log-probs of a few rows with the trainer's,
             and stop if they differ by more than rounding.
-        fingerprint: with ``load``, hash all weights at each update, which takes half the time of
-            the copy on the CPU; on a GPU this needs a copy to the CPU.
-        folder: with ``files``, their folder.
+        fingerprint: with ``load``, hash all weights at each update; on the CPU this takes half the
+            time of the copy, on a GPU the weights are first copied to the CPU.
+        folder: with ``files``, the folder of the weights.
     """
 
     type: str = "auto"
@@ -632,19 +641,20 @@ def _check_folder(type_: str, folder: str | None) -> None:
 
 
 class AsyncWeightSyncConfig(Group, key="weight_sync"):
-    """How trained weights get to the collectors; a LoRA adapter is merged into them.
+    """How the collectors get the trained weights; a LoRA adapter is merged into the weights.
 
     Attributes:
         type: ``ray`` puts them into Ray's object store, one copy per machine; ``files`` into a
-            folder that all machines see; ``nccl`` sends them from the trainer's GPU to those of the
-            collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
+            folder that all machines see; ``nccl`` sends them from the trainer's GPU to the GPUs of
+            the collectors, and ``ipc`` to collectors that share its GPU, both by vLLM's own weight
             transfer (not yet tested on a GPU).
-        folder: with ``files``, their folder.
-        in_flight: effect of new weights on running conversations: ``wait`` until all have finished
-            their current answer, then continue with the new weights; ``keep`` also partial answers
-            (each token records its version); or ``abort``: drop them and begin new ones.
-        verify: as in the synchronous recipe; each collector compares its own engine. Needs
-            ``inference_model.backend=vllm`` to have an effect.
+        folder: with ``files``, the folder of the weights.
+        in_flight: effect of new weights on running conversations (``wait``: all finish their
+            current answer, then continue with the new weights; ``keep``: partial answers continue
+            with the new weights, and each token records its version; ``abort``: they are dropped,
+            and new conversations begin).
+        verify: as in the synchronous recipe; each collector compares its own engine. It has an
+            effect only with ``inference_model.backend=vllm``.
     """
 
     type: Literal["ray", "files", "nccl", "ipc"] = "ray"
@@ -661,9 +671,10 @@ class AsyncTrainConfig(TrainConfig):
     """The training loop, with asynchronous collection of responses.
 
     Attributes:
-        max_policy_age: updates that the weights may have moved since a token was sampled.
-        on_stale: action at this limit: collectors ``wait``; or they continue, and older rows are
-            dropped (``drop``) or their older tokens are not trained (``mask``).
+        max_policy_age: number of updates of the weights that are allowed since a token was sampled.
+        on_stale: action at the limit ``max_policy_age`` (``wait``: collectors wait; ``drop``: they
+            continue, and older rows are dropped; ``mask``: they continue, and older tokens are not
+            trained).
         weight_update_frequency: training steps between two updates of the collectors' weights.
     """
 
@@ -673,17 +684,17 @@ class AsyncTrainConfig(TrainConfig):
 
     @property
     def staleness(self) -> StalenessRule:
-        """The rule from the keys."""
+        """The rule from these keys."""
         return StalenessRule(max_policy_age=self.max_policy_age, on_stale=self.on_stale)
 
 
 class AsyncTrainModelConfig(TrainModelConfig):
-    """How the policy is stored for training, and its own GPUs.
+    """How the policy is stored for training, and the number of its own GPUs.
 
     Attributes:
-        num_devices: GPUs that no collector of this machine gets, with ``ray.address=null``: 1 for
-            the policy (the one of ``train.device``), 0 if it shares its GPU with them (then set
-            ``ray.gpus_per_collector``, a fraction of 1, and
+        num_devices: with ``ray.address=null``, GPUs of this machine that no collector gets (1: the
+            GPU of ``train.device`` is only for the policy; 0: the policy shares its GPU with
+            collectors; then set ``ray.gpus_per_collector``, a fraction of 1, and
             ``inference_model.gpu_memory_utilization``). A running cluster already has its list of
             GPUs.
     """
@@ -705,15 +716,15 @@ class RayConfig(Group, key="ray"):
     Attributes:
         address: address of a cluster, ``auto`` for this machine's cluster; ``None`` starts Ray only
             on this machine.
-        num_cpus: CPUs for Ray with ``address=null``; ``None`` for the CPUs it needs or finds,
-            whichever is more.
+        num_cpus: CPUs for Ray with ``address=null``; ``None`` for all CPUs of the machine, or for
+            the needed number if that is larger.
         num_collectors: collectors in parallel, each an actor with its own environments and sampler.
         prompts_per_claim: prompts that a collector answers at a time; ``None`` for an equal share
             of ``train.prompts_per_batch``.
         cpus_per_collector: CPUs per collector.
-        gpus_per_collector: GPUs per collector; ``None`` for none on the CPU, else
-            ``inference_model.num_devices``. With 0 a collector samples on the CPU.
-        max_restarts: most restarts of a collector that died.
+        gpus_per_collector: GPUs per collector; ``None`` for none on the CPU, and otherwise for
+            ``inference_model.num_devices``. With 0, a collector samples on the CPU.
+        max_restarts: maximum number of restarts of a collector that died.
         timeout_s: seconds without rows, or without a heartbeat, after which a collector is dropped.
     """
 

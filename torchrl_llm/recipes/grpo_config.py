@@ -38,12 +38,12 @@ class GRPOGroups(SampledConfig):
 
     @property
     def merges(self) -> str | None:
-        """The part that sends merged whole weights to a sampler; ``None`` if none does."""
+        """The key that makes a sampler get merged whole weights; ``None`` if no key does."""
         return "this recipe, which sends whole weights to its collectors"
 
     @property
     def num_players(self) -> int:
-        """Rows per episode; more than one if players share it."""
+        """Rows per episode: more than one if several players share an episode."""
         return task_class(self.env.dataset).num_players(self.env.options)
 
     @property
@@ -53,10 +53,10 @@ class GRPOGroups(SampledConfig):
 
     @property
     def stores_proximal(self) -> bool:
-        """Whether the trainer's own log-probs must be kept from before the first update.
+        """Whether the trainer's log-probs from before the first update must be kept.
 
-        A correction compares with them. If a batch is used for only one update, the loss computes
-        the same log-probs anyway.
+        A correction compares the sampler's log-probs with them. If a batch is used for only one
+        update, the loss computes the same log-probs anyway.
         """
         return self.correction.enabled and self.updates_per_batch > 1
 
@@ -238,7 +238,7 @@ class GRPOGroups(SampledConfig):
         )
 
     def _check_pairs(self) -> None:
-        """A loss of pairs needs both answers of each pair, complete and in one update."""
+        """Check that a loss of pairs gets both answers of a pair, complete, in one update."""
         loss, train, filter_ = self.loss, self.train, self.filter
         which = f"advantage={self.advantage.type}"
         ensure(
@@ -331,7 +331,7 @@ class GRPOConfig(GRPOGroups):
         )
 
     def _check_parallel(self) -> None:
-        """Each rank has its own rows, tracker and engine."""
+        """Check settings of parallel training: each rank has its own rows, tracker and engine."""
         parallel, kind = f"train.parallel={self.train.parallel}", self.advantage.type
         ensure(
             kind != "spo",

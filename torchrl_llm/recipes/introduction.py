@@ -19,7 +19,7 @@ def introduction(recipe: str, settings: Mapping[str, Any], folder: str | Path) -
 
     Args:
         recipe: name of the recipe.
-        settings: flat, dotted key to value; missing keys are left out of the line.
+        settings: dotted key to value; keys that are missing here are not in the line.
         folder: folder of the run.
 
     Example:

@@ -1,4 +1,4 @@
-"""Start of a recipe's page: checks keys and answers ``--help`` before imports that take seconds.
+"""Start of a recipe's page: check keys and answer ``--help`` before imports that take seconds.
 
 A page calls :func:`begin` above its imports and puts :func:`tells_errors` around its main function.
 :func:`load_page` imports a page, wherever the package is installed, for programs that run it.
@@ -52,9 +52,9 @@ TRACEBACK_VARIABLE = "TORCHRL_LLM_TRACEBACK"
 
 _FAILED = 1
 _SWEEP = ("-m", "--multirun")
-# The first line, kept from its output until run.log is open.
+# The first line: it is already printed, and run.log gets it when it is open.
 _first_line: list[str] = []
-# Bytes that Hydra and the first step write, and the errors of a full or read-only disk.
+# Number of bytes that Hydra and the first step write; errors of a full or read-only disk.
 _FIRST_BYTES = 64 << 10
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
 
@@ -352,7 +352,7 @@ def _without_hydra(lines: Iterable[str]) -> list[str]:
 def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
     """Show errors that this package raises on purpose as a message without a traceback.
 
-    The process ends with exit code 1, also if user code would end it with 0. With
+    The process ends with exit code 1, even if user code would end it with 0. With
     ``TORCHRL_LLM_TRACEBACK=1`` the error is raised unchanged. Unexpected errors keep their
     traceback. If Hydra has made a folder for the run, its ``run.log`` contains the full error and
     the output of the terminal until then.
@@ -400,7 +400,7 @@ def tells_errors(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _last_words(error: Exception) -> tuple[str | None, bool]:
-    """The message of an error, ``None`` if a different rank prints it; whether it is complete."""
+    """The message of an error (``None`` if another rank prints it); whether it is complete."""
     is_full = isinstance(error, OSError) and error.errno in _NO_ROOM
     is_ours = isinstance(error, TorchRLLLMError) or is_full
     if os.environ.get("WORLD_SIZE", "1") == "1":

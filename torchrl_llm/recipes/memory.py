@@ -1,11 +1,11 @@
 """Memory of a run in bytes, by formula: only from its settings and the model's ``config.json``.
 
 No weights are read. Parameters are counted exactly, on the model's layers without weight values
-(:func:`~torchrl_llm.modules.empty_model`); so are the states of the optimizer, which takes a step
-on them. Activations and the cache of sampling are formulas for a decoder of the Llama family
-(Llama, Qwen2, Mistral, ...), with attention that does not store its scores. The memory of torch,
-CUDA and Python themselves is not counted; on a GPU, leave a GB for it. With ``train.parallel`` it
-is the memory of one process, which has its share of the rows.
+(:func:`~torchrl_llm.modules.empty_model`); so are the states of the optimizer, because it takes a
+step on these layers. Activations and the cache of sampling are formulas for a decoder of the Llama
+family (Llama, Qwen2, Mistral, ...), with attention that does not store its scores. The memory of
+torch, CUDA and Python themselves is not counted; on a GPU, leave a GB for it. With
+``train.parallel`` the result is the memory of one process, which has its share of the rows.
 
 Next: ``torchrl-llm memory`` prints it; :doc:`/howto/hardware_and_memory`.
 """
@@ -329,7 +329,7 @@ class _Counts:
 
     @property
     def sampled_rows(self) -> int:
-        """Conversations per step that are sampled here, or by all collectors."""
+        """Conversations per step that this process samples, or all collectors together."""
         is_async = isinstance(self.config, grpo_config.AsyncGRPOConfig)
         return self.config.rows_per_batch if is_async else self.trained_rows
 
@@ -549,7 +549,7 @@ def _forward(counts: _Counts) -> Iterable[MemoryPart]:
         yield MemoryPart("activations", size, ("head", "first"), how)
     size = working_bytes(shape, tokens, counts.precision, offloads=offloads)
     if again:
-        size += kept(1, again=False) - kept(0, again=False)  # the last norm is done
+        size += kept(1, again=False) - kept(0, again=False)  # the backward of the last norm is over
     how = "its backward" + (", and its activations again" if again else "")
     yield MemoryPart("a layer at work", size, ("first", "last"), how)
     size = logits_bytes(

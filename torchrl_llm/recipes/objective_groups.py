@@ -21,10 +21,11 @@ from torchrl_llm.recipes.strict_config import Component, Variants, variant
 
 
 class LossConfig(Component):
-    """The objective; ``type`` names it, and its constructor's arguments are the keys.
+    """The objective. ``type`` names its class; the keys are the arguments of its constructor.
 
-    Arguments set by the recipe are not keys here: the actor, the correction (group ``correction``),
-    the weight of the reference (``train.kl_to_ref_coeff``), and which tokens count.
+    Arguments set by the recipe are not keys of this group: the actor, the correction (group
+    ``correction``), the weight of the reference (``train.kl_to_ref_coeff``), and which tokens
+    count.
     """
 
     default = "grpo"
@@ -36,10 +37,10 @@ class LossConfig(Component):
 
 
 class AdvantageConfig(Component):
-    """The advantage estimator; ``type`` names it, and its constructor's arguments are the keys.
+    """The advantage estimator. ``type`` names its class; the keys are its constructor's arguments.
 
-    Arguments set by the recipe are not keys here: the size of a group (``env.repeats``), the keys
-    of the rows, and the filters (group ``filter``).
+    Arguments set by the recipe are not keys of this group: the size of a group (``env.repeats``),
+    the keys of the rows, and the filters (group ``filter``).
     """
 
     default = "group"
@@ -113,13 +114,13 @@ def _loss(name: str) -> type[Component]:
 
 def _credit(name: str) -> type[Component]:
     target = find("advantages", name)
-    # The discount per turn, too; GAE's discount is per token.
+    # Also the discount per turn; GAE's discount is per token.
     given = _CREDIT_GIVEN if target is GAEAdvantage else (*_CREDIT_GIVEN, "gamma")
     return variant(AdvantageConfig, name, target, given=given)
 
 
 class PreferenceLossConfig(Component):
-    """The loss for compared answers; ``type`` names it, and its arguments are the keys."""
+    """The loss for compared answers. ``type`` names it; the keys are its arguments."""
 
     default = "dpo"
 
@@ -143,10 +144,11 @@ class SFTLossConfig(Group, key="loss"):
     """How answers are imitated, see :class:`~torchrl_llm.objectives.SFTLoss`.
 
     Attributes:
-        function: ``sft``, or ``minor_sft``, whose pull weakens the further an answer is above the
-            reference (arXiv:2408.10642).
-        beta: slope of ``minor_sft``; ``None`` for 0.1, and with ``sft``.
-        reduction: ``mean`` over rows of their token means; or ``token_mean``.
+        function: ``sft``; or ``minor_sft``, which weighs an answer less, the more probable it
+            already is compared to the reference (arXiv:2408.10642).
+        beta: slope of ``minor_sft``; ``None`` for 0.1, and for ``sft``, which has none.
+        reduction: ``mean`` over rows of the mean over their tokens, or ``token_mean`` over all
+            tokens.
     """
 
     function: Literal["sft", "minor_sft"] = "sft"
@@ -208,17 +210,19 @@ class SFTLossConfig(Group, key="loss"):
 class CorrectionConfig(Group, key="correction"):
     """Importance weights for a sampler that differs from the trainer.
 
-    With a correction the loss's ratio is the current policy over the trainer's policy before the
-    update. Each token's loss is multiplied by a bounded weight: the trainer's policy before the
-    update over the sampler. See :class:`~torchrl_llm.objectives.Correction`.
+    With a correction, the ratio in the loss is the current policy divided by the trainer's policy
+    before the update. Each token's loss is multiplied by a bounded weight: the trainer's policy
+    before the update, divided by the sampler's policy. See
+    :class:`~torchrl_llm.objectives.Correction`.
 
     Attributes:
-        type: ``none``; ``tis``, cut to the bounds; ``mis``, zero outside of them; ``icepop``, the
-            same per token with two bounds.
-        level: ratio of the weight: per token, the product over the row (``sequence``), or the
-            geometric mean over the row.
-        bounds: ``[low, high]`` of the weight; ``None`` for the type's own.
-        sequence_bounds: rows whose geometric mean ratio is outside are masked, whatever the type.
+        type: ``none``: no correction; ``tis``: weights are clipped to the bounds; ``mis``: weights
+            outside of the bounds become zero; ``icepop``: as ``mis``, per token with two bounds.
+        level: ratio from which the weight is computed: of each token, the product over the row
+            (``sequence``), or the geometric mean over the row.
+        bounds: ``[low, high]`` of the weight; ``None`` for the defaults of the type.
+        sequence_bounds: ``[low, high]``: rows whose geometric mean ratio is outside are masked,
+            with every type.
     """
 
     type: Literal["none", "tis", "mis", "icepop"] = "none"
@@ -252,16 +256,17 @@ class RewardComponentsConfig(Group, key="reward"):
     """Components of the reward of a step, in training and in evaluation.
 
     Attributes:
-        components: parts of the reward besides the task's own, by name, each with the keys that
-            :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms of a
-            :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length``, ``judge`` or
-            ``model``, by default the name) or ``_target_``; and the arguments of the scorer.
-            ``task.weight`` weighs the task's own reward. The task decides what counts as a success.
+        components: components of the reward in addition to the task's own, by name; each has the
+            keys that :mod:`torchrl_llm.recipes.reward_config` reads: ``weight`` and the other terms
+            of a :class:`~torchrl_llm.rewards.Component`; ``type`` (``format``, ``length``,
+            ``judge`` or ``model``, by default the name) or ``_target_``; and the arguments of the
+            scorer. ``task.weight`` weighs the task's own reward. The task decides what counts as a
+            success.
         function: replaces the task's own reward: name of a registered reward, or ``file.py:name``
             or ``module:name`` of a function of ``(response, answer)`` or ``(response, row)``.
             ``reward=NAME`` does the same; ``None`` keeps the task's own reward.
         on_all_invalid: effect of a step in which no answer has a valid reward: ``error`` saves and
-            ends the run, ``continue`` continues.
+            ends the run; ``continue`` continues it.
     """
 
     components: dict[str, dict[str, Any]] = own()
@@ -277,7 +282,7 @@ class RewardComponentsConfig(Group, key="reward"):
 
     @property
     def changes_the_reward(self) -> bool:
-        """Whether a component is not only recorded."""
+        """Whether a component changes the reward, and is not only recorded."""
         return any(part.get("weight", 1.0) != 0 for part in self.components.values())
 
     @property
@@ -292,18 +297,19 @@ class RewardConfig(RewardComponentsConfig):
     ``train/reward`` includes these penalties, ``train/success`` does not depend on them.
 
     Attributes:
-        cut_penalty: subtracted from the reward of an answer that ``inference_model.max_tokens`` has
-            cut.
-        overlong_cache: the last tokens before ``inference_model.max_tokens``, over which a penalty
+        cut_penalty: number that is subtracted from the reward of an answer that
+            ``inference_model.max_tokens`` has cut.
+        overlong_cache: number of tokens before ``inference_model.max_tokens`` over which a penalty
             falls from 0 to -1 (DAPO, arXiv:2503.14476, equation 13); ``None`` for no penalty.
-        kl_coeff: weight of the divergence from ``ref_model`` that is subtracted from the reward; 0
-            for none. ``train.kl_to_ref_coeff`` puts it into the loss instead.
-        kl_reduction: subtract the ``sum`` over the response's tokens, their ``mean``, or from each
-            ``token`` its own divergence, which gives per-token rewards.
+        kl_coeff: weight with which the divergence from ``ref_model`` is subtracted from the reward;
+            0 for none. ``train.kl_to_ref_coeff`` puts it into the loss instead.
+        kl_reduction: subtract the ``sum`` or the ``mean`` over the response's tokens; or, with
+            ``token``, subtract from each token its own divergence, which makes per-token rewards.
         kl_target: target divergence of the adaptive weight (arXiv:1909.08593, section 2.2), nats
             per response, or per token with ``kl_reduction=mean``; ``None`` keeps the weight
             constant.
-        kl_horizon: responses over which a deviation of the divergence counts in full.
+        kl_horizon: number of responses over which the weight fully reacts to a deviation of the
+            divergence.
     """
 
     cut_penalty: Annotated[float, Ge(0)] = 0.0
@@ -322,19 +328,20 @@ class RewardConfig(RewardComponentsConfig):
 
 
 class FilterConfig(Group, key="filter"):
-    """Rows that are not trained on, each counted in the token ledger.
+    """Rows that are not trained on; the token ledger counts their tokens.
 
     Attributes:
-        zero_variance: groups whose rewards are all equal: ``keep`` counts them in the denominator
-            of the loss, ``drop`` takes them out, ``resample`` also collects further prompts until
-            the batch is full.
-        return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group; others are
-            filtered like those of equal rewards (dynamic sampling, arXiv:2503.14476); ``None`` for
-            no bounds.
-        truncated: responses cut by ``inference_model.max_tokens``, or rows by
-            ``train.max_seq_len``: ``keep`` trains them, ``mask`` keeps them only in their group's
-            mean, ``drop`` removes them from the mean, too.
-        max_resamples: most batches that ``resample`` may add.
+        zero_variance: treatment of groups whose rewards are all equal (``keep``: they count in the
+            denominator of the loss; ``drop``: they are removed; ``resample``: they are removed, and
+            further prompts are collected until the batch is full).
+        return_bounds: exclusive ``[low, high]`` bounds on the mean return of a group; groups
+            outside are treated like groups with equal rewards (dynamic sampling, arXiv:2503.14476);
+            ``None`` for no bounds.
+        truncated: treatment of responses cut by ``inference_model.max_tokens``, and of rows cut by
+            ``train.max_seq_len`` (``keep``: they are trained; ``mask``: they are not trained, but
+            count in their group's mean; ``drop``: they are not trained and do not count in the
+            mean).
+        max_resamples: maximum number of batches that ``resample`` may add.
     """
 
     zero_variance: Literal["keep", "drop", "resample"] = "keep"

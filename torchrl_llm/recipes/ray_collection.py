@@ -148,8 +148,8 @@ class RayCollection(ChannelCollector):
         members: collectors that were built with ``queue=channel`` and not started.
         channel: their channel.
         batch_rows: see :class:`~torchrl_llm.collectors.ChannelCollector`.
-        pacer: see there.
-        timeout_s: see there.
+        pacer: see :class:`~torchrl_llm.collectors.ChannelCollector`.
+        timeout_s: see :class:`~torchrl_llm.collectors.ChannelCollector`.
         dtype: type of the sent weights, see :func:`~torchrl_llm.weights.engine_weights`.
         primer: draws the prompts of all collectors; ``None`` if each draws its own.
         carrier: sends the weights by files or GPUs; ``None`` for Ray's object store.

@@ -1,4 +1,4 @@
-"""Shared keys of all recipes that train a model, and of those that learn from samples.
+"""Shared keys of all recipes that train a model, and of the recipes that learn from samples.
 
 A recipe is a subclass with its own groups; it redeclares a group that has different defaults or
 more keys.

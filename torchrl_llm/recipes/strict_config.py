@@ -119,7 +119,7 @@ class Variants(Mapping[str, type[Component]]):
 def variant(
     group: type[Component], name: str, target: Callable[..., Any], *, given: Collection[str] = ()
 ) -> type[Component]:
-    """Derive a variant of a group from the signature of what it builds.
+    """Derive a variant of a group from the signature of the class that it builds.
 
     Args:
         group: the group.

@@ -50,7 +50,7 @@ class NumbersConfig(LoggingConfig):
 
     Attributes:
         samples: always ``None``; training does not sample answers.
-        rollouts: always ``none``, likewise.
+        rollouts: always ``none``; training does not sample answers.
     """
 
     samples: int | None = None

@@ -63,7 +63,7 @@ def task_class(name: str) -> type[TaskEnv] | ChatEnvTask:
 
 
 def task_options(name: str) -> tuple[str, ...]:
-    """The settings of a task besides those of every task.
+    """The settings that a task has in addition to the settings of every task.
 
     Args:
         name: as for :func:`task_class`.

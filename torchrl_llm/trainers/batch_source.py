@@ -5,7 +5,7 @@ writes the rows into the buffer (whose transforms group them and write advantage
 prompts if filtered groups left room, and closes the token ledger:
 
 ``generated = trained + stale + filtered + truncated + invalid + surplus + lost``, where tokens that
-still wait in a queue (an incomplete group) are carried into the next step's ``pending``. If tokens
+still wait in a queue (in an incomplete group) count as ``pending`` in the next step. If tokens
 vanished or were counted twice, the ledger does not close and raises an error.
 """
 
@@ -52,30 +52,30 @@ class BatchSource(SavedState):
 
     A step takes one batch of the collector. With a ``staleness`` rule, collectors run during
     training, and a step takes batches until it has ``num_rows`` rows that are not dropped for their
-    age. Rows are judged when they arrive; rows that wait for their group are judged again in every
-    step.
+    age. The age of a row is checked when it arrives, and again in every step while it waits for its
+    group.
 
     Args:
         collector: iterated for batches of finished trajectories; iteration continues where it
             stopped.
-        buffer: emptied at each step; its transform ends with ``credit``.
+        buffer: buffer that is emptied at each step; its last transform is ``credit``.
         credit: the buffer's credit assigner or selection; its counts report what was filtered.
         num_rows: trajectories that a step needs; each is one row of the buffer's storage.
         length: maximum length of a row, and the treatment of longer rows; ``None`` for any length.
         truncated: responses cut by their length limit, or by ``length``: ``keep`` trains them,
             ``mask`` keeps them in their group's baseline only, ``drop`` removes them from the
             baseline, too.
-        max_resamples: most additional batches, collected while filtered groups leave fewer than
-            ``num_rows`` rows in the buffer; 0 for none.
+        max_resamples: maximum number of additional batches, collected while filtered groups leave
+            fewer than ``num_rows`` rows in the buffer; 0 for none.
         staleness: largest age of the weights that sampled a row, and the treatment of older rows;
             the age is counted from the collector's ``policy_version``. ``None`` if all rows come
             from the present weights.
-        lost: function that returns the tokens that collectors sampled and lost since its last call,
-            for the ledger.
-        rows_per_trajectory: most rows of a trajectory of several turns whose history is rewritten
-            between them; the storage has room for this many.
+        lost: function for the ledger: returns the number of tokens that collectors sampled and lost
+            since its last call.
+        rows_per_trajectory: maximum number of rows of one trajectory; more than 1 if its history is
+            rewritten between turns. The storage has room for this number.
         ranks: the processes that train together, each with its own source and buffer; all have to
-            fill at the same time.
+            call :meth:`fill` at the same time.
 
     Attributes:
         policy_age: ``train/policy_age_mean`` and ``train/policy_age_max`` of the last step, in
@@ -138,7 +138,7 @@ class BatchSource(SavedState):
         Returns:
             All collected rows, including the filtered ones, for metrics; in rank 0 the rows of all
             ranks. In rows that are too long, the tokens that are not trained have the mask reason
-            ``OVERLONG``. The rewards are those that the credit assigner saw, including the
+            ``OVERLONG``. The rewards are the rewards that the credit assigner read, including the
             penalties of the buffer's transforms.
 
         Raises:
@@ -208,7 +208,7 @@ class BatchSource(SavedState):
         out = [row for row, gone in zip(fitted.kept, fitted.dropped, strict=True) if gone]
         dropped = sum(map(sampled_tokens, out))
         self._dropped["truncated"] += dropped
-        # Cut-off tokens are counted here, because they are gone afterwards; dropped rows are
+        # Cut-off tokens are counted here, because they do not exist afterwards; dropped rows are
         # counted with their group.
         self.ledger.count(truncated=fitted.cut_tokens)
         self.overlong["train/overlong_rows"] += fitted.overlong
@@ -216,7 +216,7 @@ class BatchSource(SavedState):
         return fitted
 
     def _judged(self, fitted: FittedRows) -> tuple[list[TensorDict], int]:
-        """Mark what must not be trained; returns the rows, and how many last turns are old."""
+        """Mark tokens not to train; return the rows, and the number of old last turns."""
         if self._staleness is None and self._truncated == "keep":
             return fitted.kept, 0
         judged: list[TensorDict] = []
@@ -256,7 +256,7 @@ class BatchSource(SavedState):
         return True
 
     def _judge_waiting(self) -> None:
-        """Judge the waiting rows of earlier steps again, because they have aged."""
+        """Check the age of the waiting rows of earlier steps again."""
         if self._staleness is None:
             return
         for trajectory in self._credit.waiting():
@@ -284,7 +284,7 @@ class BatchSource(SavedState):
             ages = age_histogram(kept, self._collector.policy_version)
             self.policy_age = age_metrics(ages)
         invalid = after["invalid_tokens"] - before["invalid_tokens"]
-        # Dropped responses are invalid to the credit assigner; the ledger says why.
+        # For the credit assigner, dropped responses are invalid; the ledger has the reason.
         dropped = {}
         for name, number in self._dropped.items():
             dropped[name] = min(invalid, number)
@@ -335,7 +335,7 @@ def mark_truncated(row: TensorDict, *, drop: bool) -> None:
     """Exclude the sampled tokens of a response that was cut by its length limit from the loss.
 
     Args:
-        row: with a trace; its mask reasons are replaced, not changed.
+        row: a row with a trace; its mask reasons are replaced, not changed in place.
         drop: also make its reward invalid, so that it leaves its group's baseline.
     """
     mask_trained(row, MaskReason.TRUNCATED)
@@ -363,7 +363,7 @@ def tokens_by_reason(rows: LazyStackedTensorDict) -> dict[int, int]:
 
 
 def trained_rows(rows: LazyStackedTensorDict) -> LazyStackedTensorDict | None:
-    """The rows that have a token to train on; all others would only cost a forward pass.
+    """Return the rows that have a token to train on; the others would only cost a forward pass.
 
     Args:
         rows: 1-d stack of rows with a trace.

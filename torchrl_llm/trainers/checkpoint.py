@@ -61,10 +61,11 @@ class CheckpointStore:
     """The checkpoints of one run, in one folder.
 
     Args:
-        folder: where the checkpoints go; made when the first one is written.
+        folder: folder of the checkpoints; it is made when the first one is written.
         keep_last: number of newest checkpoints to keep; ``None`` keeps all.
         ranks: the processes that save together.
-        spare: optional files: a checkpoint without them is still whole; see :meth:`is_whole`.
+        spare: names of optional files: a checkpoint without them is still whole; see
+            :meth:`is_whole`.
 
     Example:
         >>> import tempfile
@@ -98,7 +99,7 @@ class CheckpointStore:
     def sweep(self) -> None:
         """Delete incomplete checkpoints of a killed process.
 
-        Call this only in the process that writes here.
+        Call this only in the process that writes the checkpoints.
         """
         for replaced in self.folder.glob(".replaced_*"):
             final = replaced.with_name(replaced.name.removeprefix(".replaced_"))
@@ -116,16 +117,16 @@ class CheckpointStore:
         own: Mapping[str, Any] | None = None,
         write_model: Callable[[Path], Mapping[str, int] | None] | None = None,
     ) -> Path:
-        """Write a checkpoint, then rename it into place, then delete what is no longer kept.
+        """Write a checkpoint, rename it to its final name, and delete old checkpoints.
 
         All ranks have to call it.
 
         Args:
             step: the training step that it follows.
             state: nested dicts of tensors, plain values and rows
-                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`; the same in all ranks,
-                except that each has its own shards of spread tensors.
-            own: state of this rank only.
+                (:mod:`torchrl_llm.data.safe_state`), for :meth:`load`. It is the same in all ranks,
+                except for their shards of spread tensors.
+            own: state that only this rank has.
             write_model: writes model and tokenizer files into the given folder, and may return the
                 CRC-32 of some of them by name; the others are read once to compute it.
 
@@ -174,7 +175,7 @@ class CheckpointStore:
         if replaced is not None:
             shutil.rmtree(replaced, ignore_errors=True)
         for old in self.steps()[: -self.keep_last] if self.keep_last else []:
-            # Renamed first: a deletion that is cut short must not leave half a checkpoint.
+            # Rename first: an interrupted deletion must not leave half a checkpoint.
             shutil.rmtree(_set_aside(self.path(old), "deleted"), ignore_errors=True)
 
     def _write_spread(self, partial: Path, state: PlainState) -> dict[str, int]:
@@ -233,8 +234,8 @@ class CheckpointStore:
         """Whether a file is unchanged; ``None`` if an earlier version stored no checksum.
 
         Args:
-            step: of the checkpoint.
-            name: of the file in it.
+            step: training step of the checkpoint.
+            name: name of the file in it.
         """
         checksum = _manifest(self.path(step))["checksums"].get(name)
         file = self.path(step) / name
@@ -246,8 +247,8 @@ class CheckpointStore:
         All ranks have to call it.
 
         Args:
-            step: of the checkpoint.
-            wanted: by name, see :class:`~torchrl_llm.data.safe_state.Spread`.
+            step: training step of the checkpoint.
+            wanted: tensors by name, see :class:`~torchrl_llm.data.safe_state.Spread`.
 
         Raises:
             DamagedCheckpointError: the files cannot be read.
@@ -268,10 +269,11 @@ class CheckpointStore:
     ) -> tuple[int, dict[str, Any], list[str]]:
         """Load the newest undamaged checkpoint; damaged ones are renamed ``damaged_step_N``.
 
-        Call this only in the process that writes here.
+        Call this only in the process that writes the checkpoints.
 
         Args:
-            look: raises a ``DamagedCheckpointError`` if the state of a step is invalid.
+            look: function of a step and its state that raises a ``DamagedCheckpointError`` if the
+                state is invalid.
 
         Returns:
             Its step, its state, and a line for each damaged one.
@@ -397,7 +399,7 @@ def load_rng_state(state: Mapping[str, Any]) -> None:
     """Set the random generators to an earlier :func:`rng_state`.
 
     Args:
-        state: what :func:`rng_state` returned; CUDA's part is used if the devices match.
+        state: result of :func:`rng_state`; CUDA's part is used if the devices match.
     """
     import numpy
 

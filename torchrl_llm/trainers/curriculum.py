@@ -30,8 +30,8 @@ class Curriculum:
     Args:
         primer: draws the rows in an order that depends on results; ``None`` if the order does not
             depend on them, and then nothing is recorded.
-        credit: an :class:`~torchrl_llm.objectives.SPOAdvantage` gives its success rates to the
-            order; others have none.
+        credit: the advantage estimator. Only an :class:`~torchrl_llm.objectives.SPOAdvantage` has
+            success rates for the order.
         ranks: the processes that train together; the orders of all ranks get the results of rank 0.
 
     Example:
@@ -50,7 +50,7 @@ class Curriculum:
 
     @property
     def parts(self) -> dict[str, Any]:
-        """The results so far as a part of a run; restored before the parts that draw rows."""
+        """The results so far, a part of a run that is restored before loaders of rows."""
         return {} if self._primer is None else {"curriculum": self._primer.order}
 
     def see(self, rows: LazyStackedTensorDict | None) -> dict[str, float]:
@@ -77,7 +77,7 @@ class Curriculum:
         return order.metrics()
 
     def ended(self) -> str | None:
-        """Reason why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
+        """Why no prompt is left, for :class:`~torchrl_llm.trainers.TrainingRun`."""
         return None if self._primer is None else self._primer.order.ended()
 
 

@@ -1,7 +1,7 @@
 """Curves of metrics: in a terminal, and as a picture.
 
-The terminal curve is drawn with braille dots, which takes forty lines instead of a compiled
-dependency whose interface changes between versions.
+The terminal curve is drawn with braille dots: forty lines of code replace a compiled dependency
+whose interface changes between versions.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ def axis_limits(name: str, values: Iterable[float]) -> tuple[float, float]:
     """Lower and upper end of the axis of a metric, so that rounding noise is drawn flat.
 
     The axis spans at least 0.001 and a hundredth of the largest absolute value. Learning rates
-    (``lr``) are small by nature and span at least the hundredth. A widened axis stays at or above 0
-    if all values are.
+    (``lr``) are small numbers, so their axis spans only the hundredth. A widened axis stays at or
+    above 0 if all values are.
 
     Args:
         name: name of the metric, or a text that starts with it.
-        values: at least one; those that are not finite are left out.
+        values: one or more values; values that are not finite are left out.
 
     Example:
         >>> axis_limits("train/reward", [0.25, 0.75])

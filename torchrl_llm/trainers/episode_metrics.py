@@ -21,7 +21,7 @@ from torchrl_llm.data.replay_buffers.trajectory_queues import agent_of, task_pat
 from torchrl_llm.data.rollouts import row_list
 from torchrl_llm.functional.advantages import are_equal
 
-# Kinds of answers to calls that reached no tool; the model may have written any name.
+# Errors of calls that reached no tool, so that the name of the tool is only the model's text.
 _NOT_CARRIED_OUT = {"MalformedCall", "UnknownTool", "TooManyCalls", "CutResponse", "NotRun"}
 
 
@@ -97,7 +97,7 @@ class Episodes:
         return are_equal(self.task_returns[chosen], self._magnitudes[chosen])
 
     def zero_variance(self) -> float | None:
-        """Share of equal groups among those with two valid episodes; ``None`` if there are none."""
+        """Share of equal groups among groups with two valid episodes; ``None`` without any."""
         groups = row_values(self._rows, "group_id", torch.sum, None)
         if groups is None:
             return None

@@ -1,11 +1,11 @@
 """A sharded model that every rank runs at its own pace.
 
-FSDP2 gathers the weights of a layer when all ranks run it, equally often. In training they do
-(:mod:`torchrl_llm.trainers.optim`). But a rank samples until its own answers end, and scores only
-its own rows. So a model that samples or scores is a :class:`GatheredModel`: its weights are whole
-one layer at a time, while that layer runs. The next layer to gather is the one with the lowest
-number that any rank requests. A rank that requests none takes part while it waits for the others in
-:class:`~torchrl_llm.trainers.Ranks`, until all wait.
+FSDP2 gathers the weights of a layer when all ranks run it, equally often. In training, all ranks do
+this (:mod:`torchrl_llm.trainers.optim`). But a rank samples until its own answers end, and scores
+only its own rows. So a model that samples or scores is a :class:`GatheredModel`: the weights of one
+layer at a time are gathered, while that layer runs. The next layer to gather is the one with the
+lowest number that any rank requests. A rank that requests no layer helps the others to gather while
+it waits for them in :class:`~torchrl_llm.trainers.Ranks`, until all ranks wait.
 """
 
 from __future__ import annotations
@@ -38,10 +38,9 @@ _models: weakref.WeakKeyDictionary[nn.Module, GatheredModel] = weakref.WeakKeyDi
 class GatheredModel:
     """Makes the weights of a module whole while they are used, and releases them afterwards.
 
-    Outside of that, and outside of :meth:`whole`, its weights are NaN and take no memory. Weights
-    outside the layers (embeddings, head) stay whole from their first use to the next collective
-    call of the ranks. All ranks have to make their gathered models of the same modules in the same
-    order.
+    At other times, except in :meth:`whole`, the weights are NaN and take no memory. Weights outside
+    the layers (embeddings, head) stay whole from their first use to the next collective call of the
+    ranks. All ranks have to make their gathered models of the same modules in the same order.
 
     Args:
         module: the module to run; it holds ``model``, and may hold a value head.
@@ -103,7 +102,7 @@ class GatheredModel:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Make all weights whole on this rank; other ranks may do something else."""
+        """Gather all weights on this rank; other ranks may do different work meanwhile."""
         try:
             for number in self._numbers:
                 self._pace.bring(number)
@@ -181,7 +180,7 @@ class _Layer:
 
     @torch.no_grad()
     def gather(self, wanted: bool) -> None:
-        """Take part in gathering, and keep the weights if they are needed here."""
+        """Take part in gathering, and keep the weights if this rank needs them."""
         for parameter, source in self._sources.items():
             whole = whole_tensor(source.detach())
             if wanted:
@@ -214,7 +213,7 @@ class _Pace:
             self.layers[number] = _Layer({})
 
     def bring(self, number: int) -> None:
-        """Wait until the weights of a layer are whole here."""
+        """Wait until the weights of a layer are whole in this process."""
         with self._lock:
             while not self.layers[number].is_whole:
                 self._gather_next(number)

@@ -22,8 +22,8 @@ def changed_conversations(before: Sequence[str], after: Sequence[str]) -> list[i
         after: the same prompts, answered by the trained model.
 
     Returns:
-        At most two indices whose answer differs, first those that became right, then those whose
-        verdict is the same; and one more that became wrong, if there is one.
+        At most two indices of changed answers: answers that became correct come first, then answers
+        with the same verdict. If an answer became wrong, the index of one such answer is added.
 
     Example:
         >>> was = ["1\n-> right", "2\n-> wrong", "3\n-> wrong", "4\n-> right"]

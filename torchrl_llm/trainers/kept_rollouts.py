@@ -51,7 +51,7 @@ class RowOutcomes:
         judged: the same rows, cut to the training length and marked where tokens must not be
             trained; unchanged rows are the same objects.
         trained: rows of the buffer, joined or not.
-        waiting: trajectories, see ``trajectory_of``, that still wait for their group.
+        waiting: trajectories (see ``trajectory_of``) that still wait for their group.
         num_carried: number of rows of earlier steps.
         is_known: whether there was a buffer at all.
         added: keys that :meth:`row` has taken from rows of the buffer.
@@ -85,7 +85,7 @@ class RowOutcomes:
         return sorted(chosen)
 
     def _groups(self) -> list[list[list[int]]]:
-        """Indices by trajectory, by group."""
+        """Indices of rows by trajectory, in a dict by group."""
         found: dict[Any, dict[Any, list[int]]] = {}
         for index, row in enumerate(self.rows):
             group, trajectory = (leaf(row, (name,)) for name in ("group_id", "traj_id"))
@@ -123,7 +123,7 @@ class RowOutcomes:
             row._tensordict["carried"] = torch.tensor(True)
         return row
 
-    # -- what became of a row ---------------------------------------------------------------------
+    # -- outcome of a row ---------------------------------------------------------------------
 
     @cached_property
     def _by_trajectory(self) -> dict[Any, list[TensorDict]]:
@@ -174,7 +174,7 @@ class RowOutcomes:
         A joined row ends with its last turn, and each turn is a prefix of the next.
         """
         spans: dict[int, slice] = {}
-        missing = 0  # tokens that were cut off before it was trained
+        missing = 0  # tokens that were cut off before the row was trained
         ids = [leaf(each, ("tokens", part)) for each in (row, trained) for part in _PARTS]
         if all(each is not None for each in ids):
             prompt, end, first, whole = (each.shape[0] for each in ids)
@@ -212,7 +212,7 @@ def _added(trained: Any, row: Any, path: tuple[str, ...] = ()) -> Iterator[tuple
 
 
 def _mask_end(row: TensorDict, judged: TensorDict) -> None:
-    """Write the mask reasons of a whole row: those of the kept part, then the cut-off part."""
+    """Write the mask reasons of a whole row: of the kept part, and then of the cut-off part."""
     mask_trained(row, MaskReason.OVERLONG)
     left, own = leaf(judged, _REASON), leaf(row, _REASON)
     if left is not None and own is not None:
@@ -226,7 +226,7 @@ class KeptRollouts:
     warning appears once, the next step tries again, and :attr:`failures` counts the failures.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         kept: which rows of a step to keep.
         ranks: the processes that train together; rank 0 writes the rows of all.
         tools: schemas of the tools that prompts describe.

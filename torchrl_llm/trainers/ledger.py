@@ -17,15 +17,15 @@ class TokenLedger(SavedState):
     Attributes:
         carried: tokens that were pending when the step began.
         generated: new tokens of this step: tokens of the rows that arrived, and lost tokens.
-        trained: tokens that entered the loss, each counted once whatever the number of epochs.
-        stale: sampled by weights that were too old.
-        filtered: of groups whose rewards are all equal, or otherwise filtered.
+        trained: tokens that entered the loss; each counts once, for any number of epochs.
+        stale: tokens sampled by weights that were too old.
+        filtered: tokens of groups whose rewards are all equal, or that a filter removed.
         truncated: of responses cut by a length limit, if those are masked or dropped; and tokens
             beyond the maximum length of a row.
-        invalid: of rows without a valid reward, or of groups with fewer than two valid members.
-        surplus: complete and valid, but more than the step needed.
+        invalid: tokens of rows without a valid reward, or of groups with under two valid members.
+        surplus: tokens of complete, valid rows that the step did not need.
         lost: sampled by a worker that died, or in a delivery that did not arrive or was rejected.
-        pending: still waiting for their group at the end of the step.
+        pending: tokens that still wait for their group at the end of the step.
 
     Example:
         >>> ledger = TokenLedger()

@@ -1,4 +1,4 @@
-"""Loggers of a run by name: TorchRL's, and those that other packages register.
+"""Loggers of a run by name: loggers of TorchRL, and loggers that other packages register.
 
 Each gets its numbers from :class:`~torchrl_llm.trainers.MetricsTable`, which always writes
 ``metrics.csv``.
@@ -32,17 +32,17 @@ _NOT_IN_MLFLOW = re.compile(r"[^\w\-. :/]", re.ASCII)
 # MLflow's defaults are seven attempts of two minutes: an hour for three steps if the server is
 # down.
 _MLFLOW = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "2", "MLFLOW_HTTP_REQUEST_TIMEOUT": "20"}
-_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # its output is treated like that of others
+_MLFLOW["MLFLOW_CONFIGURE_LOGGING"] = "false"  # its output is treated like other loggers' output
 
 
 @register("loggers", "csv")
 def no_logger(*, run_dir: str, experiment_name: str) -> None:
-    """Nothing besides ``metrics.csv``, which every run writes."""
+    """Make no logger; every run writes ``metrics.csv`` itself."""
 
 
 @register("loggers", "tensorboard")
 def tensorboard_logger(*, run_dir: str, experiment_name: str) -> Logger:
-    """TensorBoard's events in ``<run_dir>/<experiment_name>``."""
+    """Log to TensorBoard's events in ``<run_dir>/<experiment_name>``."""
     from torchrl.record.loggers.tensorboard import TensorboardLogger
 
     return TensorboardLogger(exp_name=experiment_name, log_dir=run_dir)
@@ -50,7 +50,7 @@ def tensorboard_logger(*, run_dir: str, experiment_name: str) -> Logger:
 
 @register("loggers", "wandb")
 def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
-    """Weights & Biases, in the given project, that of ``WANDB_PROJECT``, or a default project."""
+    """Log to Weights & Biases: the given project, or ``WANDB_PROJECT``, or a default project."""
     require("wandb", extra="wandb", feature="logging.backend=[wandb]")
     from torchrl.record.loggers.wandb import WandbLogger
 
@@ -65,7 +65,7 @@ def wandb_logger(*, run_dir: str, experiment_name: str, project: str | None = No
 
 @register("loggers", "mlflow")
 def mlflow_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
-    """MLflow, at ``MLFLOW_TRACKING_URI`` or in ``<run_dir>/mlflow.db``.
+    """Log to MLflow at ``MLFLOW_TRACKING_URI``, or in ``<run_dir>/mlflow.db``.
 
     The project is MLflow's experiment, and ``experiment_name`` the name of the run in it.
     """
@@ -111,7 +111,7 @@ def _named(values: Mapping[str, Any]) -> dict[str, Any]:
 
 @register("loggers", "trackio")
 def trackio_logger(*, run_dir: str, experiment_name: str, project: str | None = None) -> Logger:
-    """Trackio, in the folder of its ``TRACKIO_DIR``; several runs may have the same name."""
+    """Log to Trackio, in the folder ``TRACKIO_DIR``; several runs may have the same name."""
     require("trackio", extra="trackio", feature="logging.backend=[trackio]")
     made = _Trackio(experiment_name, project or _PROJECT, resume="never")
     say(f"trackio show --project {shlex.quote(project or _PROJECT)} shows the numbers")
@@ -159,7 +159,7 @@ def make_loggers(
             ``run_dir`` and ``experiment_name``, and ``project`` if it has one.
         run_dir: folder of the run.
         experiment_name: name of the run.
-        project: for loggers with projects.
+        project: name of the project, for loggers that have projects.
 
     Raises:
         ConfigError: an unknown name, a ``project`` that none of them uses, or a logger that cannot
@@ -189,7 +189,7 @@ def make_loggers(
             made.append(maker(**given, **({"project": project} if name in knows else {})))
         except TorchRLLLMError:
             raise
-        except Exception as error:  # of another package, before anything has been trained
+        except Exception as error:  # a package may raise any error; nothing has been trained yet
             raise ConfigError(
                 f"logging.backend: {name} cannot be started: {type(error).__name__}: {error}; "
                 "fix this, or remove it from logging.backend"

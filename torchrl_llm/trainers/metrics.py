@@ -40,8 +40,8 @@ class MetricsTable:
             appears once, and it is tried again at the next step. After three failures in a row it
             is dropped, because a server that is down costs a timeout at each step. The run and the
             other loggers continue.
-        columns: columns that the header holds from the start, so that a metric which appears
-            later (an evaluation) does not force the file to be written again.
+        columns: columns that the header has from the start. So the file does not have to be written
+            again when a metric appears later (an evaluation).
 
     Attributes:
         failures: class name of a logger to the number of its failures, at most one per step.
@@ -64,8 +64,8 @@ class MetricsTable:
         self._in_a_row: dict[int, int] = {}
         self._columns = [STEP, *columns]
         self._last: int | None = None
-        # The other rows are in the file only: those of a long run would take tens of megabytes of
-        # memory.
+        # The other rows are only in the file: the rows of a long run would take tens of megabytes
+        # of memory.
         self._waiting: list[dict[str, str]] = []
         self._in_file: list[str] = []
 
@@ -104,7 +104,7 @@ class MetricsTable:
                         logger.log_scalar(metric, value, step=step)
 
     def _keep(self) -> None:
-        """Write the last row; if the disk is full, write it later with the next row that fits."""
+        """Write the last row; if the disk is full, keep it until a later row can be written."""
         waited = len(self._waiting) > 1
         try:
             if self._in_file == self._columns:
@@ -201,7 +201,7 @@ class MetricsTable:
         """Write the rows so far to the disk, and a copy next to a checkpoint.
 
         Args:
-            path: of the copy.
+            path: path of the copy.
 
         Raises:
             OSError: one of them cannot be written.
@@ -289,9 +289,9 @@ def _if_sound(
 class LossMeter:
     """Loss outputs of one training step as metrics.
 
-    Outputs of micro-batches add up to that of their batch, so they are summed, and the metrics are
-    those of the sum (an effective sample size is not a sum); the batches of a step (mini-batches,
-    epochs) are averaged.
+    The outputs of micro-batches are summed, because they add up to the output of their batch.
+    Metrics are computed from this sum (an effective sample size is not a sum), and averaged over
+    the batches of a step (mini-batches, epochs).
 
     Example:
         >>> from torchrl_llm.objectives import SFTLossOutput
@@ -312,7 +312,7 @@ class LossMeter:
         """Add the output of a micro-batch.
 
         Args:
-            output: of a loss.
+            output: output of a loss.
         """
         part = output.detach()
         self._open = part if self._open is None else self._open + part

@@ -1,4 +1,4 @@
-"""One update: micro-batches under a token budget, counts over ranks, optimizer, schedule, a step.
+"""One update: micro-batches under a token budget, counts of all ranks, and an optimizer step.
 
 A batch of rows is cut into pieces that fit into memory; each piece is one forward and backward.
 In padded pieces, rows of similar length go together to reduce padding, and padding counts towards
@@ -8,12 +8,12 @@ normalised by the whole batch (``loss.normalizer``), so the gradients of the pie
 gradient of the batch for any cut.
 
 A batch may also be spread over ranks (:mod:`torchrl_llm.trainers.ranks`). Each rank computes its
-rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); the losses
-and gradients of the ranks then add up to those of the batch, like those of micro-batches. With
-whole weights, gradients are summed once, after the last micro-batch. FSDP2 averages the gradients
-of shards in each backward, so the loss is multiplied by the number of ranks. Each forward is then a
-collective call: a rank with fewer micro-batches than another, or without rows, continues with rows
-whose loss is multiplied by 0.
+rows' loss with the counts of all ranks (:func:`~torchrl_llm.trainers.ranks.sum_counts`); then the
+losses and gradients of the ranks add up to the loss and gradient of the batch, as for
+micro-batches. With whole weights, gradients are summed once, after the last micro-batch. FSDP2
+averages the gradients of shards in each backward, so the loss is multiplied by the number of ranks.
+Each forward is then a collective call: a rank with fewer micro-batches than another, or without
+rows, continues with rows whose loss is multiplied by 0.
 
 Next: :mod:`torchrl_llm.trainers.optimizers` makes optimizers by name.
 """
@@ -95,7 +95,7 @@ def make_scheduler(
     Args:
         optimizer: the optimizer whose learning rate is scaled.
         name: see ``schedule_factor``.
-        warmup_steps: see ``schedule_factor``; below 1, the share of ``total_steps``.
+        warmup_steps: see ``schedule_factor``; a number below 1 is a share of ``total_steps``.
         total_steps: see ``schedule_factor``.
     """
     if warmup_steps < 1:
@@ -140,12 +140,12 @@ def plan_micro_batches(lengths: Sequence[int], budget: Annotated[int, Ge(1)]) ->
 
     Args:
         lengths: tokens in each row.
-        budget: padded tokens a piece may hold. A longer row goes alone, because a row cannot be
-            cut.
+        budget: padded tokens that a piece may hold. A longer row goes alone, because a row cannot
+            be cut.
 
     Returns:
-        Row indices of each piece, the piece with the longest rows first, so that a batch that does
-        not fit into memory fails at once; each row appears exactly once.
+        Row indices of each piece; each row appears exactly once. The piece with the longest rows
+        comes first, so that a batch that does not fit into memory fails at once.
 
     Raises:
         ConfigError: the budget is not positive.
@@ -169,7 +169,7 @@ def plan_packed_batches(
 
     Args:
         lengths: tokens in each row.
-        budget: tokens a piece may hold. A longer row goes alone.
+        budget: tokens that a piece may hold. A longer row goes alone.
         groups: group of each row; by default each row is its own group. A group is only cut where a
             piece reaches the budget.
 
@@ -211,7 +211,7 @@ def micro_batches(
 
     Args:
         rows: 1-d lazy stack of rows.
-        budget: tokens a micro-batch may hold; ``None`` for no cut.
+        budget: tokens that a micro-batch may hold; ``None`` for no cut.
         layout: layout of the scorer (``policy.layout``). With ``"padded"``, or ``None`` for a
             scorer without a choice, padding counts, too.
         key: key of a row's token ids.
@@ -262,7 +262,7 @@ def optimize(
     """One update per batch: forward and backward of its micro-batches, then a clipped step.
 
     The loss of each micro-batch is divided by the counts of its whole batch, so gradients and
-    metrics add up to those of the batch for any cut.
+    metrics add up to the gradient and metrics of the batch for any cut.
 
     Args:
         loss: a loss over rows of tokens.
@@ -273,8 +273,8 @@ def optimize(
         budget: tokens that a micro-batch may hold, see :func:`micro_batches`.
         layout: how the scorer lays rows out, see :func:`micro_batches`.
         context: makes the context of each forward, such as an autocast.
-        ranks: the processes that make each update together, each with its own batches; all have to
-            call this function, and one with fewer batches than another takes part without rows.
+        ranks: the processes that make each update together, each with its own batches. All have to
+            call this function; a process with fewer batches than another takes part without rows.
 
     Returns:
         Means over the updates, named ``train/<name>``: the loss's metrics, ``train/grad_norm``

@@ -1,4 +1,4 @@
-"""Optimizers by name: torch's, those of other packages, Muon for the matrices, or on the CPU.
+"""Optimizers by name: of torch or other packages, Muon for the matrices, or on the CPU.
 
 Next: :mod:`torchrl_llm.trainers.optim` takes steps with them.
 """
@@ -162,10 +162,11 @@ def _matrices(parameters: Any, trained: Sequence[nn.Parameter]) -> set[int]:
 
 @contextmanager
 def in_training(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Let a schedule-free optimizer (arXiv:2405.15682) train; then its average is the weights.
+    """Let a schedule-free optimizer (arXiv:2405.15682) train; then set the weights to its average.
 
     Such an optimizer has ``train`` and ``eval``. Outside of this context the weights are the
-    average, which is sampled from, evaluated and saved. Other optimizers are not changed.
+    average; with this average the model samples, is evaluated and is saved. Other optimizers are
+    not changed.
 
     Args:
         optimizer: any.
@@ -186,11 +187,11 @@ class MuonWithAdamW(torch.optim.Optimizer):
     """``torch.optim.Muon`` over matrices and ``torch.optim.AdamW`` over the rest, as one.
 
     Args:
-        matrices: of Muon; may be empty.
-        others: of AdamW; may be empty.
-        lr: of both.
-        weight_decay: of both; by default the default of each.
-        **arguments: ``betas`` and ``eps`` of AdamW, all others of Muon.
+        matrices: parameters of Muon; may be empty.
+        others: parameters of AdamW; may be empty.
+        lr: learning rate of both.
+        weight_decay: weight decay of both; if not given, each has its own default.
+        **arguments: ``betas`` and ``eps`` are passed to AdamW, all others to Muon.
 
     Example:
         >>> layer = nn.Linear(2, 2)
@@ -237,7 +238,7 @@ class OptimizerOnCpu(torch.optim.Optimizer):
     At each step parameters and gradients are copied to the CPU, and parameters back.
 
     Args:
-        parameters: of any device.
+        parameters: parameters on any device.
         make: makes the optimizer for their copies.
 
     Example:

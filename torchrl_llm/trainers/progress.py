@@ -15,7 +15,7 @@ class Cut(BaseException):
 
 
 class _Held:
-    """Whether the main thread is in a body that delays a :class:`Cut`, and whether one waits."""
+    """Whether the main thread's body delays a :class:`Cut`, and whether a ``Cut`` waits."""
 
     depth, waiting = 0, False
 
@@ -43,12 +43,12 @@ class StopRequest:
     """Turns Ctrl-C, SIGTERM and SIGHUP into a request that the loop serves at the end of its step.
 
     A context manager. The first signal sets :attr:`requested`; a second Ctrl-C interrupts at once.
-    A signal that the process ignores (SIGHUP under ``nohup``) stays ignored. Outside the main
-    thread, where signals cannot be caught, it does nothing.
+    A signal that the process ignores (SIGHUP under ``nohup``) stays ignored. Outside of the main
+    thread it does nothing, because signals cannot be caught there.
 
     Args:
         notice: called once, when the first signal arrives (:meth:`TrainingRun.say` with a text).
-        presses: number of signals after which a Ctrl-C, the last of them, interrupts.
+        presses: number of signals after which a Ctrl-C interrupts at once; this Ctrl-C counts.
 
     Attributes:
         signal: the first one that arrived, ``None`` before.

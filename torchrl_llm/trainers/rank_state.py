@@ -1,10 +1,10 @@
 """State of one rank from a checkpoint, also for a different number of ranks.
 
 Each rank has its own collector, buffer, counters and random generators. With the same number of
-ranks, each restores its own state. With a different number, no work may be unfinished, which holds
-between two steps that train whole groups. Then each rank starts fresh, at the data position that
-all have reached together, with the knowledge of its estimator and its own counters. The counters of
-removed ranks are kept, so that a rank that returns later does not assign an id twice.
+ranks, each restores its own state. With a different number, no work may be unfinished; this is the
+case between two steps that train whole groups. Then each rank starts fresh, at the data position
+that all have reached together, with the knowledge of its estimator and its own counters. The
+counters of removed ranks are kept, so that a rank that returns later does not assign an id twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def rank_state(
         is_shared: whether ranks other than the first also collect rows.
 
     Returns:
-        The state; the states that are retired from now on; and a message, if any.
+        The state, the states that are retired from now on, and a message, if any.
 
     Raises:
         CheckpointError: the number of ranks differs, and one has unfinished work.

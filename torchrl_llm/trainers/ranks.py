@@ -51,14 +51,14 @@ _BUCKET_BYTES = 64 << 20
 _NO_MORE = "no more batches"
 # Store of the process group.
 _stores: list[dist.Store] = []
-# Groups that were left, kept to the end of the process.
+# Groups that this process has left; they are kept to the end of the process.
 _ended: list[dist.ProcessGroup] = []
-# For a store that may no longer exist.
+# Seconds to wait for a store that may no longer exist.
 _SHORT_WAIT_S = 10.0
 # Objects that ranks use to work for each other until all of them reach a collective call: before it
 # they call ``meet(world)`` with the number of ranks in the call.
 between_calls: list[Any] = []
-# Messages of torch for another process that is gone or does not answer.
+# Messages of torch if another process has ended or does not answer.
 _GONE = re.compile(
     r"gloo|nccl|connection (was )?(closed|reset|refused)|broken pipe|timed? ?out|tcpstore|peer",
     re.IGNORECASE,
@@ -123,7 +123,7 @@ class Ranks:
         """Whether the flag of any rank is true.
 
         Args:
-            flag: of this rank.
+            flag: flag of this rank.
         """
         return any(self.gather(bool(flag)))
 
@@ -131,7 +131,7 @@ class Ranks:
         """Numbers of all ranks, added up name by name.
 
         Args:
-            numbers: of this rank; other ranks may have different names.
+            numbers: numbers of this rank; other ranks may have different names.
         """
         return _merged(self.gather(dict(numbers)), sum)
 
@@ -139,7 +139,7 @@ class Ranks:
         """The largest number of any rank, name by name.
 
         Args:
-            numbers: of this rank; other ranks may have different names.
+            numbers: numbers of this rank; other ranks may have different names.
         """
         return _merged(self.gather(dict(numbers)), max)
 
@@ -228,7 +228,7 @@ def scattered(
     """Spread the batches of rank 0 over the ranks: whole groups, similar numbers of tokens.
 
     Args:
-        batches: of rank 0; the batches of other ranks are ignored.
+        batches: batches of rank 0; the batches of other ranks are ignored.
         ranks: the processes, which all have to iterate.
 
     Yields:
@@ -282,7 +282,7 @@ def begin_ranks(parallel: Parallel, *, device: torch.device, timeout_s: float = 
 
     Args:
         parallel: how they train together; ``none`` for a process without others.
-        device: of the model; on CUDA each process takes the GPU of its local rank.
+        device: device of the model; on CUDA each process takes the GPU of its local rank.
         timeout_s: most seconds that a rank waits for another.
 
     Raises:
@@ -363,7 +363,7 @@ def check_equal(config: Mapping[str, Any], ranks: Ranks) -> None:
 
 
 def shard(scorer: nn.Module, model: nn.Module, *, device: torch.device) -> None:
-    """Spread a model over the ranks by FSDP2: each block by itself, the rest with the scorer.
+    """Spread a model over the ranks by FSDP2: each block separately, all other weights together.
 
     Tied weights stay tied, and the choice of trained weights does not change.
 
@@ -394,7 +394,7 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
 
     Args:
         tensor: the same on all ranks.
-        like: of the same shape.
+        like: tensor of the same shape, sharded.
     """
     if not isinstance(like, DTensor):
         return tensor
@@ -446,7 +446,7 @@ def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
     """Sum the counts of several sets of rows; ``None`` if there are none.
 
     Args:
-        counts: of each set, ``None`` for an empty one.
+        counts: counts of each set; ``None`` for an empty set.
 
     Raises:
         ValueError: when some count prompt groups and some do not.
@@ -461,7 +461,7 @@ def sum_counts(counts: Iterable[Counts | None]) -> Counts | None:
 def end_ranks() -> None:
     """Leave the process group when all ranks have ended.
 
-    A different group in this process, such as that of a vLLM engine, stays.
+    A different group in this process, such as the group of a vLLM engine, stays.
     """
     if _stores and dist.is_initialized():
         leave_group()
@@ -490,8 +490,8 @@ def leave_group() -> None:
 def last_words(error: Exception) -> str | None:
     """Final message of a rank that ends with an error; each error is reported once, by its rank.
 
-    If a rank ends, the next collective calls of the others fail. They do not report this, but the
-    first rank repeats the message in its log.
+    If a rank ends, the next collective calls of the others fail. The others do not report this; but
+    rank 0 repeats the message in its log.
 
     Args:
         error: the error that ends this rank.
@@ -521,10 +521,10 @@ def last_words(error: Exception) -> str | None:
 
 
 def speaks_of_others(error: BaseException | None) -> bool:
-    """Whether an error means that another rank is gone or does not answer.
+    """Whether an error means that another rank has ended or does not answer.
 
     Args:
-        error: of a collective call, or of anything else.
+        error: an error of a collective call, or any other error.
     """
     while error is not None:
         if isinstance(error, dist.DistError):

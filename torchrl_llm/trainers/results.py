@@ -57,7 +57,7 @@ def share_text(share: float, count: float) -> str:
     """A share with its 95 % confidence interval (Wilson's).
 
     Args:
-        share: of independent trials.
+        share: share of successes among independent trials.
         count: number of trials.
 
     Example:

@@ -23,7 +23,7 @@ from torchrl_llm.data.row_text import row_text
 from torchrl_llm.data.saved_state import SavedState
 from torchrl_llm.trainers.episode_metrics import Episodes
 
-# A reward that gives each of its errors a new name must not fill the memory.
+# Limit of memory, because a reward may give each of its errors a new name.
 _MOST_SORTS = 1000
 
 
@@ -77,10 +77,11 @@ class RewardWatch(SavedState):
         on_all_invalid: effect of a step without any valid reward: ``error`` ends the run,
             ``continue`` does not.
         no_signal_steps: number of consecutive steps with equal rewards after which a warning
-            appears, once until they differ again; ``None`` for never.
+            appears. The next warning can appear only after rewards have differed. ``None`` for no
+            warning.
 
     Attributes:
-        failures: of all steps.
+        failures: failures of all steps.
 
     Example:
         >>> from torchrl_llm.data.ragged import lazy_rows

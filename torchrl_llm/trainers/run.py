@@ -59,18 +59,18 @@ class TrainingRun:
             tokenizer; each is a folder of that name in the checkpoint.
         parts: name to other objects that the next step depends on, in the order of restoring.
         evaluate: runs an evaluation; ``None`` for none.
-        config: flat dotted key to value of the whole configuration; a resumed run must have the
-            same, except for keys of its end and its output. It is saved with every checkpoint, and
-            in nested form in ``config.yaml``; passwords in URLs become ``***``.
-        logging: where numbers go.
-        checkpoint: when to save.
-        evaluation: when to evaluate.
+        config: dotted key to value of the whole configuration. A resumed run must have the same
+            configuration, except for keys of its end and its output. It is saved with every
+            checkpoint, and in nested form in ``config.yaml``; passwords in URLs become ``***``.
+        logging: settings of the loggers.
+        checkpoint: settings of the checkpoints.
+        evaluation: settings of the evaluations.
         watch: checks the rows that :meth:`record` gets.
-        shown: metrics to show; by default those of a run that learns from rewards.
+        shown: metrics to show; by default the metrics of a run that learns from rewards.
         ranks: the processes that train together: rank 0 writes files and messages for all; all stop
             and save after the same step.
-        ended: returns why the run is over before ``max_steps``, or ``None`` while it is not; only
-            called on rank 0.
+        ended: returns the reason why the run is over before ``max_steps``, or ``None`` if it is not
+            over; only called on rank 0.
         tools: schemas of the tools that prompts describe; they are stored with the rollouts.
         num_rows: numbers of training and held-out rows, for display; ``None`` if unknown.
 
@@ -78,7 +78,7 @@ class TrainingRun:
         step: the last started step.
         model: as given; ``None`` if there are several.
         tokenizer: as given.
-        metrics: of the last completed step.
+        metrics: metrics of the last completed step.
         stop: stop request of Ctrl-C and the other signals.
         how_to_resume: command that resumes a stopped run; ``None`` for the command that started it,
             with its folder.
@@ -302,7 +302,7 @@ class TrainingRun:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last step is done: that of ``max_steps``, or the one that ended the run."""
+        """Whether the run is over: after ``max_steps``, or after the step that ended it."""
         return self.step >= self.max_steps or self._reason is not None
 
     def _command(self, longer: Sequence[str] = ()) -> str:
@@ -324,7 +324,7 @@ class TrainingRun:
             yield "train longer", self._command(longer)
 
     def _longer(self) -> list[str]:
-        """Overrides for twice as many steps, or passes if these are limited."""
+        """Overrides for twice as many steps, or twice as many passes if passes are limited."""
         keys = ("train.max_steps", "train.max_epochs")
         done = {keys[0]: self.step}
         given = {key: self._config[key] for key in keys if self._config.get(key)}
@@ -398,8 +398,8 @@ class TrainingRun:
 
         Raises:
             RewardError: no step of the run had a valid reward, so that nothing was learned.
-            SystemExit: the run was interrupted; its code is that of the signal (130 for Ctrl-C), so
-                that the caller does not consider the run finished.
+            SystemExit: the run was interrupted; the exit code is the code of the signal (130 for
+                Ctrl-C), so that the caller does not consider the run finished.
         """
         if self.ranks.is_main:
             self._results.show(self._before, self._after, self._next_commands())
@@ -459,7 +459,7 @@ class TrainingRun:
     def _measured(self) -> tuple[dict[str, float], list[str]]:
         """Numbers and conversations of an evaluation; empty if a stop request has cut it."""
         numbers, conversations, self._cut = {}, [], True
-        if self.ranks.is_main:  # the same prompts in the same batches as in one process
+        if self.ranks.is_main:  # all ranks have the same prompts and batches as a single process
             with suppress(Cut), self.stop.at_once(), naming_keys("evaluate", self._config):
                 result = self._evaluate()
                 numbers, conversations = result.metrics(), list(result.conversations)
@@ -489,7 +489,7 @@ def _objects_at_rest() -> Iterator[None]:
 
 
 def _typed(changed: Sequence[str] = ()) -> str:
-    """The typed command, without the keys for the folder and resuming, and without changed keys."""
+    """The typed command, without changed keys, and without keys for the folder and for resuming."""
     begun, *arguments = map(masked, sys.argv)
     dropped = {"checkpoint.resume", "hydra.run.dir", *(a.partition("=")[0] for a in changed)}
     kept = [a for a in arguments if a.partition("=")[0] not in dropped]

@@ -23,7 +23,7 @@ from torchrl_llm.trainers.run_folder import CHECKPOINTS, METRICS_FILE, read_conf
 
 # Keys for the place and frequency of output do not make a run different.
 _INCIDENTAL = ("logging.", "checkpoint.")
-# A label with more keys than this is longer than the name of its folder.
+# A label with more keys is longer than the name of the run's folder.
 _MOST_KEYS = 4
 # Levels of folders between a given folder and its runs: recipes, dates, times and, in
 # language-space training, "runs" and the name.
@@ -35,7 +35,7 @@ class RunRecord:
     """The written configuration and metrics of a run.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         config: dotted key to value; empty if the run wrote none.
         metrics: name to steps and values.
     """
@@ -114,8 +114,8 @@ def _natural(path: Path) -> tuple[int, str]:
 def varying_keys(runs: Sequence[RunRecord]) -> list[str]:
     """Keys whose values differ between the runs, in the order of their configurations.
 
-    If the type of a group differs (``loss.type``), keys that follow from it are left out, and so
-    are keys for the place and frequency of output.
+    Two kinds of keys are left out: keys that follow from a different type of a group
+    (``loss.type``), and keys for the place and frequency of output.
 
     Args:
         runs: the runs.
@@ -213,7 +213,7 @@ def check_metrics(runs: Sequence[RunRecord], names: Sequence[str]) -> None:
 
     Args:
         runs: the runs.
-        names: of metrics.
+        names: names of metrics.
 
     Raises:
         ConfigError: a name is unknown; the message lists the known ones.
@@ -226,7 +226,7 @@ def check_metrics(runs: Sequence[RunRecord], names: Sequence[str]) -> None:
 
 
 def mean_curve(curves: Sequence[Curve]) -> Curve:
-    """Mean of several curves at each step, over those that have a finite value there.
+    """Mean of several curves at each step, over the curves that have a finite value there.
 
     Args:
         curves: the curves.

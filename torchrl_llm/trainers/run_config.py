@@ -1,4 +1,4 @@
-"""Settings of a run for every algorithm: which may change on resume, which determine memory."""
+"""Settings of a run for every algorithm; which may change on resume, and which determine memory."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FREE_ON_RESUME += ("train.max_seq_len", "train.on_overlong")  # a row that was 
 _FREE_ON_RESUME += ("env.on_overlong", "train.gathers")
 
 
-# Keys with which the memory of each part of a step grows; the first one costs least to lower.
+# Keys that increase the memory of each part of a step; lowering the first one costs least.
 _LOWERED = {
     "train": ("train.micro_token_budget",),
     "sample": (
@@ -38,17 +38,17 @@ _LOWERED = {
 
 
 class LoggingConfig(Group, key="logging"):
-    """Where numbers go; ``metrics.csv`` is always written.
+    """Loggers of a run; ``metrics.csv`` is always written.
 
     Attributes:
         backend: any of ``csv``, ``tensorboard``, ``wandb``, ``mlflow``, ``trackio``.
-        experiment_name: name of the run for those.
+        experiment_name: name of the run in these loggers.
         project: W&B's or Trackio's project, MLflow's experiment; ``None`` for the one in the
             environment (``WANDB_PROJECT``, ``MLFLOW_EXPERIMENT_NAME``), or else a default.
         progress: show a progress bar.
-        samples: steps between two shown answers of the batch, the best and the worst to one prompt;
-            the first step also shows them; ``None`` for none. A run of 100 steps shows its start,
-            its middle and its end.
+        samples: number of steps after which the run again shows two answers of a batch, the best
+            and the worst answer to one prompt; the first step also shows them; ``None`` for never.
+            A run of 100 steps shows its start, its middle and its end.
         rollouts: rows that are kept in ``<run folder>/rollouts``, for
             :class:`~torchrl_llm.data.rollout_store.RolloutStore`: 16 of each step, all, or none.
     """
@@ -97,9 +97,9 @@ class EvalConfig(Group, key="eval"):
 
     Attributes:
         interval: steps between evaluations; ``None`` for the last step only.
-        num_prompts: held-out prompts; 0 switches evaluation off, whatever the other keys say;
-            ``None``: all that the task or a file holds out; if the end of the rows is held out, a
-            tenth of them, at most 128.
+        num_prompts: number of held-out prompts; 0 switches evaluation off, also if other keys
+            request it; ``None`` for all held-out prompts of the task or the file, or for a tenth of
+            the rows, at most 128, if the last rows are held out.
         before_train: also evaluate the model before training.
         batch_size: prompts that are answered together.
     """
@@ -113,12 +113,12 @@ class EvalConfig(Group, key="eval"):
 
 
 class SampledEvalConfig(EvalConfig):
-    """Accuracy on held-out prompts, greedy or of several samples.
+    """Accuracy on held-out prompts, of greedy answers or of several samples.
 
     Attributes:
-        repeats: samples per prompt; with more than 1, answers are sampled as in the run, for
-            ``eval/pass@k`` and ``eval/majority@k`` at k = 2, 4, ... and all of them.
-        temperature: of these samples; ``None`` for ``inference_model.temperature``.
+        repeats: samples per prompt; with more than 1, answers are sampled as in training, for
+            ``eval/pass@k`` and ``eval/majority@k`` with k = 2, 4, ... and the number of samples.
+        temperature: temperature of these samples; ``None`` for ``inference_model.temperature``.
     """
 
     repeats: Count = 1
@@ -130,7 +130,7 @@ class SampledEvalConfig(EvalConfig):
 
 
 def check_resumed(earlier: Mapping[str, Any], present: Mapping[str, Any]) -> None:
-    """Refuse to resume a run with a configuration that would have made a different run.
+    """Raise an error if a run is resumed with a configuration that would make a different run.
 
     Args:
         earlier: dotted key to value, of the run.

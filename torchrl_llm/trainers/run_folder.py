@@ -204,7 +204,7 @@ def _plain(value: Any) -> Any:
 
 
 def set_folders_aside(run: Path) -> list[str]:
-    """Rename folders that have the names of a run's files, which could not be written otherwise.
+    """Rename folders that have the names of a run's files, so that the files can be written.
 
     Args:
         run: its folder.
@@ -232,7 +232,7 @@ def read_rows(file: Path) -> tuple[list[str], list[dict[str, str]]]:
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is not such a table.
+        ValueError: it is not a table of metrics.
     """
     text = plain_file(file).read_text(encoding="utf-8")
     lines = text[: text.rfind("\n") + 1].splitlines()
@@ -258,7 +258,7 @@ def read_metrics(run: Path) -> dict[str, tuple[list[int], list[float]]]:
         run: its folder.
 
     Raises:
-        DataError: there is no ``metrics.csv``, it is not such a table, or has no step.
+        DataError: there is no ``metrics.csv``, it is not a table of metrics, or it has no step.
     """
     file = run / METRICS_FILE
     if not file.is_file():

@@ -1,8 +1,8 @@
 """Models and parts of a run in its checkpoints: saving and loading.
 
-A checkpoint holds the weights of a model once, in its Hugging Face folder, if that holds them
-unchanged. Other trained parameters are in the state: adapters, which the folder has merged or in a
-different type, and parameters of models that are not from Hugging Face.
+A checkpoint holds the weights of a model once, in its Hugging Face folder, if this folder holds
+them unchanged. The state holds the other trained parameters: adapters (which the folder has only
+merged, or in a different type), and parameters of models that are not from Hugging Face.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class RunModels:
             )
 
     def describe(self) -> Iterator[str]:
-        """Size of each model, how much of it is trained, its device and type, in a few words."""
+        """Describe each model: its size, share of trained parameters, device and type."""
         for name, (model, _) in self._models.items():
             sizes = [(p, p.numel() << (p.dtype is torch.uint8)) for p in model.parameters()]
             total = sum(size for _, size in sizes)
@@ -85,7 +85,7 @@ class RunModels:
         """Write each model into its folder; every rank has to call it.
 
         Args:
-            path: of the checkpoint.
+            path: folder of the checkpoint.
             max_shard_size: as for :func:`~torchrl_llm.trainers.save_pretrained`.
             is_main: as for :func:`~torchrl_llm.trainers.save_pretrained`.
 
@@ -107,7 +107,7 @@ class RunModels:
         """Load the weights of a checkpoint into the models.
 
         Args:
-            path: of the checkpoint.
+            path: folder of the checkpoint.
             state: result of :meth:`state` when the checkpoint was written.
 
         Raises:
@@ -134,10 +134,10 @@ class RunModels:
 
 
 def split_parts(parts: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Parts of a run that are the same in all ranks, and those that are each rank's own.
+    """Split the parts of a run into parts that all ranks share, and parts of this rank.
 
     Args:
-        parts: by name.
+        parts: parts of the run by name.
     """
     # A transform is a module, but belongs to the rank whose rows it has seen.
     shared = {
@@ -152,7 +152,7 @@ def part_states(parts: Mapping[str, Any], names: Mapping[int, str]) -> dict[str,
     """State of each part of a run; the state of an optimizer is by the names of its parameters.
 
     Args:
-        parts: with ``state_dict``, by name.
+        parts: objects with ``state_dict``, by name.
         names: result of :func:`names_of_parameters`.
     """
     return {
@@ -200,7 +200,7 @@ def names_of_parameters(
 
     Args:
         models: as for :class:`RunModels`; parameters of a model without a name have no prefix.
-        parts: of the run; those that are modules have parameters.
+        parts: parts of the run; parts that are modules have parameters.
     """
     modules = [(name, part) for name, part in parts.items() if isinstance(part, nn.Module)]
     modules += [(name, model) for name, (model, _) in models.items()]

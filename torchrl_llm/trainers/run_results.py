@@ -58,9 +58,9 @@ class RunResults:
     """Shows the results of a run.
 
     Attributes:
-        folder: of the run.
+        folder: folder of the run.
         shown: which metrics are shown.
-        log: of the run.
+        log: log of the run.
         table: its metrics.
         store: its checkpoints.
         rollouts: its kept rows.
@@ -88,7 +88,7 @@ class RunResults:
 
         Args:
             before: conversations of the first evaluation.
-            after: of the last.
+            after: conversations of the last evaluation.
             more: next commands, each with a name.
         """
         metric, name, *_ = self.shown
@@ -120,10 +120,10 @@ class RunResults:
             show(text_table([*self._rows(picture), *more]))
 
     def _rows_at_k(self) -> Iterator[list[str]]:
-        """Figures of the first and the last evaluation if there are several samples, by ``k``."""
+        """Results of the first and the last evaluation by ``k``, if there are several samples."""
         sizes = sorted(int(n.removeprefix(_PASS)) for n in self.table.columns if _PASS in n)
         for k in [1, *sizes] if sizes else []:
-            own = "eval/accuracy" if k == 1 else None  # equal for all three with one sample
+            own = "eval/accuracy" if k == 1 else None  # all three are equal with one sample
             names = ("eval/accuracy", own or f"{_PASS}{k}", own or f"eval/majority@{k}")
             yield [str(k), *(_first_and_last(self.table.read(name)[1]) for name in names)]
 

@@ -1,4 +1,4 @@
-"""Saving and resuming of a run: the content of a checkpoint, and who gets which part of it."""
+"""Saving and resuming of a run: the content of a checkpoint, and which object gets which part."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class RunPosition(NamedTuple):
     Attributes:
         step: the last started step.
         before: conversations of the first evaluation.
-        after: of the last.
+        after: conversations of the last evaluation.
         owed: metrics of a step whose row is written after its evaluation.
     """
 
@@ -54,16 +54,16 @@ class RunSaving:
     """Writes and reads the checkpoints of a run.
 
     Attributes:
-        store: their folder.
-        models: of the run.
+        store: store of the checkpoints.
+        models: models of the run.
         parts: other objects that the next step depends on, by name, in the order of restoring.
-        names: of the models' parameters, see :func:`names_of_parameters`.
+        names: names of the models' parameters, see :func:`names_of_parameters`.
         rollouts: kept rows.
         watch: watch of the rewards.
-        table: of the metrics.
+        table: the metrics of the run.
         ranks: the processes that train together.
         config: dotted key to value.
-        max_shard_size: of a file of weights.
+        max_shard_size: maximum size of a file of weights.
         retired: states of removed ranks.
     """
 
@@ -118,7 +118,7 @@ class RunSaving:
             The position of the run, and one line per repair.
 
         Raises:
-            ConfigError: the configuration is that of a different run.
+            ConfigError: the configuration belongs to a different run.
             CheckpointError: the newest checkpoint is of different models, or none is whole.
         """
         step, state, repairs = 0, {}, []
@@ -193,7 +193,7 @@ class RunSaving:
 
 @contextmanager
 def _naming_state(path: Path) -> Iterator[None]:
-    """A state with the correct checksum may still belong to something else."""
+    """Name the part in an error: a state with the correct checksum may not fit it."""
     try:
         yield
     except (TorchRLLLMError, torch.OutOfMemoryError):

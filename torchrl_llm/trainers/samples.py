@@ -1,4 +1,4 @@
-"""Two answers of a batch as text, the best and the worst to one prompt, with their results."""
+"""Two answers of a batch as text: the best and the worst answer to a prompt, with results."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def sample_text(rows: LazyStackedTensorDict) -> str:
         rows: 1-d stack of rows with rewards, one row per turn, of whole episodes.
 
     Returns:
-        For each the question, the answer and the expected answer, its reward with the components,
-        and the reason if it is not trained, or only a part of it.
+        For each answer: the question, the answer, the expected answer, and the reward with its
+        components; and the reason if the answer is not trained, or only a part of it.
     """
     episodes = [
         Trajectory.of(found, ("next", "reward")) for found in TrajectoryQueue().push(row_list(rows))

@@ -33,7 +33,7 @@ class WrapperAttributes:
     Its options are available under their own names: ``attention_mask_key``, ``chat_template``,
     ``chat_template_name``, ``history_key``, ``log_probs_key``, ``masks_key``, ``prefer_tokens``,
     ``text_key``, ``tokenizer_kwargs`` and ``tokens_key``. ``return_history``, ``return_text``,
-    ``return_tokens`` and ``return_masks`` say which of them are written; ids and masks are always
+    ``return_tokens`` and ``return_masks`` tell which of them are written; ids and masks are always
     written.
     """
 

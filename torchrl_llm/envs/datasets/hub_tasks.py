@@ -1,8 +1,9 @@
 """Tasks whose rows come from a file or from the hub: GSM8K, MATH, HumanEval, IFEval.
 
-GSM8K is grade-school mathematics (arXiv:2110.14168), MATH competition problems with an answer in
-LaTeX (arXiv:2103.03874), HumanEval functions to write from their docstring (arXiv:2107.03374), and
-IFEval prompts whose instructions a program can check (arXiv:2311.07911).
+GSM8K is grade-school mathematics (arXiv:2110.14168), MATH has competition problems with an answer
+in LaTeX (arXiv:2103.03874), HumanEval has functions to write from their docstring
+(arXiv:2107.03374), and IFEval has prompts whose instructions a program can check
+(arXiv:2311.07911).
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class GSM8KEnv(TaskEnv):
     worked text before it).
 
     Args:
-        answer_format: how the answer of a response is found, see
+        answer_format: where the answer is in a response, see
             :class:`~torchrl_llm.rewards.GSM8KRewardParser`. With ``"tags"`` and ``"strict-match"``
-            the system prompt asks for that form; the others have no system prompt.
+            the system prompt asks for this form; with the other formats there is no system prompt.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`. ``data_files`` reads JSON-lines files with
             the columns ``question`` and ``answer``; without it the hub's ``openai/gsm8k`` is
@@ -80,7 +81,7 @@ class GSM8KEnv(TaskEnv):
 
 @register("tasks", "math")
 class MATHEnv(TaskEnv):
-    r"""Competition mathematics, scored by whether the answer block is the same mathematics.
+    r"""Competition mathematics; the answer block must be mathematically equal to the answer.
 
     Rows have ``query`` (the problem), ``answer`` (in LaTeX), ``solution`` (the worked text, empty
     if the data has none), ``level`` and ``subject``, all strings.

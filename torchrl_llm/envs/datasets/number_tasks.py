@@ -1,7 +1,7 @@
 """Generated tasks about numbers: sums, a calculator to call, Countdown.
 
-No problem is in both splits, so held-out accuracy is about problems that were never trained on; the
-split is fixed and does not depend on a seed.
+No problem is in both splits, so held-out accuracy is measured on problems that were never trained
+on. The splits are fixed and do not depend on a seed.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ class CalculatorEnv(TaskEnv):
 
 
 class _WithCalculator:
-    """How a child of :class:`DelegationEnv` acts: it may call the calculator before it answers."""
+    """Agent of a child of :class:`DelegationEnv`: it may call the calculator before it answers."""
 
     def wrap(self, env: TransformedEnv) -> TransformedEnv:
         """Insert the calculator before the turn limit."""
@@ -249,12 +249,12 @@ def countdown_problem(
     """A solvable problem, which depends only on the arguments.
 
     A random expression over some of the numbers is drawn until its value is a target; every
-    division in it is exact, and the target is none of the numbers.
+    division in it is exact, and the target is not one of the numbers.
 
     Args:
         index: number of the problem.
         split: ``"train"`` or ``"test"``; no problem is in both.
-        num_count: how many numbers there are.
+        num_count: number of numbers.
         max_number: the largest number; the smallest is 1.
         max_target: the largest target; the smallest is 1.
 
@@ -314,7 +314,7 @@ class CountdownEnv(TaskEnv):
     numbers and target is in both.
 
     Args:
-        num_count: how many numbers a generated puzzle has.
+        num_count: number of numbers in a generated puzzle.
         max_number: the largest number in it.
         max_target: the largest target in it.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv` and
@@ -353,7 +353,7 @@ class CountdownEnv(TaskEnv):
         """Puzzles of a split, see ``countdown_problem``."""
         limits = {"num_count": num_count, "max_number": max_number, "max_target": max_target}
         make = partial(countdown_problem, split=split, **limits)
-        make(0)  # impossible settings fail here, not in the first batch
+        make(0)  # impossible settings fail at construction, not in the first batch
         return GeneratedRows(partial(_problem_row, make), _NUM_ROWS[split])
 
     @staticmethod

@@ -34,7 +34,8 @@ class RowColumns(NamedTuple):
 
     Attributes:
         prompt: columns with the question.
-        answer: column with which the reward compares; ``None`` if the data has none.
+        answer: column with the answer that the reward compares with the response; ``None`` if the
+            data has none.
         before: columns with text before the prompt.
     """
 
@@ -59,8 +60,8 @@ class RowsEnv(TaskEnv):
             :data:`~torchrl_llm.data.column_names.PROMPTS` (``instruction`` together with
             ``input``), or else the first column with conversations. ``system`` (a text) and
             ``history`` (pairs of question and answer) come before it.
-        answer: column with which the reward compares; if not given, the first of :data:`ANSWERS`
-            that exists, or none.
+        answer: column with the answer that the reward compares with the response; if not given, the
+            first of :data:`ANSWERS` that exists, or none.
         messages: column with the messages of a conversation, instead of ``prompt``; an answer of
             the model at its end is removed, and becomes the ``answer`` if no column is named.
         reward: see :class:`~torchrl_llm.envs.datasets.task_env.TaskEnv`.
@@ -153,8 +154,8 @@ def query_and_answer(
     """Question of a row, and the answer with which the reward compares.
 
     Args:
-        row: of the data.
-        columns: of :func:`choose_columns`.
+        row: a row of the data.
+        columns: columns of :func:`choose_columns`.
     """
     query, last = _query(row, columns, "a row"), None
     if isinstance(query, list) and query[-1].get("role") == "assistant":
@@ -199,9 +200,9 @@ def choose_columns(
 
     Args:
         row: the first of the data.
-        prompt: as named by the user, ``None`` to look for one.
-        answer: likewise.
-        messages: likewise.
+        prompt: name given by the user; ``None`` to search a column.
+        answer: as ``prompt``.
+        messages: as ``prompt``.
 
     Raises:
         ConfigError: both ``prompt`` and ``messages``.

@@ -1,7 +1,7 @@
 """Environments over datasets: :class:`DatasetChatEnv`, and :class:`TaskEnv` with a reward.
 
-A new task is a subclass of :class:`TaskEnv`. It defines where its rows come from, which parts of a
-row are the ``query`` and the ``answer``, and which reward compares them.
+A new task is a subclass of :class:`TaskEnv`. It defines the source of its rows, the parts of a row
+that are ``query`` and ``answer``, and the reward.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def check_split(split: str) -> None:
 
 
 PROMPTS = yaml.safe_load(Path(__file__).with_name("prompts.yaml").read_text(encoding="utf-8"))
-"""``SYSTEM_PROMPT`` of the tasks here."""
+"""``SYSTEM_PROMPT`` of the tasks in this package."""
 # Transforms that read the results of tools.
 _AFTER_TOOLS = (AnswerGate, RewardParser, StepCounter)
 
@@ -76,16 +76,16 @@ class TaskEnv(DatasetChatEnv):
 
     Args:
         dataset: the data; the task's own (``DATASET``) if neither this nor ``data_files`` is given.
-        data_files: a file or several of them, instead of ``dataset``; of any kind that
+        data_files: a file or several files, instead of ``dataset``, of any kind that
             :func:`~torchrl_llm.data.row_files.load_rows` reads.
         name: configuration of a hub dataset.
         split: split of the data; see the task.
         compute_reward: append the task's reward.
-        reward: instead of the task's own: a function of ``(response, answer)`` or
+        reward: reward instead of the task's own: a function of ``(response, answer)`` or
             ``(response, row)``, or anything else that :func:`~torchrl_llm.rewards.as_reward`
             accepts.
-        max_steps: turns after which an episode is cut, without turns that only call tools to think;
-            ``None`` never cuts, ``"task"`` is the task's own limit (``MAX_STEPS``).
+        max_steps: turns after which an episode is cut; turns that only call tools to think do not
+            count. ``None`` for no limit, ``"task"`` for the task's own limit (``MAX_STEPS``).
         cut_penalty: amount subtracted from the reward of an answer that was cut at its token limit,
             see :class:`~torchrl_llm.envs.transforms.CutAnswers`.
         kwargs: arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
@@ -156,7 +156,7 @@ class TaskEnv(DatasetChatEnv):
             dataloader: see :meth:`~torchrl_llm.envs.DatasetChatEnv.from_dataloader`.
             compute_reward: append the task's reward.
             max_steps: as for the constructor; no limit if not given.
-            kwargs: see there.
+            kwargs: as for :meth:`~torchrl_llm.envs.DatasetChatEnv.from_dataloader`.
         """
         return super().from_dataloader(
             dataloader, compute_reward=compute_reward, max_steps=max_steps, **kwargs
@@ -184,7 +184,7 @@ class TaskEnv(DatasetChatEnv):
 
     @classmethod
     def max_turns(cls, max_steps: int | None = None) -> int | None:
-        """Most turns of the model in an episode; ``None`` without a limit.
+        """Return the maximum number of turns of the model in an episode; ``None`` without a limit.
 
         Args:
             max_steps: limit of steps; the task's own if not given.
@@ -219,7 +219,7 @@ class TaskEnv(DatasetChatEnv):
     def tool_schemas(self) -> list[dict[str, Any]]:
         """Schemas of the tools whose calls the chat template writes, for a policy's ``tools``.
 
-        Tools with their own parser are called in a form that no template describes.
+        Tools with their own parser are not included: no template describes the form of their calls.
         """
         return tool_schemas(self)
 

@@ -1,4 +1,4 @@
-"""Task from an environment for verifiers, which a Python with that package lists and plays.
+"""Task from an environment for verifiers; a Python with that package lists and plays its tasks.
 
 This module does not import verifiers: :mod:`torchrl_llm.envs.libs.adapters.verifiers_program` lists
 and plays the tasks in a separate process.
@@ -40,8 +40,8 @@ class VerifiersEnv(TaskEnv):
             ``agent`` with ``max_turns``.
         eval_args: configuration of the held-out tasks; if not given, the last tenth of the tasks is
             held out.
-        num_rows: number of tasks to use, from the first on; all if not given. An environment with
-            endless tasks needs it.
+        num_rows: number of tasks to use, from the first on; all if not given. It is required if the
+            environment has endless tasks.
         python: the Python that has verifiers and the environment; this one if not given.
         kwargs: arguments of :class:`~torchrl_llm.envs.datasets.TaskEnv` and
             :class:`~torchrl_llm.envs.DatasetChatEnv`.

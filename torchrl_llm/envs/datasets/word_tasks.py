@@ -1,8 +1,7 @@
 """Generated tasks about the letters of words: counting letters, writing a text backwards.
 
-Problems are computed from their index, so that all conversations of a group are about the same
-problem and a run resumes exactly. The words are a few hundred short English nouns, every fifth of
-them held out.
+Problems are computed from their index. So all conversations of a group have the same problem, and a
+run resumes exactly. The words are a few hundred short English nouns; every fifth word is held out.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ _FEWEST_WORDS = 20
 
 
 class LetterProblem(NamedTuple):
-    """A text and how often each of some letters is in it.
+    """A text, and the counts of some letters in it.
 
     Attributes:
         text: lower-case letters without spaces.
@@ -80,8 +79,8 @@ def letter_problem(
 ) -> LetterProblem:
     """A problem.
 
-    With a probability that each problem draws between 0.3 and 0.9, a letter is taken from the text,
-    otherwise from those that are not in it.
+    Each letter to count is in the text with a probability that the problem draws between 0.3 and
+    0.9; otherwise it is a letter that is not in the text.
 
     Args:
         rng: random generator.
@@ -139,7 +138,7 @@ def _problem_row(index: int, *, split: str, difficulty: int) -> Mapping[str, str
 
 
 def _checked_rows(make: Callable[[int], Mapping[str, str]], split: str) -> GeneratedRows:
-    make(0)  # impossible settings fail here, not in the first batch
+    make(0)  # impossible settings fail at construction, not in the first batch
     return GeneratedRows(make, _NUM_ROWS[split])
 
 
@@ -251,7 +250,7 @@ def word_list(split: str) -> tuple[str, ...]:
     """The words of a split, in a fixed order.
 
     Args:
-        split: ``"train"``, or ``"test"`` for those that are never trained on.
+        split: ``"train"``, or ``"test"`` for the words that are never trained on.
 
     Raises:
         ConfigError: for an unknown split.

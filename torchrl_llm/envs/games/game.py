@@ -24,7 +24,7 @@ from torchrl_llm.rewards.reward_scorer import checked_flag
 
 State = TypeVar("State")
 Player = Callable[[Any, Any], str]
-"""A scripted player: game (or a seat at a table) and state to action."""
+"""A scripted player: a function from game (or a seat at a table) and state to action."""
 
 
 class IllegalAction(TorchRLLLMError, ValueError):
@@ -92,8 +92,9 @@ class Rules(ABC, Generic[State]):
         state_type: the frozen dataclass of the states, whose fields are strings, numbers, bools,
             and tuples of these.
         players: names of the players.
-        invalid_reward: reward of a turn without a legal action. Its sum until the turns run out, or
-            the game is abandoned, must not exceed the worst end: nonsense must not pay.
+        invalid_reward: reward of a turn without a legal action. The sum of these rewards over all
+            turns of a game must not be higher than the reward of the worst end, so that invalid
+            answers never pay.
         forfeit_reward: reward of such a turn if it ends the game: the reward of the worst end.
     """
 
@@ -109,7 +110,7 @@ class Rules(ABC, Generic[State]):
     @property
     @abstractmethod
     def rules(self) -> str:
-        """The rules, see above; a subclass may write them as a plain attribute."""
+        """The rules as text; a subclass may define them as a plain attribute."""
 
     @abstractmethod
     def reset(self, seed: int) -> State:
@@ -176,7 +177,7 @@ class Rules(ABC, Generic[State]):
 class Game(Rules[State]):
     """The rules of a game for one player; opponents are a part of it.
 
-    It is a table with one seat: the game itself.
+    It works as a table with one seat, which is the game itself.
     """
 
     players = ("player",)
@@ -250,7 +251,7 @@ class Game(Rules[State]):
 
         Args:
             state: a state in which the game is not over.
-            action: what the player does.
+            action: the player's action.
 
         Returns:
             The outcome; ``state`` itself is unchanged.
@@ -274,7 +275,7 @@ def play(
         max_turns: turns after which to stop.
 
     Returns:
-        The turns; the last one's outcome says how it ended.
+        The turns; the outcome of the last one has the end of the game.
 
     Raises:
         IllegalAction: the player does something that the rules do not allow.

@@ -1,10 +1,10 @@
 """Games as environments of conversations: :class:`GameEnv`, for one player or several.
 
 The rules are a :class:`~torchrl_llm.envs.games.Game` or a
-:class:`~torchrl_llm.envs.games.TableGame`. A seat is a row that a policy answers, or a scripted
-player, who acts within the environment and has no row; a game for one player is a table with one
-seat. :class:`TableSteps` plays the answers. It holds no state: the state of each row is in the
-tensordict, as text.
+:class:`~torchrl_llm.envs.games.TableGame`. A policy plays a seat, which then has a row; or a
+scripted player, which acts within the environment, without a row. A game for one player is a table
+with one seat. :class:`TableSteps` plays the answers. It has no state itself: the state of each row
+is in the tensordict, as text.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class TableSteps(PlayersTransform):
       ``"game_legal"``, bool ``[B]``;
     - ``"game_committed"``, an action that waits for the actions of others in the same step.
 
-    A turn without a legal action does not change the game: its reward is ``invalid_reward``, the
-    player reads the reason and must act again; the actions of the others wait. With
-    ``stop_on_invalid`` it ends the game instead.
+    A turn without a legal action does not change the game. Its reward is ``invalid_reward``; the
+    player reads the reason and must act again, while the actions of the others wait. With
+    ``stop_on_invalid`` such a turn ends the game.
 
     Args:
         game: the rules.
@@ -96,7 +96,7 @@ class TableSteps(PlayersTransform):
             ``"best"``.
         rewards: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
         invalid_reward: reward of a turn without a legal action.
-        stop_on_invalid: let such a turn end the game; the others get nothing for it.
+        stop_on_invalid: such a turn ends the game; the other players get no reward for it.
         accept_cut: also read answers that were cut at their token limit.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
         worker_id: see :class:`~torchrl_llm.envs.players.PlayersTransform`.
@@ -148,7 +148,7 @@ class TableSteps(PlayersTransform):
         return Opening(seen, columns)
 
     def _advance(self, state: Any, waiting: Mapping[str, str], seed: str) -> _Progress:
-        """Continue while every player who must act has a waiting action or is scripted."""
+        """Continue the game while each player who must act is scripted or has a waiting action."""
         everyone = self.game.players
         told, rewards = dict.fromkeys(everyone, ""), dict.fromkeys(everyone, 0.0)
         success: frozenset[str] = frozenset()
@@ -190,7 +190,7 @@ class TableSteps(PlayersTransform):
             }
             try:
                 reactions.append(self._play(states[first], waiting, episode, seeds[first]))
-            except Exception as error:  # a game that fails is data, whatever it raised
+            except Exception as error:  # a failed game is data, with any exception
                 failed = Played(
                     observation="The game has failed.", state=states[first], legal=False
                 )
@@ -314,11 +314,11 @@ def _check_seats(game: Rules, seats: Mapping[str, Player | str]) -> None:
 
 
 class GameEnv(MultiAgentChatEnv):
-    """A game that language models play, a row for each player.
+    """A game that language models play, with one row per player.
 
-    Each drawn row is a seed. It starts a game, in which each policy's seat has a row of its own,
-    with a system prompt of the rules and the form of an answer. The observation is the user's
-    message, and the model answers with an action. See :class:`TableSteps` for the columns, and
+    Each drawn row is a seed and starts a game. Each seat of a policy has one row, whose system
+    prompt contains the rules and the form of an answer. The observation is the user's message, and
+    the model answers with an action. See :class:`TableSteps` for the columns, and
     :class:`~torchrl_llm.envs.players.PlayersTransform` for the rewards and ends of several players.
     All repeats of a row play the same game, and their opponents reply to equal actions equally.
 
@@ -327,7 +327,7 @@ class GameEnv(MultiAgentChatEnv):
     without a legal action counts as a turn, although the game does not change.
 
     Args:
-        game: the rules: a :class:`~torchrl_llm.envs.games.Game` or a
+        game: the game: a :class:`~torchrl_llm.envs.games.Game` or a
             :class:`~torchrl_llm.envs.games.TableGame`; created from ``WORLD`` if not given.
         seats: see :class:`TableSteps`.
         rewards: ``"own"``, or ``"team"``: each player gets the sum of the rewards of all.
@@ -336,14 +336,14 @@ class GameEnv(MultiAgentChatEnv):
             ``tools``.
         invalid_reward: reward of a turn without a legal action; if not given, the game's
             ``invalid_reward``, or its ``forfeit_reward`` if such a turn ends the game.
-        stop_on_invalid: let such a turn end the game; the others get nothing for it.
+        stop_on_invalid: such a turn ends the game; the other players get no reward for it.
         accept_cut: also read answers that were cut at their token limit.
         dataset: rows with a ``seed``; the rows of ``split`` if neither this nor ``data_files`` is
             given.
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
-        system_prompt: instead of the rules and the form of an answer.
+        system_prompt: system prompt instead of the rules and the form of an answer.
         worker_id: number of this worker for ids.
         kwargs: further arguments of :class:`~torchrl_llm.envs.players.MultiAgentChatEnv`.
 
@@ -428,8 +428,8 @@ class GameEnv(MultiAgentChatEnv):
     def demonstrate(self, player: Player, seed: int) -> list[dict[str, Any]]:
         """A game for one player as a conversation: data for a model to imitate.
 
-        The messages are those of the environment in history mode, with answers in the form that it
-        reads.
+        The messages are the same as in the environment in history mode, and answers have the form
+        that the environment reads.
 
         Args:
             player: chooses the actions, all of them legal.
@@ -462,14 +462,14 @@ class GameEnv(MultiAgentChatEnv):
 
 
 def _with_query(row: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {**row, "seed": seed_of(row), "query": ""}  # each player's own is written at reset
+    return {**row, "seed": seed_of(row), "query": ""}  # a reset writes each player's prompt
 
 
 def seed_of(row: Mapping[str, Any]) -> int:
-    """The seed of a game, as a drawn row has it.
+    """Return the seed of a game from a drawn row.
 
     Args:
-        row: with ``"seed"``.
+        row: a row with a column ``"seed"``.
 
     Raises:
         DataError: it is no whole number.

@@ -46,12 +46,12 @@ class KeyDoorState:
 class KeyDoor(Game[KeyDoorState]):
     """Walk through a maze to the key, take it, walk to the door and open it.
 
-    The maze follows from the seed and can always be solved. Opening the door is worth 1, everything
-    else 0. The game is cut after ``slack`` times the actions of a shortest solution.
+    The maze follows from the seed and can always be solved. The reward is 1 for opening the door,
+    and otherwise 0. The game is cut after ``slack`` times the actions of a shortest solution.
 
     Args:
         size: rows and columns of the maze.
-        slack: at least 1.
+        slack: factor on the length of a shortest solution, at least 1.
 
     Raises:
         ConfigError: for a maze smaller than 2 or larger than 26 cells, or ``slack`` below 1.
@@ -100,7 +100,7 @@ class KeyDoor(Game[KeyDoorState]):
                 return replace(state, moves_left=int(self.slack * shortest))
 
     def observe(self, state: KeyDoorState) -> str:
-        """The maze, what the player has and stands on, and how many moves are left."""
+        """The maze, the player's things and cell, and the number of remaining moves."""
         rows = [list(row) for row in state.maze]
         rows[state.door[0]][state.door[1]] = "D"
         if not state.has_key:

@@ -29,11 +29,11 @@ class DilemmaState:
 
 
 class PrisonersDilemma(TableGame[DilemmaState]):
-    """Both players cooperate or defect, at once, for a number of rounds that they know.
+    """Both players choose at once to cooperate or defect, for a known number of rounds.
 
     The payoffs of a round are Axelrod's (1984): 3 each if both cooperate, 1 each if both defect,
-    otherwise 5 for the player who defects and 0 for the one who cooperates. The best action is the
-    best one against any fixed action of the other, in a single round: to defect.
+    otherwise 5 for the player who defects and 0 for the one who cooperates. The best action is to
+    defect: in a single round this is best against each action of the other player.
 
     Args:
         num_rounds: rounds of a game, at least 1.
@@ -69,7 +69,7 @@ class PrisonersDilemma(TableGame[DilemmaState]):
         )
 
     def reset(self, seed: int) -> DilemmaState:
-        """The state before the first round, whatever the seed."""
+        """The state before the first round, the same for every seed."""
         return DilemmaState()
 
     def active(self, state: DilemmaState) -> tuple[str, ...]:

@@ -154,7 +154,7 @@ def play_table(
         max_steps: steps after which to stop.
 
     Returns:
-        The steps; the last one's outcome says how it ended.
+        The steps; the outcome of the last one has the end of the game.
 
     Raises:
         ConfigError: a seat has no player, or no seat has that name.

@@ -42,11 +42,12 @@ class TicTacToeState:
 class TicTacToe(Game[TicTacToeState]):
     """Three in a row on nine cells, numbered 1 to 9 from the top left.
 
-    A win is worth 1, a draw 0, a loss -1. Against a perfect opponent a draw is a success, because
-    no better result is possible; against a random one only a win is.
+    The reward is 1 for a win, 0 for a draw and -1 for a loss. Against a perfect opponent a draw is
+    a success, because no better result is possible. Against a random opponent only a win is a
+    success.
 
     Args:
-        opponent: ``"random"`` plays any free cell, ``"minimax"`` any of the best ones; which one
+        opponent: ``"random"`` plays any free cell, ``"minimax"`` any of the best cells. The choice
             follows from the seed and the board.
         player: the player's mark, ``"X"`` (begins) or ``"O"``; by default it follows from the seed.
 

@@ -39,12 +39,13 @@ class BoardState:
 class TicTacToeForTwo(TableGame[BoardState]):
     """Three in a row on nine cells, numbered 1 to 9 from the top left; ``X`` begins.
 
-    A win is worth 1, a draw 0, a loss -1, for both players in the step that ends the game; so the
-    rewards of a game add up to 0.
+    In the step that ends the game each player gets a reward: 1 for a win, 0 for a draw, -1 for a
+    loss. So the rewards of a game add up to 0.
 
     Args:
-        random_plies: most random moves before a game begins; their number and the moves follow from
-            the seed. So players who only play each other see different boards.
+        random_plies: maximum number of random moves before a game begins. Their number and the
+            moves follow from the seed, so that players who only play each other see different
+            boards.
 
     Raises:
         ConfigError: a number that is negative or above 4, where a game could be won.

@@ -1,4 +1,4 @@
-"""MLGym: machine-learning research tasks in a container, worked on with shell commands.
+"""MLGym: machine-learning research tasks in a container, solved with shell commands.
 
 The package is github.com/facebookresearch/MLGym (arXiv:2502.14499); the project of the same name on
 PyPI is a different one. Its environments are driven through the methods for its own agents:
@@ -140,7 +140,7 @@ class MLGymWrapper(SessionEnv):
     """Conversations with one environment of MLGym, batch size 1.
 
     An answer is a thought and a command in a fenced block. Messages follow its agent's
-    configuration as in MLGym's own agents; rewards are those of ``MLGymSession``.
+    configuration as in MLGym's own agents; rewards are the rewards of ``MLGymSession``.
 
     Args:
         env: the environment (``gymnasium.make("mlgym/...").unwrapped``).
@@ -151,7 +151,7 @@ class MLGymWrapper(SessionEnv):
             :class:`~torchrl_llm.envs.DatasetChatEnv`.
 
     Raises:
-        ConfigError: without a configuration, or for more than one row.
+        ConfigError: there is no configuration, or more than one row.
     """
 
     MAX_STEPS = None
@@ -200,7 +200,7 @@ def make_mlgym(
 
     Args:
         task: name of a task, ``"prisonersDilemma"``.
-        tasks: names of tasks; exactly one of the two.
+        tasks: names of tasks; give exactly one of ``task`` and ``tasks``.
         tokenizer: a Hugging Face tokenizer, or the name of one.
         device: device of the tensors.
         reward_wrong_format: reward of an answer without a command; 0 if not given.
@@ -208,7 +208,7 @@ def make_mlgym(
 
     Raises:
         ConfigError: for both or neither of ``task`` and ``tasks``.
-        MissingExtraError: without MLGym, or with the other package of that name.
+        MissingExtraError: MLGym is not installed, or a different package of this name is.
     """
     if (task is None) == (not tasks):
         raise ConfigError(f"pass exactly one of task and tasks, got {task!r} and {tasks!r}")
@@ -281,7 +281,7 @@ def _package_folder() -> Iterator[None]:
 
 
 def _command(path: Path) -> dict[str, str]:
-    """How to put a file of commands into the container: sourced, as a script, or unchanged."""
+    """Return how a file of commands gets into the container: sourced, as a script, or unchanged."""
     contents = path.read_text()
     if contents.lstrip().startswith("#!"):
         return {"contents": contents, "name": path.stem, "type": "script"}

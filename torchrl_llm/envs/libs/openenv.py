@@ -1,6 +1,6 @@
 """Environments behind an OpenEnv server, over the WebSocket sessions of its protocol (0.3).
 
-A server runs one environment for each connection; its code is not imported or run here. The
+A server runs one environment for each connection; this process does not import or run its code. The
 messages are JSON: requests are ``reset``, ``step``, ``state`` and ``close``, replies are
 ``observation``, ``state`` and ``error``.
 
@@ -37,7 +37,7 @@ class OpenEnvClient:
         message_timeout_s: seconds to wait for a reply.
 
     Raises:
-        MissingExtraError: without the package ``websockets``, at the first message.
+        MissingExtraError: the package ``websockets`` is not installed; raised at the first message.
         WorkerError: the server cannot be reached, is gone, or does not answer in time.
         ResourceError: the server allows no further session.
         ActionError: the server does not accept an action; nothing has happened.
@@ -86,7 +86,7 @@ class OpenEnvClient:
             return
         try:
             socket.send(json.dumps({"type": "close"}))
-        except Exception:  # whatever a broken connection raises: it is closed
+        except Exception:  # a broken connection may raise any error; it is closed
             pass
         finally:
             socket.close()
@@ -151,7 +151,7 @@ class OpenEnvSession(Session):
 
     Args:
         client: the connection.
-        observe: observation to text.
+        observe: function from an observation to text.
         success_above: an episode that ends with a higher last reward is a success.
     """
 
@@ -208,7 +208,7 @@ def observation_text(observation: Mapping[str, Any]) -> str:
 class OpenEnvEnv(SessionEnv):
     """Conversations with the environment of an OpenEnv server, one session per row.
 
-    Rewards and ends are the server's. A server reports ``done`` without a reason: this becomes
+    The server defines rewards and ends. It reports ``done`` without a reason, which becomes
     ``terminated``. If the server does not accept an action, the reward is ``invalid_reward`` and
     the model reads the reason.
 
@@ -216,11 +216,11 @@ class OpenEnvEnv(SessionEnv):
         url: URL of the server, ``http://host:port``.
         actions: how an answer writes its action: ``"bare"`` (the whole answer), ``"tag"``
             (``<action>...</action>``) or ``"call"``, a call of the tool ``action`` whose arguments
-            are the fields of the server's actions. Text is the value of the one field that an
-            action needs; if it needs several, the text is a JSON object of them.
-        action_field: the field whose value the text is, if the server's schema does not determine
-            it.
-        observe: observation (a dict) to text; ``observation_text`` if not given.
+            are the fields of the server's actions. If an action needs one field, the text is its
+            value; if it needs several fields, the text is a JSON object of them.
+        action_field: field of which the text is the value, if the server's schema does not
+            determine it.
+        observe: function from an observation (a dict) to text; ``observation_text`` if not given.
         success_above: an episode that ends with a higher last reward is a success.
         connect_timeout_s: seconds to connect.
         message_timeout_s: seconds to wait for a reply.

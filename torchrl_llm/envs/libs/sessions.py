@@ -122,7 +122,7 @@ class Session(ABC):
         """
 
     def close(self) -> None:
-        """Free what the session holds; may be called twice."""
+        """Release the resources of the session; may be called twice."""
 
 
 class SessionSteps(WorldTransform):
@@ -131,12 +131,12 @@ class SessionSteps(WorldTransform):
     Args:
         open_session: makes a session for a row that has none or has lost it.
         parser: reads actions.
-        read_action: message to action, instead of the text that ``parser`` reads; it may raise
-            :class:`~torchrl_llm.envs.actions.ActionError`.
+        read_action: function from a message to an action, instead of the text that ``parser``
+            reads; it may raise :class:`~torchrl_llm.envs.actions.ActionError`.
         data_key: key of the first observation of an episode.
         invalid_reward: reward of a turn without a valid action.
         accept_cut: also read answers that were cut at their token limit.
-        max_concurrency: most sessions that run at the same time.
+        max_concurrency: maximum number of sessions that run at the same time.
         with_reward: see :class:`~torchrl_llm.envs.world.WorldTransform`.
     """
 
@@ -260,7 +260,8 @@ def _checked(seen: Any, *, begins: bool = False) -> Observed:
     """The observation of a session, in the types of the rows.
 
     Raises:
-        BackendError: it has a different type, which would later be an error of the whole batch.
+        BackendError: it has a different type, which would otherwise be an error of the whole batch
+            later.
     """
     observed = seen if isinstance(seen, Observed) else Observed(seen)
     text, wanted = observed.text, "a text or messages" if begins else "a text"
@@ -285,7 +286,7 @@ class SessionEnv(WorldEnv):
     """Conversations with sessions, one session per row.
 
     Each row begins an episode with its options: the columns of the row, for example
-    ``{"seed": 3}``. The session writes the user's messages, the model's answers are its actions.
+    ``{"seed": 3}``. The session writes the user's messages; the model's answers are the actions.
     Three things end an episode: the session (``terminated``, or ``truncated`` with the reason
     ``ENV``), a failure (an invalid reward), and ``max_steps`` turns.
 
@@ -294,17 +295,20 @@ class SessionEnv(WorldEnv):
             not given.
         actions: how an answer writes its action: ``"bare"`` (the whole answer), ``"tag"``,
             ``"boxed"``, ``"call"`` (a tool call), or a parser.
-        read_action: message to action, instead of the text that the parser reads.
-        instructions: system prompt before the form of an answer; those of the class if not given.
+        read_action: function from a message to an action, instead of the text that the parser
+            reads.
+        instructions: first part of the system prompt, before the form of an answer; by default the
+            instructions of the class.
         invalid_reward: reward of a turn without a valid action.
         accept_cut: also read answers that were cut at their token limit.
         max_concurrency: most sessions that run at the same time.
-        dataset: rows of options; if neither this nor ``data_files`` is given, seeds, which differ
-            between ``split="test"`` and ``"train"``.
+        dataset: rows of options. If neither this nor ``data_files`` is given, the rows are seeds,
+            which differ between ``split="test"`` and ``"train"``.
         data_files: a JSON-lines file of such rows, or several.
         split: ``"train"`` or ``"test"``.
         compute_reward: write the reward.
-        system_prompt: instead of ``instructions`` and the form of an answer; empty for none.
+        system_prompt: replaces ``instructions`` and the form of an answer; empty for no system
+            prompt.
         kwargs: ``max_steps`` and ``template_kwargs`` of :class:`~torchrl_llm.envs.world.WorldEnv`,
             and arguments of :class:`~torchrl_llm.envs.DatasetChatEnv`.
 

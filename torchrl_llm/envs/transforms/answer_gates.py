@@ -1,7 +1,7 @@
 """Gates before a reward: an invalid answer gets a penalty and a message instead of a score.
 
 :class:`ParseAnswers` rejects answers that a parser cannot read. :class:`CutAnswers` rejects a turn
-whose calls were not made because it was cut; other cut answers pass, with a penalty if one is set.
+that was cut, so that its calls were not made. Other cut answers pass, with a penalty if one is set.
 Worlds (:mod:`torchrl_llm.envs.world`) reject cut answers themselves, because they read the actions
 anyway.
 
@@ -81,10 +81,11 @@ def read_turns(td: TensorDictBase, next_td: TensorDictBase, mode: InputMode) -> 
 class AnswerGate(Transform):
     """Base of the gates: subclasses write :meth:`read` and name their ``part`` of the reward.
 
-    It checks the turns that the reward after it would score. A rejected turn is not scored: the
-    model reads the reason (unless a tool has given it), and the turn counts as a step. It writes
+    It checks the turns that the next reward transform would score. A rejected turn is not scored:
+    the model reads the reason (unless a tool has already told it), and the turn counts as a step.
+    It writes
 
-    - ``part``, float32 ``[B, 1, 1]``: what the gate adds to ``"reward"``; it is added once;
+    - ``part``, float32 ``[B, 1, 1]``: the amount that the gate adds to ``"reward"``, once;
     - ``"reward_refused"``, bool ``[B]``: the turn was rejected, by this gate or an earlier one;
     - ``("error", ...)`` of rejected turns. Their reward, the penalty, is valid.
     """
@@ -156,12 +157,12 @@ class AnswerGate(Transform):
 class CutAnswers(AnswerGate):
     """Subtracts a penalty from the scores of answers that were cut at their token limit.
 
-    A cut turn whose calls were not made for that reason has no answer: it is rejected like a failed
-    action.
+    If the calls of a turn were not made because it was cut, the turn has no answer; it is rejected
+    like a failed action.
 
     Args:
         penalty: penalty of a cut answer, written as ``"reward_cut"``.
-        accept_cut: whether calls of cut answers are made.
+        accept_cut: whether the environment makes the calls of cut answers.
 
     Raises:
         ConfigError: the penalty is negative or not finite.
@@ -189,7 +190,7 @@ class CutAnswers(AnswerGate):
 class ParseAnswers(AnswerGate):
     """Rejects answers that a parser cannot read, and adds the parser's reward for the form.
 
-    The reward after it reads the whole answer of a turn that passes.
+    The next reward transform reads the whole answer of a turn that passes.
 
     Args:
         parser: reads the text of answers. Its reward is written as ``"reward_parser"``.

@@ -1,15 +1,15 @@
-"""Context strategies: the model sees a conversation in full, without old thoughts, or its end.
+"""Context strategies: the model sees the whole conversation, no old thoughts, or only the end.
 
 A context strategy stands between the environment and the policy and rewrites
 ``("history", "prompt")``. A rewritten conversation loses its sampled ids: the row *forks*. The
-turns so far stay as they were collected, trainable as sampled; the next prompt is encoded again,
-nothing in it is trained, and its record holds the cause
+turns so far are kept as they were sampled, and can be trained. The next prompt is encoded again;
+none of its tokens is trained, and its record holds the cause
 (:attr:`~torchrl_llm.data.record.TokenRecord.fork_cause`).
-:class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes a row of each part.
+:class:`~torchrl_llm.data.replay_buffers.JoinTurns` then makes one row of each part.
 
-It does not handle a model's maximum length: a
-:class:`~torchrl_llm.envs.transforms.episode_limits.ContextLimit` ends an episode there.
-Next: ``docs/source/howto/keep_the_context_short.rst``.
+A context strategy does not handle a model's maximum length: a
+:class:`~torchrl_llm.envs.transforms.episode_limits.ContextLimit` ends an episode there. Next:
+``docs/source/howto/keep_the_context_short.rst``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = Non
     """A conversation with rewritten messages: it is encoded again, and its record holds the cause.
 
     Args:
-        messages: what the model sees from now on.
+        messages: messages that the model sees from now on.
         cause: one word; the answers to the conversation have it as ``record.fork_cause``.
         before: the conversation before; its count of the model's turns is continued.
 
@@ -52,10 +52,10 @@ def forked(messages: Sequence[Message], cause: str, *, before: Chat | None = Non
 class ContextStrategy(Transform):
     """Base of the strategies: subclasses write :meth:`rewrite` and name their ``cause``.
 
-    It acts on every prompt that the environment hands out. Rows that are done or not stepped, and
-    conversations whose last message is an unfinished one of the model's, are not changed. Append it
-    after transforms that add messages and before those that tokenize
-    (``ChatEnv(with_tokenizer=True)`` keeps its own last).
+    It acts on every prompt of the environment. It does not change rows that are done or not
+    stepped, and conversations that end with an unfinished message of the model. Append it after
+    transforms that add messages and before those that tokenize (``ChatEnv(with_tokenizer=True)``
+    keeps its own last).
 
     In text and tokens mode the environment then also keeps ``("history", "prompt")``
     (:meth:`~torchrl_llm.envs.ChatEnv.keep_history`), which holds the record of a fork.
@@ -88,7 +88,8 @@ class ContextStrategy(Transform):
             messages: all messages that the environment still holds; do not change them.
 
         Returns:
-            The same messages, or others. Messages that are left out are gone for later turns too.
+            The same messages, or others. Messages that are left out are missing in later turns,
+            too.
         """
 
     def set_container(self, container: Any) -> None:
@@ -160,7 +161,7 @@ class ContextStrategy(Transform):
 class FullDialog(ContextStrategy):
     """The model sees the whole conversation: nothing is rewritten, so nothing forks.
 
-    The default of an environment; it is a strategy so that a setting can name it.
+    Environments do this by default; the class exists so that a setting can name it.
 
     Example:
         >>> FullDialog().rewrite(({"role": "user", "content": "Hi"},))
@@ -205,11 +206,11 @@ class SlidingWindow(ContextStrategy):
     Once the conversation is longer than the window, every turn forks.
 
     Args:
-        num_turns: how many of the model's turns stay.
-        keep_task: whether the messages before the model's first turn stay too.
+        num_turns: number of the model's turns to keep.
+        keep_task: whether to keep also the messages before the model's first turn.
 
     Raises:
-        ConfigError: for less than one turn.
+        ConfigError: the window has less than one turn.
     """
 
     cause = "window"
@@ -259,7 +260,7 @@ def _without_thought(message: Message, placeholder: str) -> Message:
         changed = {} if text is None else {"content": text}
     if all(message.get(key) == value for key, value in changed.items()):
         return message
-    # The exact sample is in the earlier rows; here it would contradict the rest.
+    # The exact sample is in the earlier rows; in this row it would contradict the other fields.
     return {key: value for key, value in message.items() if key != "raw"} | changed
 
 
@@ -279,16 +280,16 @@ def slide_window(
 ) -> list[Message]:
     """The beginning of a conversation and the model's last turns.
 
-    A turn is a message of the model and everything up to its next one: a call never loses its
-    results.
+    A turn is a message of the model and everything up to its next message, so a call never loses
+    its results.
 
     Args:
         messages: a conversation.
-        num_turns: how many of the model's turns stay.
-        keep_task: keep everything before the model's first turn. Without it only the leading
-            system messages stay, and the window begins with the user's message before its first
-            turn (which may lie some turns back, in a loop of tool calls), so that it is still a
-            conversation.
+        num_turns: number of the model's turns to keep.
+        keep_task: keep everything before the model's first turn. Without it only the first system
+            messages are kept, and the window begins with the last message of the user before its
+            first turn (in a loop of tool calls this may be some turns earlier), so that the result
+            is a valid conversation.
 
     Example:
         >>> roles = ["system", "user", "assistant", "user", "assistant", "user"]
@@ -310,7 +311,7 @@ def slide_window(
 
 
 def _asks(messages: Sequence[Message], index: int) -> bool:
-    """Whether a message of the user begins here, and the one before is not the user's."""
+    """Whether a message is the user's, and the message before it is not."""
     before = messages[index - 1].get("role") if index else None
     return messages[index].get("role") == "user" and before != "user"
 
@@ -357,7 +358,7 @@ def chat_env_of(transform: Transform) -> ChatEnv | None:
     """The chat environment under all transforms; ``None`` if there is none (yet).
 
     Args:
-        transform: in an environment, in a ``Compose``, or alone.
+        transform: a transform in an environment, in a ``Compose``, or alone.
     """
     from torchrl_llm.envs.chat_env import ChatEnv
 

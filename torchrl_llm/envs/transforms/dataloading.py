@@ -133,7 +133,7 @@ class _RowFeed:
         return _holds_columns(element)
 
     def state_dict(self) -> dict[str, Any]:
-        self.peek()  # a position names the element that holds the next row
+        self.peek()  # a position refers to the element that holds the next row
         return self._position()
 
     def _position(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class _RowFeed:
 
 
 def _holds_columns(element: Mapping[str, Any]) -> bool:
-    """Whether each value is a column of texts, numbers or conversations, not a row's own list."""
+    """Whether an element is a batch (each value has an entry per row), not one row with lists."""
     columns = [value for value in element.values() if getattr(value, "ndim", None) != 0]
     if len(columns) < len(element) or not all(isinstance(v, Sized) for v in columns):
         return False
@@ -196,14 +196,15 @@ class DataLoadingPrimer(RayService, Transform):
     """Fills the reset of an environment with rows of a dataset.
 
     Each row's columns (``query``, ``answer``, ...) become keys of the tensordict, next to
-    ``"group_id"``, int64 ``[B]``, which all repeats of one drawn row share and no other row ever
-    has: it is unique over epochs, workers and resumed runs.
+    ``"group_id"``, int64 ``[B]``. All repeats of one drawn row share this id, and no other row has
+    it: ids are unique over epochs, workers and resumed runs.
 
     Args:
         dataloader: an iterable of rows (dicts), of batches of rows (dicts of columns, as a
-            ``torch.utils.data.DataLoader`` gives them), or of tensordicts. It is iterated again
+            ``torch.utils.data.DataLoader`` yields them), or of tensordicts. It is iterated again
             when it ends.
-        dataloader_factory: builds the loader when it is first needed; exactly one of the two.
+        dataloader_factory: builds the loader when it is first needed; give exactly one of
+            ``dataloader`` and this.
         primers: specs of the columns; taken from the first row if not given.
         stack_method: how tensors of the rows are stacked: ``"as_padded_tensor"`` or
             ``"as_nested_tensor"`` (the functions of these names), or a function of a list of row
@@ -212,11 +213,11 @@ class DataLoadingPrimer(RayService, Transform):
             this argument declares that elements are batches of rows. An element is one row if
             ``loader.batch_size`` is 0 or None, or if a value is a string. If neither decides, an
             element is a batch if all its values are lists or tensors of one length, with a list of
-            texts or of conversations among them. Tensordicts decide it themselves.
-        repeats: how many conversations each row starts, one after the other. None is 1.
+            texts or of conversations among them. The batch size of tensordicts decides it.
+        repeats: number of conversations that each row starts, one after the other; ``None`` for 1.
         device: device of the tensors; the environment's if not given.
-        group_repeats: promise that all repeats of a row start in the same reset. The batch must be
-            a multiple of ``repeats``.
+        group_repeats: all repeats of a row start in the same reset. The batch must be a multiple of
+            ``repeats``.
         use_ray_service: make a :class:`RayDataLoadingPrimer`, with its arguments.
         service_backend: ``"ray"`` does the same; ``"direct"`` is the default.
         service_backend_options: must be empty; the options of the actor are separate arguments.
@@ -228,8 +229,8 @@ class DataLoadingPrimer(RayService, Transform):
         DataError: for a loader that is empty or yields something other than rows.
 
     ``state_dict()`` holds the position: a loader with ``state_dict`` of its own, such as
-    :class:`~torchrl_llm.data.row_files.RowLoader`, continues exactly; any other one is started
-    again and read up to the saved position, which is exact if its order is always the same.
+    :class:`~torchrl_llm.data.row_files.RowLoader`, continues exactly; any other loader is started
+    again and read up to the saved position. This is exact if its order is always the same.
 
     Example:
         >>> from torchrl_llm.envs import ChatEnv
@@ -297,7 +298,7 @@ class DataLoadingPrimer(RayService, Transform):
 
     @property
     def batch_size(self) -> torch.Size:
-        """The given one or the loader's, times ``repeats`` if they are grouped."""
+        """The given batch size or the loader's, times ``repeats`` if they are grouped."""
         size = self._batch_size
         size = (getattr(self.dataloader, "batch_size", None) if size is None else size) or 0
         if self.group_repeats and self.repeats > 1:
@@ -397,7 +398,7 @@ class DataLoadingPrimer(RayService, Transform):
     # Rows
 
     def reset_dataloader(self, seed: int | None = None) -> DataLoadingPrimer:
-        """Start the data over, and drop repeats that are still due.
+        """Start the data from the beginning, and drop repeats that have not started yet.
 
         Args:
             seed: a new seed, for loaders whose ``reset`` takes one.
@@ -463,7 +464,7 @@ class DataLoadingPrimer(RayService, Transform):
 
     @staticmethod
     def _place(values: Any, chosen: list[int], size: int) -> Any:
-        # Rows that do not start keep their values: the environment discards these fillers.
+        # Rows that do not start keep their values, because the environment discards these fillers.
         if len(chosen) == size:
             return values
         if isinstance(values, Tensor):
@@ -493,7 +494,7 @@ class DataLoadingPrimer(RayService, Transform):
     # Resume
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Position in the data, repeats still due, and the group counter."""
+        """Position in the data, repeats that have not started, and the group counter."""
         return {
             "feed": self._feed.state_dict(),
             "groups": self._groups.state_dict(),

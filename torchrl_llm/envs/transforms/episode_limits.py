@@ -1,4 +1,4 @@
-"""Limits of turns and tokens: the end of an episode, and a growing punishment near the limit."""
+"""Limits of turns and tokens: they end an episode, or penalise lengths near the limit."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ class StepCounter(_StepCounter):
     """TorchRL's :class:`~torchrl.envs.StepCounter`, for environments of conversations.
 
     Rows cut at ``max_steps`` get ``truncation_reason`` ``MAX_STEPS``; a row that terminated in the
-    same step is not truncated too. Rows that are not stepped do not count, nor do turns that only
-    called tools to think (``("tools", "auxiliary")``): they are no step of the environment. The
-    arguments are TorchRL's.
+    same step is not truncated too. Rows that are not stepped do not count. Turns that only called
+    tools to think (``("tools", "auxiliary")``) do not count either, because they are no step of the
+    environment. The arguments are TorchRL's.
 
     Example:
         >>> from tensordict import TensorDict
@@ -136,9 +136,9 @@ class ContextLimit(Transform):
     """Ends the episode of a conversation that has grown too long for the model.
 
     When the next prompt would have more than ``max_prompt_length`` tokens, the row is ``truncated``
-    and ``done`` with the reason ``MAX_SEQ_LEN``, in the step that made it so long: the model is not
-    asked again, and the reward of that step stays. The policy handles a first prompt that is too
-    long (``on_overlong``).
+    and ``done`` with the reason ``MAX_SEQ_LEN``, in the step that made it so long. The model is not
+    called again, and the reward of that step is kept. If already the first prompt is too long, the
+    policy handles it (``on_overlong``).
 
     Append it last. In history mode the policy's formatter counts the tokens, but only if a bound
     from the new characters allows too many::
@@ -147,14 +147,15 @@ class ContextLimit(Transform):
 
     Args:
         max_prompt_length: tokens that a prompt may have
-            (:attr:`~torchrl_llm.modules.policies.LLMWrapperBase.longest_prompt`); ``None`` ends
-            nothing.
+            (:attr:`~torchrl_llm.modules.policies.LLMWrapperBase.longest_prompt`); with ``None`` no
+            episode is ended.
         formatter: the policy's encoder of conversations; history mode only, because in the other
             modes the environment has the ids.
 
     Raises:
-        ConfigError: when it is appended, for a formatter that is missing or has no effect; at the
-            first step, in an environment that is no :class:`~torchrl_llm.envs.ChatEnv`.
+        ConfigError: the formatter is missing or has no effect (raised when the transform is
+            appended); or the environment is no :class:`~torchrl_llm.envs.ChatEnv` (raised at the
+            first step).
 
     Example:
         >>> from tensordict import TensorDict
@@ -242,9 +243,10 @@ def _bytes_of(message: Mapping[str, Any]) -> int:
 class OverlongPenalty(RowTransform):
     r"""Adds DAPO's soft overlong punishment to the reward.
 
-    arXiv:2503.14476 equation 13: nothing up to ``max_length - cache`` tokens, falling linearly to
-    -1 at ``max_length``, and -1 beyond. It counts the tokens that the policy sampled in the row's
-    turn, including the token that ended it; with several turns, each has its own punishment.
+    arXiv:2503.14476, equation 13: the punishment is 0 up to ``max_length - cache`` tokens, falls
+    linearly to -1 at ``max_length``, and stays at -1 beyond. It counts the tokens that the policy
+    sampled in the row's turn, including the token that ended it; with several turns, each has its
+    own punishment.
 
     Append it after the transform that writes the reward: to the environment, or to a replay buffer
     after its credit assigner, which then sees the punished reward::

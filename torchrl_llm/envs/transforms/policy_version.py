@@ -37,8 +37,8 @@ class PolicyVersion(Transform):
     """Writes ``"policy_version"`` at reset and step.
 
     Code that changes the policy's weights calls :meth:`increment_version`, as
-    :class:`~torchrl_llm.collectors.LLMCollector` does. A transition's version is that of its root:
-    the version at the time the policy was called.
+    :class:`~torchrl_llm.collectors.LLMCollector` does. The version of a transition is the version
+    of its root: the version when the policy was called.
 
     Args:
         version_type: ``int`` or ``"int"`` counts from 0, int64 ``[B]``; ``str`` or ``"uuid"`` gives

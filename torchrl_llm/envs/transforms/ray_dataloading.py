@@ -1,8 +1,8 @@
 """One data loader for many environments: one actor draws the rows for all of them.
 
 With a loader in each collector, each collector would read all data itself, and would have to sample
-all repeats of a prompt. Here every prompt is drawn once, and its repeats go to any environment that
-starts a conversation next.
+all repeats of a prompt. With this transform every prompt is drawn once, and its repeats go to
+whichever environments start conversations next.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torchrl_llm._registry import FullSignature
 from torchrl_llm.envs.transforms.dataloading import DataLoadingPrimer
 from torchrl_llm.errors import ConfigError
 
-# Group ids of actors begin where those of ordinary processes end.
+# Group ids of actors begin after the ids of ordinary processes.
 _worker_ids = itertools.count(2**28 - 1, -1)
 
 
@@ -85,9 +85,9 @@ def _no_loader() -> Iterable[Any]:
 class RayDataLoadingPrimer(DataLoadingPrimer):
     """A :class:`DataLoadingPrimer` whose rows come from one Ray actor, for many environments.
 
-    Make it in the process that starts the collectors, and send copies: they are picklable and ask
-    the same actor. Or make one in each of them with the same ``actor_name``: the first one starts
-    the actor, which ends with that process.
+    Make it in the process that starts the collectors, and send copies to them: copies can be
+    pickled and use the same actor. Or make one in each collector with the same ``actor_name``: the
+    first one starts the actor, which ends with the process of this collector.
 
     Group ids are unique over all of them, and the conversations of a group may be sampled by
     different collectors: write their rows into one buffer, or into buffers that share a
@@ -95,13 +95,13 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
 
     Args:
         dataloader: see :class:`DataLoadingPrimer`; sent to the actor.
-        dataloader_factory: see there; called in the actor.
-        batch_size: see there.
-        repeats: see there.
-        actor_name: name of the actor in the cluster; without one only copies share it.
+        dataloader_factory: see :class:`DataLoadingPrimer`; called in the actor.
+        batch_size: see :class:`DataLoadingPrimer`.
+        repeats: see :class:`DataLoadingPrimer`.
+        actor_name: name of the actor in the cluster; without a name only copies share it.
         num_cpus: CPUs that the actor holds.
         num_gpus: GPUs that it holds.
-        timeout_s: most seconds that a draw may take.
+        timeout_s: maximum number of seconds of a draw.
         worker_id: begins the group ids, see ``IdCounter``.
         kwargs: further arguments of :class:`DataLoadingPrimer`. With ``group_repeats`` every reset
             draws whole groups.
@@ -113,7 +113,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         WorkerError: the actor did not start or answer in time, or died.
 
     Environments save the position of the shared loader with their own state. When several are
-    restored, the latest of their positions holds.
+    restored, the latest position is used.
     """
 
     __signature__ = FullSignature()
@@ -172,7 +172,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         return rows, ids.to(self.device)
 
     def reset_dataloader(self, seed: int | None = None) -> RayDataLoadingPrimer:
-        """Start the data over for all environments, and drop repeats that are still due.
+        """Restart the data for all environments, and drop repeats that have not started yet.
 
         Args:
             seed: a new seed, for loaders whose ``reset`` takes one.
@@ -185,7 +185,7 @@ class RayDataLoadingPrimer(DataLoadingPrimer):
         self._source.shutdown()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Position of the shared loader, repeats still due, and the group counter."""
+        """Position of the shared loader, repeats that have not started, and the group counter."""
         return self._source.call("state")
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

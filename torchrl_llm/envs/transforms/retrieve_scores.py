@@ -77,9 +77,9 @@ class RetrieveLogProb(RowTransform):
       assigner if only the loss reads the log-probs: it then runs last, on joined and filtered rows,
       and scores each token once.
 
-    The log-probs of the trainer before its update, which
-    :class:`~torchrl_llm.objectives.PolicyGradientLoss` compares with the sampler's when a
-    correction is set, are in the row itself::
+    With ``root`` the log-probs are written into the row itself. This is for the log-probs of the
+    trainer before its update, which :class:`~torchrl_llm.objectives.PolicyGradientLoss` compares
+    with the sampler's when a correction is set::
 
         buffer.append_transform(
             RetrieveLogProb(policy, log_probs_full_key=("prox_log_probs", "full"), root=True)
@@ -89,14 +89,14 @@ class RetrieveLogProb(RowTransform):
     not affect it, so that it may be the policy in training.
 
     Args:
-        model: anything that scores tokens, a
-            :class:`~torchrl_llm.modules.policies.TransformersWrapper` for example, or a module as
-            ``ModuleScorer`` takes it.
+        model: any object that scores tokens, such as a
+            :class:`~torchrl_llm.modules.policies.TransformersWrapper` or a module that
+            ``ModuleScorer`` accepts.
         log_probs_full_key: where the log-probs go, a nested key; by default ``"full"`` of the
             model's ``log_probs_key`` if that is not its default, otherwise ``("ref_log_probs",
             "full")``.
-        assistant_only: score the assistant's tokens only, by
-            ``("masks", "all_assistant_mask")``; otherwise every token but the first.
+        assistant_only: score only the assistant's tokens, which ``("masks", "all_assistant_mask")``
+            marks; otherwise every token except the first.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`, such
             as ``chat_template_name``, for rows that have only conversations.
         detach: score without gradients.
@@ -276,10 +276,11 @@ class RetrieveLogProb(RowTransform):
 class RetrieveTeacherLogProb(RowTransform):
     """Scores each row with its teacher, for distillation.
 
-    Writes what :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes, under ``("next",
-    "teacher_log_probs", "full")``: float32 along ``("tokens", "full")``, nats, 0.0 where not
-    scored. With several teachers (multi-teacher on-policy distillation) each row names its teacher,
-    for example by the domain of its problem: a string in the row, such as a column of the dataset.
+    Writes the same column as :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`, under
+    ``("next", "teacher_log_probs", "full")``: float32 along ``("tokens", "full")``, nats, 0.0 where
+    not scored. With several teachers (multi-teacher on-policy distillation) each row names its
+    teacher, for example by the domain of its problem: a string in the row, such as a column of the
+    dataset.
 
     - In a replay buffer append it after its reader
       :class:`~torchrl_llm.objectives.credit.TeacherKL`, or before
@@ -290,12 +291,12 @@ class RetrieveTeacherLogProb(RowTransform):
     Args:
         teachers: one scorer for all rows, or a scorer for each name.
         student: the policy whose rows these are. A teacher with a different vocabulary is an error.
-        key: where a row names its teacher; used only with several teachers.
+        key: key under which a row names its teacher; used only with several teachers.
         log_probs_full_key: where the log-probs go, below ``"next"``.
         kwargs: further arguments of :class:`RetrieveLogProb`.
 
     Raises:
-        ConfigError: without teachers, or for teachers that score nothing or have different
+        ConfigError: there is no teacher, a teacher cannot score, or teachers have different
             vocabularies.
         DataError: for a row that names no teacher, or an unknown one.
 

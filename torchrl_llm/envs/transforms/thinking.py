@@ -1,9 +1,9 @@
 """Asks the model to think again: :class:`AddThinkingPrompt`.
 
-An edited turn loses its end, so its sampled ids cannot be continued: the row forks. The turn stays
-trainable in the row that holds it as sampled, including the answer. In the next row the kept part
-has the same tokens if the tokenizer is known, the prompt's tokens are marked as forced, and only
-the model's text after them is new.
+An edited turn loses its end, so its sampled ids cannot be continued: the row forks. The sampled
+turn, with its answer, can still be trained in the earlier row. In the next row the kept part has
+the same tokens if the tokenizer is known, the prompt's tokens are marked as forced, and only the
+model's text after them is new.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ class AddThinkingPrompt(Transform):
     ``edit_last_turn``, the prompt is a separate message, and the model answers in a new one.
 
     Append it after the reward. Rows that were cut (``truncated``, or at the limit of a
-    ``StepCounter``) are over and do not change, nor do rows that are not stepped; a row whose
-    reward is invalid keeps it. In text and tokens mode, which have no messages to edit, pass
+    ``StepCounter``) are over and do not change, nor do rows that are not stepped; an invalid reward
+    also stays invalid. In text and tokens mode, which have no messages to edit, pass
     ``edit_last_turn=False``.
 
     Args:
-        cond: gets one row of what the environment returned (including the reward, ``[1, 1]``) and
-            returns whether the model should think again.
+        cond: function of one row of the environment's output (with the reward, ``[1, 1]``); returns
+            whether the model should think again.
         prompt: the text; by default the first of ``DEFAULT_PROMPTS_EG`` (the model talks to itself)
-            or ``DEFAULT_PROMPTS_COG`` (it is told).
+            or of ``DEFAULT_PROMPTS_COG`` (the user tells it).
         random_prompt: choose one of these at random, the same for the same trajectory and turn.
         role: role of the prompt, ``"assistant"`` or ``"user"``.
         edit_last_turn: open the model's turn again instead of adding a message; role
             ``"assistant"`` only.
         zero_reward: set the reward of such a turn, and its parts of shape ``[B, 1, 1]``, to zero;
-            as ``edit_last_turn`` by default.
+            by default the value of ``edit_last_turn``.
         undo_done: let the episode continue.
         egocentric: whether in the default prompt the model talks to itself; by default if its role
             is ``"assistant"``. A given prompt is used unchanged.
@@ -89,7 +89,7 @@ class AddThinkingPrompt(Transform):
         "Look at each step again.",
         "Are you sure about this? Start over, more slowly.",
     )
-    """What a model is told."""
+    """What a user says to a model."""
 
     @checked
     def __init__(
@@ -221,7 +221,7 @@ class AddThinkingPrompt(Transform):
         return rows
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """There is nothing to ask outside an environment.
+        """Raise an error: this transform works only in an environment.
 
         Raises:
             ConfigError: always.

@@ -22,19 +22,20 @@ from torchrl_llm.errors import ConfigError
 
 
 class IncrementalTokenizer(Transform):
-    """Writes ``("tokens", "prompt")`` for ``("history", "prompt")``, encoding only what is new.
+    """Writes ``("tokens", "prompt")`` for ``("history", "prompt")``; encodes only new messages.
 
     A conversation carries the record of the ids that were sampled in it. At each step the messages
     that came after them are encoded and appended, and the record is put back into the conversation,
-    so policies in history mode continue it token for token. Append it after the transforms that add
-    messages: ``ChatEnv(with_tokenizer=True)`` keeps it last by itself.
+    so policies in history mode continue exactly these tokens. Append it after the transforms that
+    add messages: ``ChatEnv(with_tokenizer=True)`` keeps it last by itself.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         history_key: the conversations to read.
         tokens_key: where the ids go, a nested key.
-        add_generation_prompt: end the ids with the header of the model's next turn. Without it they
-            are only written next to the conversation; a policy continues it with the header.
+        add_generation_prompt: end the ids with the header of the model's next turn. Without it, the
+            ids are only written next to the conversation, and a policy adds the header when it
+            continues.
         kwargs: arguments of :class:`~torchrl_llm.data.text.ChatFormatter`: the template, its tools
             and variables.
 

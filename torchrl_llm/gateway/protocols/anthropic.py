@@ -116,7 +116,7 @@ class AnthropicMessages(Protocol):
         """Read a call for counting tokens; ``max_tokens`` is optional.
 
         Args:
-            body: of the request.
+            body: JSON body of the request.
 
         Raises:
             RefusedCallError: a field is wrong or cannot be honoured.

@@ -17,7 +17,7 @@ from torchrl_llm.gateway.protocols.protocol import Reply, pieces
 FINISH = {
     FinishReason.STOP: "stop",
     FinishReason.LENGTH: "length",
-    FinishReason.ABORT: "length",  # clients know no word for it; the text is cut
+    FinishReason.ABORT: "length",  # clients have no word for an interrupted answer
     FinishReason.TOOL_CALLS: "tool_calls",
 }
 """OpenAI's finish reason."""
@@ -104,7 +104,7 @@ class Choices(protocol.Protocol):
         """One complete answer.
 
         Args:
-            reply: what is written.
+            reply: the reply to write.
             answer: one of its answers.
         """
 
@@ -113,7 +113,7 @@ class Choices(protocol.Protocol):
         """One answer in pieces; the last has the finish reason.
 
         Args:
-            reply: what is written.
+            reply: the reply to write.
             answer: one of its answers.
         """
 

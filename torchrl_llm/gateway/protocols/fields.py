@@ -5,7 +5,7 @@ A table maps the name of a field to its kind; other fields are rejected. A kind 
 - an annotation such as ``str | list`` or ``Annotated[int, In("[1, 128]")]``: the value is checked;
 - a table, for an object, or a kind in a list, for a list: ``[{"name": str}]``;
 - a function of the value and its path that returns the converted value;
-- ``Only(False)``: the only value that can be honoured; it has no effect;
+- ``Only(False)``: the only accepted value, which has no effect;
 - ``Any``: the value does not affect tokens and is ignored;
 - a :class:`Field`, for further properties.
 
@@ -35,10 +35,10 @@ class Field(NamedTuple):
     """A kind with further properties of a field.
 
     Attributes:
-        kind: of its value.
+        kind: type of its value.
         name: internal name, if different. Fields with the same name must have the same value.
         needed: whether it is required.
-        unused: whether its value is checked only.
+        unused: whether its value is only checked, and not used.
     """
 
     kind: Any
@@ -62,8 +62,8 @@ def need(kind: Any, name: str | None = None) -> Field:
     """A required field.
 
     Args:
-        kind: of its value.
-        name: our name for it, where it differs.
+        kind: type of its value.
+        name: internal name, if different.
     """
     return Field(kind, name, needed=True)
 
@@ -204,7 +204,7 @@ def one_or_more(kind: Any) -> Callable[[Any, str], tuple[Any, ...] | None]:
     """The kind of a list; a single value is also accepted, and an empty list has no effect.
 
     Args:
-        kind: of each value.
+        kind: type of each value.
     """
 
     def read_items(value: Any, path: str) -> tuple[Any, ...] | None:
@@ -254,7 +254,7 @@ STOP = Field(_stop, "stop")
 FUNCTION: Table = {
     "name": need(str),
     "description": str,
-    "strict": Field(bool, unused=True),  # calls are sampled freely; parsers check them
+    "strict": Field(bool, unused=True),  # sampling is not constrained; parsers check the calls
     "cache_control": Any,
 }
 _OWN_NAMES = ("temperature", "top_p", "min_p", "repetition_penalty", "seed", "ignore_eos")

@@ -37,7 +37,7 @@ class Reply(NamedTuple):
 
     Attributes:
         body: body of the request, already parsed.
-        answers: at least one.
+        answers: one or more answers.
         port: port of the answers.
     """
 
@@ -62,7 +62,7 @@ class Reply(NamedTuple):
         return {"prompt_token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
 
     def token_ids(self, answer: Answer) -> dict[str, Any]:
-        """The field ``token_ids`` of an answer, likewise."""
+        """The field ``token_ids`` of an answer, if ``return_token_ids`` requests it."""
         ids = answer.token_ids
         return {"token_ids": ids.tolist()} if self.body.get("return_token_ids") else {}
 
@@ -100,7 +100,7 @@ class Protocol(ABC):
         """Read a call.
 
         Args:
-            body: of the request.
+            body: JSON body of the request.
 
         Raises:
             RefusedCallError: a field that is wrong or cannot be honoured.

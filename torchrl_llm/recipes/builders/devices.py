@@ -49,8 +49,8 @@ def spare_threads(name: str | Path | None) -> None:
     """Limit torch to one CPU thread for a tiny model: a second thread mostly busy-waits.
 
     Args:
-        name: folder or hub name; ``None`` for the model of the package. For other models that are
-            not tiny models in a folder, torch's choice does not change.
+        name: folder or hub name; ``None`` for the model of the package. Only for this model, and
+            for tiny models in a folder, is the number of threads changed.
     """
     weights = Path(name or embedded_model_path()) / "model.safetensors"
     if weights.is_file() and weights.stat().st_size < _TINY_BYTES:
@@ -110,7 +110,7 @@ def reference_device(config: TrainedConfig) -> torch.device:
         config: configuration with ``ref_model.num_devices`` and ``train.device``.
 
     Raises:
-        ResourceError: it needs its own GPU, and this machine has no further GPU.
+        ResourceError: the reference needs its own GPU, and this machine has no further GPU.
     """
     device = device_of(config)
     if not config.ref_model.num_devices:
@@ -134,7 +134,7 @@ def reference_device(config: TrainedConfig) -> torch.device:
 def autocast(config: TrainedConfig) -> Iterator[None]:
     """Context for sampling and scoring in the configured precision.
 
-    With ``train_model.offload_activations`` the activations for the backward are kept on the CPU.
+    With ``train_model.offload_activations`` it keeps the activations for the backward on the CPU.
 
     Args:
         config: configuration with ``train.mixed_precision`` and ``train_model``.
@@ -173,7 +173,7 @@ class ActivationsOnCpu(saved_tensors_hooks):
         if isinstance(owner, nn.Parameter):
             return lambda: tensor
         storage = tensor.untyped_storage()
-        # A weak reference lets the memory be freed, and prevents reuse of its address as a key.
+        # A weak reference does not keep the tensor in memory, and tells if its address was reused.
         key = (StorageWeakRef(storage), tensor.dtype, tensor._version)
         if key not in self.copies:
             flat = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage)
@@ -183,7 +183,7 @@ class ActivationsOnCpu(saved_tensors_hooks):
         return lambda: kept.to(device, non_blocking=True, copy=True).as_strided(*place)
 
     def room(self, like: Tensor) -> Tensor:
-        """CPU memory for a copy; pinned for a GPU tensor, so that copies are asynchronous.
+        """Allocate CPU memory for a copy; pinned for a GPU tensor, so that copies are asynchronous.
 
         Args:
             like: tensor with the size and type of the copy.

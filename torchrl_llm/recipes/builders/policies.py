@@ -46,7 +46,7 @@ def _tool_schemas(config: SampledConfig) -> list[dict[str, Any]] | None:
     has_tools = (
         task.make_tools is not TaskEnv.make_tools
         or task.tool_schemas is not TaskEnv.tool_schemas
-        or isinstance(task, ChatEnvTask)  # its transforms define them
+        or isinstance(task, ChatEnvTask)  # the transforms of the agent define the tools
         or bool(config.env.tools)
         or config.agent.type != AgentConfig.default
     )
@@ -55,7 +55,7 @@ def _tool_schemas(config: SampledConfig) -> list[dict[str, Any]] | None:
     own, made = config.env.dataset == ROWS, list(config.agent.build().make_transforms())
     if own and config.env.tools:
         made.insert(0, tool_transform(config.env.tools, max_turns=config.env.max_tool_turns))
-    if own and made:  # rows have no own tools, so no environment is needed
+    if own and made:  # no row has its own tools, so no environment is needed
         told = [each for each in made if isinstance(each.parser, MessageCallParser)]
         return [schema for each in told for schema in each.schemas] or None
     env = with_agent(config, task(**task_rows(config, task)[0], **task_settings(config)))
@@ -70,7 +70,7 @@ def make_tokenizer(
 ) -> Any:
     """The tokenizer of ``model.name``, after a check of the model's context length.
 
-    Both are fast, so that errors in them are raised before any weights are read.
+    Both steps are fast, so their errors are raised before any weights are read.
 
     Args:
         name: value of ``model.name``.
@@ -78,7 +78,7 @@ def make_tokenizer(
         key: dotted key of ``max_tokens``.
 
     Raises:
-        ConfigError: the model does not exist, has no tokenizer, or has no room in its context.
+        ConfigError: the model does not exist, has no tokenizer, or its context is too short.
     """
     with naming("model.name"):
         tokenizer, context = modules.load_tokenizer(name), modules.context_length(name)
@@ -108,7 +108,7 @@ def longest_row(config: TrainedConfig) -> int | None:
 
 
 def make_policy(config: SampledConfig, *, with_values: bool = False) -> modules.TransformersWrapper:
-    """The policy for sampling and training, which use the same module.
+    """Make the policy for sampling and training; both use the same module.
 
     Args:
         config: configuration of the recipe.
@@ -181,8 +181,8 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
 
     Args:
         config: configuration of the recipe; ``ref_model.name`` may name a different model.
-        policy: with LoRA and without ``ref_model.name`` it is the reference itself, with its
-            adapters disabled, or with the adapter that ``model.name`` names.
+        policy: the trained policy. With LoRA and without ``ref_model.name``, its model without
+            adapters (or with the adapter that ``model.name`` names) is the reference.
 
     Raises:
         ConfigError: the model does not exist, or has a different vocabulary.
@@ -200,7 +200,7 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
             model.requires_grad_(False), layout=config.train.packing
         )
         if config.ref_model.name is not None:
-            with suppress(ConfigError):  # a folder without a tokenizer: vocabulary size is known
+            with suppress(ConfigError):  # no tokenizer, but a known vocabulary size
                 reference.tokenizer = modules.load_tokenizer(name)
             check_same_vocabulary(policy, reference, names=("the policy", "its reference"))
     if config.train.parallel == "fsdp2":
@@ -210,7 +210,7 @@ def make_reference(config: TrainedConfig, policy: modules.TransformersWrapper) -
 
 
 def overlong_metrics(policy: modules.LLMWrapperBase) -> dict[str, int]:
-    """Number of overlong prompts in this step; resets the count.
+    """Return the number of overlong prompts in this step, and reset the count.
 
     Args:
         policy: the policy that counted them.

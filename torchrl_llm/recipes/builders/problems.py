@@ -25,7 +25,7 @@ from torchrl_llm.trainers.reward_watch import RewardWatch
 def task_rows(
     config: SampledConfig, task: type[TaskEnv] | ChatEnvTask
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arguments of the two environments for the source of their problems."""
+    """Return the arguments of both environments that select the source of their problems."""
     if config.env.dataset == ROWS:
         rows, held_out = config.data.load(), config.data.load_held_out()
         if held_out is None:
@@ -94,7 +94,7 @@ def check_problems(config: SampledConfig) -> None:
 
 
 def make_watch(config: SampledConfig, *, reads_reward: bool = True) -> RewardWatch:
-    """The watch over the rewards of each step.
+    """Make the object that watches the rewards of each step.
 
     Args:
         config: configuration with ``reward.on_all_invalid`` and ``train.no_signal_steps``.
@@ -107,10 +107,10 @@ def make_watch(config: SampledConfig, *, reads_reward: bool = True) -> RewardWat
 
 
 def minibatches(buffer: ReplayBuffer, epochs: int) -> Iterator[LazyStackedTensorDict]:
-    """Yields the rows of one optimizer step at a time; every training row comes once per epoch.
+    """Yield the rows of one optimizer step at a time; every training row comes once per epoch.
 
     Args:
-        buffer: iterated once per epoch; it may be empty.
+        buffer: buffer of the rows, iterated once per epoch; it may be empty.
         epochs: passes over it.
     """
     for _ in range(epochs if len(buffer) else 0):

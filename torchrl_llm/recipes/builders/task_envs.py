@@ -104,7 +104,7 @@ def make_step_buffer(config: SampledConfig, num_rows: int | None = None) -> Repl
 
 
 def make_train_env(config: SampledConfig, tokenizer: Any, *, seed: int, **order: Any) -> TaskEnv:
-    """The training environment; all repeats of a prompt begin in the same reset.
+    """Make the training environment; all repeats of a prompt begin in the same reset.
 
     Its reward is the task's reward with the configured components.
 
@@ -139,7 +139,7 @@ def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> Task
     Args:
         config: configuration of the recipe.
         tokenizer: the policy's.
-        **options: options of the task, which replace those in ``env.options``.
+        **options: options of the task, which replace options in ``env.options``.
 
     Raises:
         ConfigError: there are too few problems.
@@ -157,7 +157,7 @@ def make_eval_env(config: SampledConfig, tokenizer: Any, **options: Any) -> Task
         **data,
         **{**task_settings(config), **options},
         num_envs=num_envs,
-        **({"repeats": repeats} if repeats > 1 else {}),  # by default a row of each player
+        **({"repeats": repeats} if repeats > 1 else {}),  # by default one row for each player
         shuffle=False,
         tokenizer=tokenizer,
     )
@@ -239,7 +239,7 @@ def _set_cut_penalty(config: SampledConfig, env: TaskEnv) -> None:
 def _with_components(config: SampledConfig, env: TaskEnv) -> TaskEnv:
     """The environment with the configured reward components next to the task's reward."""
     if config.env.dataset != ROWS or config.reward.function is not None:
-        env = add_components(env, config.reward.components)  # else they are its reward already
+        env = add_components(env, config.reward.components)  # otherwise they are the reward already
     parts = (getattr(each, "components", {}) for each in env.transform)
     for part in chain.from_iterable(each.values() for each in parts):
         if isinstance(part.scorer, ModelReward) and config.model.is_told_of_tools:
@@ -250,14 +250,14 @@ def _with_components(config: SampledConfig, env: TaskEnv) -> TaskEnv:
 def make_evaluation(
     config: SampledConfig, env: TaskEnv | None, policy: modules.LLMWrapperBase
 ) -> Callable[[], Evaluation] | None:
-    """A function that returns the accuracy of the policy on the held-out prompts.
+    """Make a function that returns the accuracy of the policy on the held-out prompts.
 
-    Answers are greedy, or with ``eval.repeats`` that many samples per prompt.
+    Answers are greedy; with ``eval.repeats`` above 1, that number of answers is sampled per prompt.
 
     Args:
         config: configuration of the recipe.
         env: the environment of the held-out prompts, or ``None``.
-        policy: samples; its weights are those of the trained policy.
+        policy: sampler with the weights of the trained policy.
     """
     if env is None:
         return None
@@ -295,7 +295,7 @@ def greedy_evaluation(
     max_tokens: int,
     max_turns: int,
 ) -> Callable[[], Evaluation]:
-    """A function that returns the greedy accuracy of a policy in an environment.
+    """Make a function that returns the greedy accuracy of a policy in an environment.
 
     Args:
         config: configuration with ``eval.num_prompts`` (``None`` for all of the environment) and
@@ -321,9 +321,9 @@ def greedy_evaluation(
 def sampled_evaluation(
     config: SampledConfig, env: TaskEnv, policy: modules.LLMWrapperBase
 ) -> Callable[[], Evaluation]:
-    """A function that samples ``eval.repeats`` answers per prompt: accuracy, pass@k, majority@k.
+    """Make a function for accuracy, pass@k and majority@k of ``eval.repeats`` answers per prompt.
 
-    Samples use their own seed, the same each time: two evaluations of the same weights are equal,
+    Every evaluation samples with the same seed. So two evaluations of the same weights are equal,
     and evaluations do not change the rest of the run.
 
     Args:

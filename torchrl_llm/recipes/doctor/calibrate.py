@@ -27,7 +27,7 @@ def largest(
     """The largest budget that fits, within an eighth.
 
     Args:
-        fits: tries a budget, on this rank.
+        fits: tries a budget on this rank, and returns whether it fits.
         low: smallest useful budget, at most ``high``.
         high: largest budget.
         agree: returns whether it fits on all ranks, from the result of this rank; called once after
@@ -58,7 +58,7 @@ def largest(
 
 
 def all_ranks(fine: bool) -> bool:
-    """Whether it fits on every rank of ``torchrun``; without it, the result of this process.
+    """Whether a budget fits on every rank of ``torchrun``, or on this process if it is alone.
 
     Args:
         fine: result of this rank.
@@ -88,7 +88,7 @@ class Trial:
         try:
             self._train(budget)
             return True
-        except (MemoryError, RuntimeError) as error:  # on a GPU, and on a CPU
+        except (MemoryError, RuntimeError) as error:  # the errors of a GPU and of a CPU
             if not re.search("out of memory|can't allocate memory", str(error)):
                 raise
         finally:

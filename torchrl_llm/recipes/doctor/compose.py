@@ -36,7 +36,7 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def recipe_of(path: Path, pages: Mapping[str, str]) -> str:
-    """The recipe of a file: named by its path, or else the first with most of its keys.
+    """The recipe of a file: the recipe in its path, or else the first recipe with most of its keys.
 
     Args:
         path: path of the file, or of a run's folder.
@@ -69,8 +69,8 @@ def compose(
         name: name of the recipe.
         page: path of its page, below ``sota-implementations``.
         overrides: overrides of the command line, which take precedence.
-        file: its values replace the recipe's; a file with a list of ``defaults`` is composed by
-            Hydra in its own folder.
+        file: its values replace the recipe's. If it has a list of ``defaults``, Hydra composes it
+            in its own folder.
 
     Raises:
         ConfigError: a run would raise the same error.
@@ -112,7 +112,7 @@ def _folder(page: str) -> Path:
 
 
 def _files(values: dict[str, Any], table: KeyTable, typed: set[str]) -> dict[str, str]:
-    """Options that the values choose for groups; drops their values of groups typed by the user."""
+    """Options that the values choose for groups; drop values of groups that the user typed."""
     files = {}
     for group, options in table.groups.items():
         value = values.get(group)
@@ -129,7 +129,7 @@ def _files(values: dict[str, Any], table: KeyTable, typed: set[str]) -> dict[str
 
 
 def _merged(composed: Any, values: dict[str, Any], others: set[str], typed: set[str]) -> Any:
-    """Merges the defaults, the values of a file, and the typed values; later ones win."""
+    """Merge the defaults, the values of a file, and the typed values; later ones win."""
     from omegaconf import OmegaConf
 
     below = OmegaConf.to_container(composed)

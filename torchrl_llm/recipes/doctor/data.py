@@ -29,7 +29,7 @@ _FATES = {
 
 
 def prompt_lengths(subject: Subject) -> Iterator[Finding]:
-    """Prompts fit into the context, together with their answers."""
+    """Check that prompts fit into the context, together with their answers."""
     key = "env.on_overlong" if "env.on_overlong" in subject.keys else "eval.on_overlong"
     fate, room = subject.flat[key], subject.flat["inference_model.max_tokens"]
     context = subject.context
@@ -58,7 +58,7 @@ def prompt_lengths(subject: Subject) -> Iterator[Finding]:
 
 
 def answers(subject: Subject) -> Iterator[Finding]:
-    """Rows have answers if the reward compares with them."""
+    """Check that rows have answers if the reward compares with them."""
     for task in subject.tasks:
         rewards = [each for each in task.env.transform if isinstance(each, RewardParser)]
         if not any(each.needs_answer for each in rewards):
@@ -75,7 +75,7 @@ def answers(subject: Subject) -> Iterator[Finding]:
 
 
 def overlap(subject: Subject) -> Iterator[Finding]:
-    """No held-out prompt is a training prompt; the task suits this model."""
+    """Check that no held-out prompt is a training prompt, and that the task suits this model."""
     (task,) = subject.tasks
     if subject.config.model.name is None and task_class(task.name).NEEDS_LARGER_MODEL:
         yield warning(
@@ -84,15 +84,15 @@ def overlap(subject: Subject) -> Iterator[Finding]:
         )
     if task.held_out is not None:
         parts = (_some(_rows(env)) for env in (task.env, task.held_out))
-        # Games have the same empty query and differ in the other columns of their rows.
+        # In games all rows have the same empty query, and differ in their other columns.
         asked = ([row.get("query") or row for row in rows] for rows in parts)
         yield from _overlap(*asked, task.data_key)
 
 
 def demonstrations(subject: Subject) -> Iterator[Finding]:
-    """Rows of a recipe that learns from written answers are readable and do not overlap."""
+    """Check that rows with written answers, to imitate, are readable and do not overlap."""
     if "data.chosen" in subject.keys:
-        return  # checked by pairs
+        return  # the check ``pairs`` reads them
     train, held_out = subject.demonstrations
     seen = _some(train)
     lengths = sorted(len(each.token_ids) for each in seen if len(each.token_ids))
@@ -112,7 +112,7 @@ def demonstrations(subject: Subject) -> Iterator[Finding]:
 
 
 def pairs(subject: Subject) -> Iterator[Finding]:
-    """Compared answers are readable, fit, and differ; held-out prompts are not trained on."""
+    """Check that compared answers are readable, fit, and differ; and that no prompts overlap."""
     prompts: list[list[str]] = []
     for part in filter(None, subject.pairs):
         seen, faults = _readable(part)
@@ -150,7 +150,7 @@ def _ids(answer: Demonstration) -> tuple[int, ...]:
 
 
 def _readable(rows: Sequence[Any]) -> tuple[list[Any], list[list[str]]]:
-    """The readable rows among the first, and the faults of the others, grouped by fault."""
+    """Return readable rows among the first rows, and the faults of the others, grouped."""
     faults = defaultdict(list)
 
     def read(at: int) -> Any:

@@ -19,7 +19,7 @@ _KEY = re.compile(r"\b[a-z_]+(?:\.[a-z_]+)+\b")
 
 
 class Check(NamedTuple):
-    """A function that yields findings; the key for its errors ("": the data's); its condition."""
+    """A function that yields findings, the key for its errors ("" for the data), its condition."""
 
     run: Callable[[Subject], Iterable[Finding]]
     key: str
@@ -65,7 +65,7 @@ def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Fi
     """
     found: list[Finding] = []
     before = logger.level
-    logger.setLevel(logging.CRITICAL)  # warnings of a run become findings here
+    logger.setLevel(logging.CRITICAL)  # warnings of a run become findings
     try:
         for check in CHECKS:
             name = check.run.__name__
@@ -77,7 +77,7 @@ def examine(subject: Subject, *, only: Collection[str] | None = None) -> list[Fi
 
 
 def _made(check: Check, subject: Subject) -> Iterator[Finding]:
-    """The findings of a check; an error in the check is a finding, too."""
+    """Return the findings of a check; an error in the check is a finding, too."""
     try:
         yield from check.run(subject)
     except Exception as why:  # error of a user's task, tool or model: the other checks continue

@@ -30,19 +30,19 @@ BUDGET = "train.micro_token_budget"
 _SMALLEST = 256
 _CGROUP = Path("/sys/fs/cgroup")
 _SHOWN = ("torch", "tensordict", "torchrl", "transformers")
-# Keys that need a package: with one value, or with any value.
+# Keys that need a package, with one value or with any value.
 _EXTRAS = {
     ("train_model.lora.enabled", True): "peft",
     ("inference_model.backend", "vllm"): "vllm",
     ("ray.num_collectors", None): "ray",
     ("redis.url", None): "redis",
 }
-# Models above this number of parameters diverge from these learning rates on.
+# Models above this number of parameters diverge at this learning rate or above.
 _LARGE, _HIGH_RATE, _HIGH_LORA_RATE = 50_000_000, 1e-4, 2e-3
 
 
 def versions(subject: Subject) -> Iterator[Finding]:
-    """Packages are installed, in tested versions."""
+    """Check that packages are installed, in tested versions."""
     from packaging.requirements import Requirement
 
     try:
@@ -69,7 +69,7 @@ def versions(subject: Subject) -> Iterator[Finding]:
 
 
 def devices(subject: Subject) -> Iterator[Finding]:
-    """This machine has the named devices."""
+    """Check that this machine has the named devices."""
     try:
         for key in {"inference_model.device", "train.device"} & subject.keys:
             builders.present_device(subject.flat[key], key)
@@ -80,7 +80,7 @@ def devices(subject: Subject) -> Iterator[Finding]:
 
 
 def learning(subject: Subject) -> Iterator[Finding]:
-    """The learning rate suits a model of this size, and the run reaches it."""
+    """Check that the learning rate suits a model of this size, and that the run reaches it."""
     rate, warmup = subject.config.optimizer.lr, subject.config.optimizer.warmup_steps
     high = _HIGH_LORA_RATE if subject.config.train_model.lora.enabled else _HIGH_RATE
     if rate == 0:
@@ -118,7 +118,7 @@ def free_memory(device: torch.device) -> int | None:
 def _parts(
     subject: Subject, budget: int | None = None, processes: int | None = None
 ) -> list[MemoryPart]:
-    """Memory of a process; for recipes other than GRPO's, without memory per token."""
+    """Memory of a process by parts; outside of GRPO's recipes, without memory per token."""
     config, number = subject.config, processes or memory.num_processes(subject.config)
     if isinstance(config, GRPOGroups):
         if budget is not None:
@@ -147,7 +147,7 @@ def _parts(
 
 
 def _peak(subject: Subject, budget: int | None = None, processes: int | None = None) -> int:
-    """Peak of the processes that share a device's memory: one on a GPU, all local ones on a CPU."""
+    """Peak memory of the processes that share a device: one on a GPU, all local ones on a CPU."""
     parts, config = _parts(subject, budget, processes), subject.config
     peaks = [memory.peak_bytes(parts, where) for where in ("train", "sample")]
     # Collectors on this machine's CPU use its memory at the same time.
@@ -173,7 +173,7 @@ def _enough_processes(subject: Subject, free: int) -> tuple[int, int] | None:
 
 
 def needed_memory(subject: Subject) -> Iterator[Finding]:
-    """The peak memory of the run is available."""
+    """Check that the peak memory of the run is available."""
     config, free = subject.config, free_memory(builders.device_of(subject.config))
     whole = isinstance(config, GRPOGroups)
     if whole and not subject.prompt_tokens:
@@ -217,7 +217,7 @@ def needed_memory(subject: Subject) -> Iterator[Finding]:
 
 
 def disk(subject: Subject) -> Iterator[Finding]:
-    """The checkpoints of the run fit on the disk."""
+    """Check that the checkpoints of the run fit on the disk."""
     config, folder = subject.config, subject.folder.absolute()
     try:
         size = next(part.num_bytes or 0 for part in _parts(subject) if "disk" in part.where)
@@ -225,7 +225,7 @@ def disk(subject: Subject) -> Iterator[Finding]:
         return  # needed_memory reports it
     steps, interval = subject.flat["train.max_steps"], config.checkpoint.interval
     saves = 1 if None in (interval, steps) else -(-steps // interval)
-    kept = min(saves, config.checkpoint.keep_last or saves) + 1  # and the one being written
+    kept = min(saves, config.checkpoint.keep_last or saves) + 1  # and the unfinished one
     there = next(path for path in (folder, *folder.parents) if path.exists())
     free = shutil.disk_usage(there).free
     what = f"{kept} checkpoints of {show_bytes(size)} are {show_bytes(kept * size)}, and "
@@ -238,11 +238,11 @@ def disk(subject: Subject) -> Iterator[Finding]:
 
 
 def calibration(subject: Subject) -> Iterator[Finding]:
-    """The budget is not above the largest micro-batch that fits; tried by training."""
+    """Check by training that the budget is not above the largest micro-batch that fits."""
     if not subject.calibrates:
         return
     config, device = subject.config, builders.device_of(subject.config)
-    if "data.chosen" in subject.keys:  # for a reward model the policy's head is more than enough
+    if "data.chosen" in subject.keys:  # a reward model needs less memory than the policy's head
         rows = subject.pairs.train
         first = (rows[at].answers for at in range(min(len(rows), NUM_DRAWN)))
         row = max(len(answer.token_ids) for answers in first for answer in answers)

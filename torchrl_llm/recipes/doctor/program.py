@@ -1,4 +1,4 @@
-"""Check of a program that owns its loop: runs one session and reports problems for training."""
+"""Check of a program that owns its loop: one session shows problems for training."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torchrl_llm.recipes.doctor.subject import Subject
 from torchrl_llm.rewards.reward_parser import written_failures
 
 KEY = "agent.program"
-# For a model with more parameters, a fast stand-in answers.
+# With more parameters, a small model answers instead, because it is fast.
 _MOST_PARAMETERS = 5_000_000
 _PATIENCE_S = 60.0
 _ANSWER = "I do not know."
@@ -31,7 +31,7 @@ class _Session(NamedTuple):
 
 
 def session(subject: Subject) -> Iterator[Finding]:
-    """A program ends its rollout, leaves sampling to the run, and keeps earlier messages."""
+    """Check that a program ends, leaves sampling to the run, and keeps earlier messages."""
     calls, last = _run(subject)
     [failure] = written_failures(last["next"])
     if failure.kind:

@@ -1,7 +1,7 @@
-"""Checks of the reward: on known correct and wrong answers, and on some that the model samples.
+"""Checks of the reward: on known correct and wrong answers, and on sampled answers.
 
-The environment of the run scores them, with its tools and all parts of its reward; a call that
-hangs is abandoned.
+The environment of the run scores the answers, with its tools and all components of its reward. A
+call that hangs is abandoned.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from torchrl_llm.rewards.reward_parser import written_failures
 from torchrl_llm.rewards.reward_runner import run_rows
 
 LONGEST_S = 5.0
-"""Seconds after which a reward call is abandoned, and after which no further call is started."""
+"""Two limits in seconds: a reward call is abandoned; no further call starts."""
 
 _NUM_ROWS = 6
 _SLOW_STEP_S = 30.0
-# Forms in which a row's own answer may count as correct.
+# Forms of a row's own answer that a reward may accept as correct.
 _OWN = {
     "as it is": "{}",
     "in <answer> tags": "<think>.</think><answer>{}</answer>",
@@ -46,8 +46,7 @@ _HINT = "A part of the reward (reward.components.NAME) may have timeout, run and
 
 _NUM_GROUPS = 8
 _MOST_TURNS = 4
-# Most parameters times tokens that are sampled without ``--sample``: seconds on two cores, or a
-# GPU.
+# Largest product of parameters and tokens that is sampled without ``--sample``: it takes seconds.
 _MOST_WORK = {"cpu": 1e10, "cuda": 1e14}
 _MOST_REWARD_S = 5.0
 
@@ -55,14 +54,14 @@ _MOST_REWARD_S = 5.0
 class _Scored(NamedTuple):
     kind: str  # of the answer
     reward: float
-    failure: Failure  # without a kind after success
+    failure: Failure  # empty after success
     seconds: float
 
 
 def known_answers(subject: Subject) -> Iterator[Finding]:
-    """The reward distinguishes correct answers from wrong ones, fails on none, and is fast."""
+    """Check that the reward distinguishes correct from wrong answers, never fails, and is fast."""
     for task in subject.tasks:
-        if isinstance(task.env, WorldEnv):  # the world gives it, for actions there
+        if isinstance(task.env, WorldEnv):  # the world returns the reward of actions
             continue
         scored = list(_scored(subject, task))
         key, failed = task.reward_key, [each for each in scored if each.failure.kind]
@@ -96,7 +95,7 @@ def _values(task: Task, scored: list[_Scored]) -> Iterator[Finding]:
     )
     shipped = type(task.env).__module__.startswith("torchrl_llm.")
     if own is None or (own == 0 and shipped and task.reward_key in ("env.dataset", "tasks")):
-        return  # correct answers are not known here
+        return  # the task has no known correct answers
     if values == {0.0}:
         yield warning(
             task.reward_key,
@@ -155,13 +154,13 @@ def _score(env: Any, td: Any, text: str, ids: list[int], kind: str) -> _Scored:
         return _Scored(kind, nan, outcome.failure, outcome.seconds)
     found = outcome.value["next"]
     failure = Failure() if found["reward_valid"].all() else written_failures(found)[0]
-    # A reward in parts does not report its time; the rest of a step takes little time.
+    # A reward of several components does not report its time; the rest of a step takes little time.
     seconds = found.get("reward_seconds", torch.tensor(outcome.seconds)).sum()
     return _Scored(kind, float(found["reward"].sum()), failure, float(seconds))
 
 
 def groups(subject: Subject) -> Iterator[Finding]:
-    """Answers to a prompt differ in their reward, and end before the token limit."""
+    """Check that answers to a prompt differ in their reward, and end before the token limit."""
     config = deepcopy(subject.config)
     config.train.prompts_per_batch = _NUM_GROUPS
     rows, turns = config.rows_per_batch, min(subject.max_turns, _MOST_TURNS)

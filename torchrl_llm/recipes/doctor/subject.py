@@ -1,4 +1,4 @@
-"""The examined configuration, and the objects with which its run would begin, each made once."""
+"""The configuration to check, and the objects with which its run would begin, each made once."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Subject:
         config: configuration of a recipe.
         page: module of the recipe's page.
         folder: output folder of a run.
-        samples: whether to sample answers, however long that takes.
+        samples: whether to sample answers even if that takes long.
         calibrates: whether to run forward and backward to find the largest
             ``train.micro_token_budget``.
 
@@ -100,7 +100,7 @@ class Subject:
     def tokenizer(self) -> Any:
         """The model's tokenizer, after a check of the room in its context."""
         keys = ("inference_model.max_tokens", "eval.max_tokens")
-        key = next((key for key in keys if key in self.keys), "")  # none without sampling
+        key = next((key for key in keys if key in self.keys), "")  # without sampling there is none
         return builders.make_tokenizer(self.config.model.name, self.flat.get(key, 1), key=key)
 
     @once
@@ -115,7 +115,7 @@ class Subject:
 
     @once
     def model(self) -> nn.Module:
-        """The layers without weight values, including adapters."""
+        """The model with its adapters, without values of the weights."""
         settings = {}
         if "train_model" in self.keys:
             wanted = self.config.train_model
@@ -130,7 +130,7 @@ class Subject:
 
     @property
     def num_parameters(self) -> int:
-        """Of the model."""
+        """Number of parameters of the model."""
         return sum(each.numel() for each in self.model.parameters())
 
     @once
@@ -175,7 +175,7 @@ class Subject:
 
     @once
     def pairs(self) -> Any:
-        """The same for a recipe that learns from preferences; rows are not checked."""
+        """Training and held-out rows of a preference recipe; the rows are not checked."""
         return self.page.load_data(self.config, self.tokenizer, read_first=0)
 
     @property
@@ -190,7 +190,7 @@ class Subject:
         config, tokenizer = deepcopy(self.config), self.tokenizer
         config.eval.batch_size = 1
         if self.has_program:
-            config.agent = AgentConfig.of()  # own prompts, but the task's rows and reward
+            config.agent = AgentConfig.of()  # the user's prompts; rows and reward of the task
             if config.env.dataset == ROWS and not config.reward.components:
                 config.reward.function = config.reward.function or _OF_PROGRAM
         if "tasks" in self.keys:

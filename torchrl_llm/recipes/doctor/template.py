@@ -1,4 +1,4 @@
-"""Checks of tokens and chat template: trained tokens equal the sampled ones, and turns end."""
+"""Checks of tokens and chat template: trained tokens equal sampled tokens, and turns end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _TEXTS = ("The answer:\n    x = 12,345\n", "<answer>7</answer> <think>so</think>
 
 
 def vocabulary(subject: Subject) -> Iterator[Finding]:
-    """Every id of the tokenizer has a row in the model's embedding."""
+    """Check that every id of the tokenizer has a row in the model's embedding."""
     ids = subject.tokenizer.get_vocab()
     rows = subject.model.get_input_embeddings().num_embeddings
     beyond = sorted((number, token) for token, number in ids.items() if number >= rows)
@@ -38,7 +38,7 @@ def vocabulary(subject: Subject) -> Iterator[Finding]:
 
 
 def markers(subject: Subject) -> Iterator[Finding]:
-    """The special tokens of the template are tokens of the tokenizer."""
+    """Check that the special tokens of the template are tokens of the tokenizer."""
     known = subject.tokenizer.get_vocab()
     marks = dict.fromkeys(_MARK.findall(subject.formatter.render(_CHAT)))
     if plain := ", ".join(mark for mark in marks if mark not in known):
@@ -50,7 +50,7 @@ def markers(subject: Subject) -> Iterator[Finding]:
 
 
 def turns(subject: Subject) -> Iterator[Finding]:
-    """The template writes all turns in order; the next prompt keeps a sampled turn unchanged."""
+    """Check that the template writes all turns in order, and that later prompts keep them."""
     text = subject.formatter.render(_CHAT)
     places = [text.find(word) for word in _WORDS]
     if -1 in places or places != sorted(places):
@@ -71,7 +71,7 @@ def turns(subject: Subject) -> Iterator[Finding]:
 
 
 def _rewritten(formatter: ChatFormatter) -> str | None:
-    """Why the next prompt does not begin with the ids of a sampled turn; ``None`` if it does."""
+    """Return why the next prompt does not begin with a sampled turn's ids; ``None`` if it does."""
     prompt = formatter.encode(_CHAT[:1]).token_ids
     ids, mask = assistant_mask(formatter, _CHAT[:2])
     turn = formatter.parse_response(prompt, ids[mask], FinishReason.STOP)
@@ -82,7 +82,7 @@ def _rewritten(formatter: ChatFormatter) -> str | None:
 
 
 def end_of_turn(subject: Subject) -> Iterator[Finding]:
-    """The model's turn ends with a token that is trained."""
+    """Check that the model's turn ends with a token that is trained."""
     formatter, stops = subject.formatter, subject.formatter.stop_token_ids
     ids, mask = assistant_mask(formatter, _CHAT[:2])
     last = int(ids[mask][-1])
@@ -95,7 +95,7 @@ def end_of_turn(subject: Subject) -> Iterator[Finding]:
             "no turn with a special token. Choose a template that does, or set the token",
         )
     else:
-        # Sampled answers end with the token that was sampled, whatever the template writes.
+        # Sampled answers end with the sampled token, even if the template writes a different one.
         level = warning if "inference_model.max_tokens" in subject.keys else error
         names = ", ".join(f"{formatter.decode([each])!r}" for each in stops)
         yield level(
@@ -107,7 +107,7 @@ def end_of_turn(subject: Subject) -> Iterator[Finding]:
 
 
 def padding(subject: Subject) -> Iterator[Finding]:
-    """The padding token ends no turn."""
+    """Check that the padding token ends no turn."""
     pad = subject.tokenizer.pad_token_id
     if pad in {*subject.formatter.stop_token_ids, subject.tokenizer.eos_token_id} - {None}:
         yield note(
@@ -119,7 +119,7 @@ def padding(subject: Subject) -> Iterator[Finding]:
 
 
 def round_trip(subject: Subject) -> Iterator[Finding]:
-    """Encoding and decoding returns the same text, and encoding it again the same ids."""
+    """Check that decoding returns the text, and encoding it again returns the same ids."""
     formatter, tokenizer = subject.formatter, subject.tokenizer
     chats = [[{"role": "user", "content": text}] for text in _TEXTS]
     if "inference_model.max_tokens" in subject.keys:

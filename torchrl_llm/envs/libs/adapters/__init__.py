@@ -1,4 +1,5 @@
 """Programs for other packages, each run under a Python that has the package; none is imported.
 
-The folder holds no other modules, because such a Python searches it for modules first.
+The folder holds no other modules, because a Python that runs a program searches modules there
+first.
 """

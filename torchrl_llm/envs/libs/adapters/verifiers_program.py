@@ -36,7 +36,7 @@ _open = AsyncExitStack()  # never closed: the servers end with the process
 
 
 class ChatHarness(vf.Harness[vf.HarnessConfig]):
-    """A chat with tools in this process; the one of verifiers starts a Python for each segment."""
+    """A chat with tools in this process; the harness of verifiers starts a Python per segment."""
 
     APPENDS_SYSTEM_PROMPT = SUPPORTS_MCP = SUPPORTS_RESUME = True
     EXECUTES_CODE = NEEDS_CONTAINER = False
@@ -92,7 +92,7 @@ def environment_config(name, arguments):
     """The configuration of an environment, whose agents chat in this process if they may."""
     block = {**arguments, "taskset": {**arguments.get("taskset", {}), "id": name}}
     here = {"harness": {"id": Path(__file__).stem}, "runtime": {"type": "subprocess"}}
-    if default_harness_id(name) == "bash":  # it has no harness of its own
+    if default_harness_id(name) == "bash":  # the agent has no harness of its own
         for role, agent in agent_config_fields(resolve_env_config(block)).items():
             if agent.harness is None:
                 block[role] = {**here, **block.get(role, {})}
@@ -109,7 +109,7 @@ async def run(row, base_url, api_key):
     """Play the task of a row.
 
     Args:
-        row: with ``task``, as the script has written it.
+        row: a row with ``task``, as the script has written it.
         base_url: URL of the gateway.
         api_key: key of the session.
 

@@ -56,29 +56,29 @@ class KLTransform(RowTransform):
     no ``("tokens", "response")``, every scored token counts (only the assistant's, if the rows have
     a mask of these), and without a reward the divergence is only measured. Written under ``("next",
     kl_key)``: ``"full"``, the estimate of each token, float32 ``[T_b]`` in nats, 0.0 if a token
-    does not count; ``"sum"`` and ``"mean"`` over those that count, and ``"coeff"``, the coefficient
-    of the penalty, float32 ``[1]``.
+    does not count; ``"sum"`` and ``"mean"`` over the tokens that count, and ``"coeff"``, the
+    coefficient of the penalty, float32 ``[1]``.
 
     Append it after the transform that writes the reward: to an environment, or to a replay buffer
     after its credit assigner, which then sees the penalised reward. The task's own reward stays
-    next to it, ``("next", "reward_before_kl")``, ``[1, 1]``: groups are filtered by it, and groups
-    in which it is equal have zero variance.
+    next to it, ``("next", "reward_before_kl")``, ``[1, 1]``: filters of groups read it, and it
+    decides whether a group has zero variance.
 
     Args:
         coeff: :math:`\beta`: a number, or a controller that follows the divergence of the rows (its
             target has the unit of ``reduction``: nats per response or per token). Its state is part
             of the transform's state.
-        add_to_reward: penalise the reward, or only measure.
+        add_to_reward: whether to penalise the reward; otherwise the divergence is only measured.
         reduction: divergence that is subtracted from a reward ``[1, 1]``: the ``"sum"`` over
-            tokens, which is the divergence of the whole response; the ``"mean"``, which does not
-            grow with length; or, ``"token"``, each token's own from a reward per token ``[R, 1]``,
-            whose last token has the response's reward; in a replay buffer only. Rewards that are
-            already per token stay so.
+            tokens, which is the divergence of the whole response; or the ``"mean"``, which does not
+            grow with length. ``"token"`` (in a replay buffer only) makes rewards per token ``[R,
+            1]``: the last token has the response's reward, and each token's own divergence is
+            subtracted. Rewards that are already per token stay per token.
         estimator: ``"k1"``, the log-ratio, whose expectation is the divergence and whose use as a
             reward has the gradient of the divergence; ``"k2"`` or ``"k3"``, never negative, biased
             as rewards (see :mod:`torchrl_llm.functional.kl`).
         reward_key: the reward, under ``"next"``.
-        penalised_key: where the penalised reward goes; the same by default.
+        penalised_key: key of the penalised reward; ``reward_key`` by default.
         kl_key: name of the node of the divergences.
 
     Raises:
@@ -251,7 +251,7 @@ class KLTransform(RowTransform):
 
 
 def _scored_tokens(rows: RowView, gen: list[Tensor], ref: list[Tensor]) -> list[Tensor]:
-    """Bool ``[T_b]``: tokens with a log-prob; those that were not scored have 0.0."""
+    """Bool ``[T_b]``: tokens with a log-prob; tokens that were not scored have 0.0."""
     assistant = rows.read(("masks", "all_assistant_mask"))
     masks = []
     for row, stepped in enumerate(rows.stepped()):
@@ -266,8 +266,8 @@ def _scored_tokens(rows: RowView, gen: list[Tensor], ref: list[Tensor]) -> list[
 class KLComputation(KLTransform):
     """Measures and penalises the divergence between two columns of log-probs.
 
-    For references whose log-probs are stored: by
-    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`, or with a dataset.
+    It is for stored log-probs of a reference, written by
+    :class:`~torchrl_llm.envs.transforms.RetrieveLogProb`, or part of a dataset.
 
     Args:
         gen_log_probs_full_key: log-probs under the policy, by default those recorded when it
@@ -486,16 +486,16 @@ def made(model: TokenScorer | None, factory: Callable[[], TokenScorer] | None) -
 class KLRewardTransform(RetrieveKL):
     """Reward less ``coef`` times the divergence of the recorded log-probs from a reference.
 
-    The same as :class:`RetrieveKL` with ``gen_model="from_collector"``, for scripts written for
-    TorchRL; it subtracts the penalty of the whole response from a reward ``[1, 1]`` once, while
+    It is the same as :class:`RetrieveKL` with ``gen_model="from_collector"``, for scripts written
+    for TorchRL. It subtracts the penalty of the whole response once, from a reward ``[1, 1]``;
     TorchRL spreads the reward over all tokens.
 
     Args:
         ref_model: the reference.
-        ref_model_factory: makes it instead.
+        ref_model_factory: makes the reference instead.
         coef: a number or a controller, see
             :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
-        coeff: the same under the name that :class:`RetrieveKL` has for it; not both.
+        coeff: the same argument by the name of :class:`RetrieveKL`; give only one of the two.
         in_keys: the reward's name under ``"next"``, ``["reward"]`` by default.
         out_keys: names under ``"next"`` of the penalised reward, and optionally of the divergences
             and of the reference's log-probs; ``["reward", "kl_penalty", "ref_log_probs"]`` by
@@ -507,10 +507,10 @@ class KLRewardTransform(RetrieveKL):
         assistant_only: score the assistant's tokens only.
         padding_side: no effect; log-probs are aligned with the tokens.
         reduction: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
-        estimator: see there.
+        estimator: see :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
         use_ray_service: make a :class:`RayKLRewardTransform`, with its arguments.
         service_backend: see :class:`RetrieveKL`.
-        service_backend_options: see there.
+        service_backend_options: see :class:`RetrieveKL`.
 
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.

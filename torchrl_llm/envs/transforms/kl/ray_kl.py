@@ -86,7 +86,7 @@ class RayRetrieveKL(RetrieveKL):
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ResourceError: Ray is not running, or has too few CPUs or GPUs.
     """
 
     __signature__ = FullSignature()
@@ -127,7 +127,7 @@ class RayKLRewardTransform(KLRewardTransform):
     Raises:
         ConfigError: for settings that are unknown, impossible or without effect.
         MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or has less than what is needed.
+        ResourceError: Ray is not running, or has too few CPUs or GPUs.
     """
 
     __signature__ = FullSignature()
