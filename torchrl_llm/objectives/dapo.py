@@ -28,7 +28,7 @@ class DAPO(GRPOLoss):
     batch, as in TRL and in the authors' code.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.

@@ -19,10 +19,11 @@ class DPOLoss(PairLoss):
     ``"sigmoid"``; here it has.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope; larger values keep the policy closer to the reference.
         form: of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
-        label_smoothing: share of pairs with swapped answers; for ``"sigmoid"`` and ``"robust"``.
+        label_smoothing: share of pairs whose answers are assumed to be swapped; for ``"sigmoid"``
+        and ``"robust"``.
         target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
         sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.

@@ -23,7 +23,7 @@ class DrGRPOLoss(GRPOLoss):
     with ``constant_length=max_completion_length``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         constant_length: ``L``, tokens; the ``max_new_tokens`` of sampling.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.

@@ -60,7 +60,7 @@ def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
         advice: how to produce the column, for the error message.
 
     Raises:
-        DataError: when it is missing.
+        DataError: when the column is missing.
     """
     values = read_rows(td, key, None)
     if values is None:

@@ -27,7 +27,7 @@ class GMPOLoss(base.PolicyGradientLoss):
     :func:`~torchrl_llm.functional.gmpo`.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)`` in nats, or one number for both. May be assigned between
             steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token has the

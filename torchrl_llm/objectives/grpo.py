@@ -38,7 +38,7 @@ class GRPOLoss(base.PolicyGradientLoss):
     is split.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: a number, or ``(low, high)`` as in DAPO. May be assigned between steps.
         ratio_cap: ratios above it are set to the cap before the clip, for both signs of the
             advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. For a negative

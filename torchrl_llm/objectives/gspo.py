@@ -31,7 +31,7 @@ class GSPOLoss(base.PolicyGradientLoss):
     ``importance_sampling_level="sequence"`` with ``loss_type="grpo"``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         level: ``"geometric"``, the paper's :math:`s`; ``"sequence"``, the product of the ratios.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token has the

@@ -43,7 +43,7 @@ class KTOLoss(AnswerLoss):
     whole batch: the mean log-ratio of :func:`mismatched` answers.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope; larger values keep the policy closer to the reference.
         good_weight: weight of good answers; TRL's ``desirable_weight``.
         bad_weight: weight of bad answers. The paper recommends weights such that the weighted

@@ -159,7 +159,7 @@ class PolicyGradientLoss(TokenLoss):
     add up to the output of the batch.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         reduction: ``None`` or ``"mean"``: according to ``aggregation``; ``"none"``: like
             ``aggregation="none"``.
         aggregation: how the tokens' losses are averaged. ``"token_mean"``; ``"sequence_mean"``, a

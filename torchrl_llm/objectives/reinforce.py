@@ -29,7 +29,7 @@ class ReinforceLoss(base.PolicyGradientLoss):
     leave-one-out advantages.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         level: the ratio of current to sampled probability that is the weight: ``"token"``, the
             token's ratio; ``"sequence"``, the product over its row; ``"none"``, no weight.
         truncation: largest weight; ``None`` for no bound.

@@ -20,7 +20,7 @@ class ReinforcePlusPlusLoss(GRPOLoss):
     the loss, as ``k2``: ``kl_to_ref_coeff=..., kl_estimator="k2"``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.

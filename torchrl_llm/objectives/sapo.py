@@ -25,7 +25,7 @@ class SAPOLoss(base.PolicyGradientLoss):
     ``loss_type="sapo"`` is this loss.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         tau_pos: temperature where the advantage is positive.
         tau_neg: temperature of the other tokens.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.

@@ -133,7 +133,7 @@ class SFTLoss(TokenLoss):
     rows, so its weights also scale the loss.)
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         tokenizer: encodes conversations; by default the tokenizer of the actor. Not needed for rows
             that have ids.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`,

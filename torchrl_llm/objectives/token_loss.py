@@ -116,8 +116,8 @@ class TokenLoss(LossModule):
     Modules are not changed: no parameters are moved, and ``state_dict`` is the actor's.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``. Any other module that
-            returns logits or a distribution also works, see ``ModuleScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``. Any other
+            module that returns logits or a distribution also works, see ``ModuleScorer``.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs. The actor is not moved.
 

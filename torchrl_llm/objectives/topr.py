@@ -26,7 +26,7 @@ class TOPRLoss(base.PolicyGradientLoss):
     ``clip_fraction`` is the share of tokens whose weight is not the ratio itself.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         positive_bounds: ``(a, b)`` for the weight of rows whose advantage is at least 0.
         negative_bounds: ``(a, b)`` for the weight of the other rows. ``(0, 1)`` for both is
             truncated importance sampling.

@@ -68,7 +68,7 @@ class MCAdvantage(ComparingCredit):
             trajectories of the group. For single-turn trajectories all five options agree.
         normalize: the deviation: ``"sample"`` (divides by G - 1; TorchRL, TRL), ``"population"``
             (by G; Ludic), or ``"none"`` for no division (Dr. GRPO, arXiv:2503.20783).
-        eps: guards the division.
+        eps: small number that prevents a division by 0.
         eps_as: ``"floor"`` of the deviation (TorchRL), or ``"added"`` to it (TRL with 1e-4, Ludic
             with 1e-8).
         positive_only: negative advantages become 0; ``"before_std"`` sets them to 0 before the
@@ -147,7 +147,7 @@ class MCAdvantage(ComparingCredit):
         return {**stats, "dropped_groups": stats["invalid_groups"] + stats["filtered_groups"]}
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Advantages of returns; see the class."""
+        """Return the advantages; see the class."""
         return F.group_advantages(returns_N, group_N, **self._how)
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
@@ -199,7 +199,7 @@ class LeaveOneOutAdvantage(ComparingCredit):
         super().__init__(group_size, **options)
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Advantages of returns; see the class."""
+        """Return the advantages; see the class."""
         return F.leave_one_out(returns_N, group_N)
 
 
@@ -217,7 +217,7 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"``.
         deviation_of: deviation of the centred returns (``"advantages"``: the paper, Ludic) or of
             the returns themselves (``"returns"``: TRL's ``scale_rewards="batch"``).
-        eps: guards the division.
+        eps: small number that prevents a division by 0.
         eps_as: ``"floor"`` of the deviation, or ``"added"`` to it (Ludic with 1e-8).
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
@@ -259,7 +259,7 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
         }
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Advantages of returns; see the class."""
+        """Return the advantages; see the class."""
         return F.hybrid_advantages(returns_N, group_N, **self._how)
 
 
@@ -280,8 +280,9 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         over: unit of the statistics: every sampled token of the batch counts once (the paper and
             its code), or every row counts once (``"samples"``; Ludic's REINFORCE with baseline).
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+        deviation.
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
@@ -325,7 +326,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """Advantages of a batch; see the class."""
+        """Return the advantages of a batch; see the class."""
         columns = self._unnormalised(groups)
         flat = [
             (row, values)

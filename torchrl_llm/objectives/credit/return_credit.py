@@ -55,7 +55,7 @@ class ConstantCredit(CreditAssigner):
         self.value = float(value)
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         # float64, as in all estimators; the written column has the dtype of the reward.
         value = torch.full((1, 1), self.value, dtype=torch.float64)
         return [[value.clone() for _ in t.rows] for t in group]
@@ -88,7 +88,7 @@ class EpisodicReturn(CreditAssigner):
         self.trajectory_return = trajectory_return
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         return per_trajectory([group], trajectory_returns(group, self.trajectory_return))[0]
 
 
@@ -112,7 +112,7 @@ class PerStepReward(CreditAssigner):
         super().__init__(1, **options)
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         for trajectory in group:
             _check_turns(trajectory, "the reward of each turn")
         return [
@@ -171,7 +171,7 @@ class MonteCarloReturn(CreditAssigner):
         self.gamma, self.truncated, self.value_key = gamma, truncated, value_key
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         return [
             [along_tokens(*pair) for pair in zip(t.rows, self._to_go(t), strict=True)]
             for t in group

@@ -165,8 +165,9 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
             sum, max, mean or last.
         normalize: ``"population"`` or ``"sample"`` deviation of the batch, or ``"none"`` for
             :math:`r - v` unchanged (also not centred).
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+        deviation.
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
@@ -315,7 +316,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
     # -- credit -----------------------------------------------------------------------------------
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """Advantages of a batch; see the class."""
+        """Return the advantages of a batch; see the class."""
         flat = [trajectory for group in groups for trajectory in group]
         rewards = comparing.trajectory_returns(flat, self.trajectory_return)
         self._check(rewards)
