@@ -152,7 +152,7 @@ class AnswerLoss(TokenLoss):
         return numbers
 
     def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
-        """Row indices of the chosen and of the rejected answers, int64 ``[P]`` each, in pair order.
+        """Return the row indices of the chosen and the rejected answers, each int64 ``[P]``.
 
         Args:
             tensordict: the rows.

@@ -95,7 +95,7 @@ class CompositeLossOutput(LLMLossOutput):
                 yield f"{name}/{key}", value.detach()
 
     def metrics(self) -> dict[str, Tensor]:
-        """The weighted terms, and the metrics of each loss under its name; without gradient."""
+        """Return the weighted terms and the named metrics of each loss, without gradient."""
         metrics = {name: value.detach() for name, value in self._weighted().items()}
         for name, output in self.terms.items():
             metrics |= {f"{name}/{key}": value for key, value in output.metrics().items()}

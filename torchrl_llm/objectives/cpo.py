@@ -16,7 +16,7 @@ from torchrl_llm.objectives.answer_loss import Answers, PairLoss, SFTTokens
 
 @register("preference_losses", "cpo")
 class CPOLoss(PairLoss):
-    r"""Contrastive preference optimization: compares log-probs of a pair, plus cross-entropy.
+    r"""Contrastive preference optimization: compares a pair's log-probs, plus cross-entropy.
 
     arXiv:2401.08417, :math:`-\log \sigma(\beta (\log \pi_c - \log \pi_r))` plus the cross-entropy
     of the chosen answer, which takes the role of DPO's reference. With ``form="ipo"`` it compares

@@ -18,10 +18,10 @@ class DAPO(GRPOLoss):
     r"""The loss of DAPO: :math:`-\min(r A, \mathrm{clip}(r, 0.8, 1.28) A)`, averaged over tokens.
 
     arXiv:2503.14476 equation 8: *clip-higher* (the upper bound is wider, so that unlikely tokens
-    can still grow) and the *token-level* loss (a response has weight in proportion to its length).
-    It has no KL term. The other two parts of the algorithm are outside the loss: dynamic sampling
-    is ``MCAdvantage(keep_return_bounds=...)`` on the buffer, and the soft penalty for overlong
-    responses is :class:`~torchrl_llm.envs.transforms.OverlongPenalty`.
+    can still grow) and the *token-level* loss (the weight of a response is proportional to its
+    length). DAPO has no KL term. The other two parts of the algorithm are outside the loss: dynamic
+    sampling is ``MCAdvantage(keep_return_bounds=...)`` on the buffer, and the soft penalty for
+    overlong responses is :class:`~torchrl_llm.envs.transforms.OverlongPenalty`.
 
     The paper averages over the tokens of each prompt's group and then over prompts:
     ``aggregation="prompt_mean"``, which needs group ids. The default is the token mean over the

@@ -1,8 +1,7 @@
-"""Base of the advantage estimators that compare the returns of a group's trajectories.
+"""Base class of the advantage estimators that compare the returns of a group's trajectories.
 
-It computes the return of each trajectory, filters groups that are not worth training on, and
-handles groups for which more trajectories are sampled than trained (:class:`MCAdvantageSelector`
-chooses among the candidates).
+It computes the return of each trajectory and filters groups that are not worth training on. If more
+trajectories are sampled than trained, :class:`MCAdvantageSelector` chooses among the candidates.
 """
 
 from __future__ import annotations
@@ -439,7 +438,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return self._groups.groups.pop(key)
 
     def _chosen(self, candidates: list[Trajectory]) -> list[Trajectory] | None:
-        """The selector's choice; all candidates if there are no more than are trained."""
+        """Let the selector choose, if there are more than ``group_size`` candidates."""
         if len(candidates) <= self.group_size:
             return candidates
         columns: dict[Any, Any] = {}
