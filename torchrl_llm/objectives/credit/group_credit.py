@@ -144,7 +144,7 @@ class MCAdvantage(ComparingCredit):
         return self.group_size
 
     def get_stats(self) -> dict[str, int]:
-        """As in the base, plus TorchRL's ``dropped_groups``: complete but not written."""
+        """Add TorchRL's ``dropped_groups`` (complete but not written) to the base's counts."""
         stats = super().get_stats()
         return {**stats, "dropped_groups": stats["invalid_groups"] + stats["filtered_groups"]}
 

@@ -343,7 +343,7 @@ class GAEAdvantage(BatchStatistics):
         self.value_target_key = value_target_key
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]] | None]:
-        """Advantages of the tokens of a batch; also writes the value targets into its rows."""
+        """Return the advantages of a batch's tokens; also write the value targets into its rows."""
         episodes = [trajectory for group in groups for trajectory in group]
         steps = self._steps(episodes)
         result = gae(

@@ -96,7 +96,7 @@ class PolicyShift(SavedState):
         return TensorDict({**kept, "mask": mask})
 
     def measure(self) -> float:
-        """How far the policy has moved since then, in nats per token; 0 if no rows are kept.
+        """Return how far the policy has moved since then, in nats per token; 0 without rows.
 
         Raises:
             DataError: when log-probs are not finite, because the policy has diverged.
@@ -372,7 +372,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
     # -- state ------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues, counts, the state of each prompt, and the rows kept by :meth:`watch`."""
+        """Return queues, counts, the state of each prompt, and the rows of :meth:`watch`."""
         tracker = {"known": dict(self._known), "moved": self._moved}
         if self._shift is not None:
             tracker["shift"] = self._shift.state_dict()
