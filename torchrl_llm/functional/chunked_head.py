@@ -1,26 +1,27 @@
 """Computes log-probs of tokens from hidden states, one tile of logits at a time.
 
 A language-model head turns ``N`` hidden states into ``N x V`` logits, but a loss needs only one
-number per token. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
-most of the memory of a training step. Here the forward walks over tiles of the vocabulary and keeps
-a running log-sum-exp; the backward computes the tiles again. No tensor is ever ``[N, V]``, unless
-it is small: up to 256 MiB of tiles are kept for the backward where all of them fit.
+number per token. With ``V`` = 151,936, most of the memory of a training step holds these logits and
+the copies that autograd keeps. This module computes one tile of the vocabulary after the other, and
+updates a log-sum-exp. The backward computes the tiles again. A tensor ``[N, V]`` is stored only if
+it is small: if all tiles fit into 256 MiB, they are kept for the backward.
 
-If they do not fit and the weight needs a gradient, that gradient takes ``V x D`` numbers. The
-forward already allocates this memory and stores as many tiles in it as fit (a share of ``D / N``),
-so that the backward need not compute them again. The peak memory stays the same. But the graph
-holds this memory until its backward, so backpropagate each micro-batch separately.
+If the tiles do not fit and the weight needs a gradient, the gradient takes ``V x D`` numbers. The
+forward already allocates the memory of this gradient and stores as many tiles there as fit (a share
+of ``D / N``). The backward need not compute these tiles again, and the peak memory stays the same.
+But the graph holds this memory until the backward, so call ``backward`` for each micro-batch
+separately.
 
 Tiles are slices of the *vocabulary*, not of the tokens: each slice of the weight is read once, its
 gradient is written once, and the running sums stay in the cache.
 
-On a GPU, if products are in bfloat16 or float16 and the head has no bias and no soft-cap, the
-kernels of :mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile is kept.
+On a GPU, the kernels of :mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile
+is kept. They need products in bfloat16 or float16, and a head without bias and soft-cap.
 
 ``torch.compile`` sees one operator for the forward and one for the backward, and does not trace
-into them. There are two reasons: tiles share memory, so their operations must not be reordered
-(torch 2.11 computes wrong gradients when it traces them), and a loop over tiles would become a very
-long graph. These operators keep no tiles.
+into them. There are two reasons. Tiles share memory, so their operations must not be reordered
+(torch 2.11 computes wrong gradients when it traces them). And a loop over tiles would become a very
+long graph. Under ``torch.compile``, no tiles are kept.
 
 :mod:`torchrl_llm.modules.backends.head` finds the head of a given model and its logit scale.
 
@@ -52,7 +53,7 @@ class HeadScores(NamedTuple):
 
     Attributes:
         log_probs: float32 ``[N]``, nats; float64 for states in float64.
-        entropy: of the same type ``[N]``, nats, or ``None`` when it was not asked for.
+        entropy: ``[N]`` in the same dtype, nats; ``None`` if it was not requested.
     """
 
     log_probs: Tensor
@@ -73,19 +74,19 @@ def chunked_log_probs(
     chunk_size: int | None = None,
     in_place_head_grad: bool = False,
 ) -> HeadScores:
-    r"""Log-probs (and entropy) of target tokens, without ever holding all logits.
+    r"""Compute log-probs (and entropy) of target tokens, without storing all logits.
 
     With :math:`z = s (h W^\top + u B^\top + b)`, capped to :math:`c \tanh(z / c)` where a soft-cap
     is given, the result is :math:`\log \mathrm{softmax}(z / \tau)` at the target. Gradients reach
     ``hidden_ND``, ``weight_VD``, ``bias`` and both parts of ``low_rank``, through the log-probs and
-    through the entropy; they are exact: logits that were not kept are computed again.
+    through the entropy. Gradients are exact, because logits that were not kept are computed again.
 
     Everything but the matrix products is float32. The products are float32 on a CPU; on a CUDA
     device they use the autocast dtype if there is one, otherwise the promoted dtype of states and
     weight, and return float32. States or weights in float64 make everything float64.
 
     Args:
-        hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.
+        hidden_ND: ``[N, D]`` hidden states; each state predicts its target.
         weight_VD: ``[V, D]`` weight of the head.
         targets_N: int64 ``[N]`` token ids.
         bias: ``[V]`` bias of the head.
@@ -94,15 +95,16 @@ def chunked_log_probs(
         softcap: cap of the scaled logits.
         temperature: a positive number, or float32 ``[N]``, one per token.
         entropy: also return the entropy of each distribution.
-        chunk_size: the most logits that are alive at once (tokens x vocabulary entries). ``None``
-            chooses a number for the device, and keeps up to 256 MiB of logits for the backward.
+        chunk_size: largest number of logits in memory at once (tokens x vocabulary entries).
+            ``None`` chooses a number for the device, and keeps up to 256 MiB of logits for the
+            backward.
         in_place_head_grad: add the weight's gradient to ``weight_VD.grad`` in the backward. This
             saves one tensor of the weight's size, which autograd would hold otherwise. The weight
             must be a leaf. Its gradient hooks do not run, so use this in a single process only.
             Ignored under ``torch.compile``.
 
     Returns:
-        The scores; ``entropy`` is ``None`` unless asked for.
+        The scores; ``entropy`` is ``None`` unless requested.
 
     Raises:
         ValueError: for shapes that do not fit, a temperature that is not positive, or
@@ -144,19 +146,19 @@ def chunked_greedy_ids(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The most likely token after each hidden state, without ever holding all logits.
+    """Return the most likely token after each hidden state, without storing all logits.
 
     Args:
         hidden_ND: ``[N, D]`` hidden states.
         weight_VD: ``[V, D]`` weight of the head.
         bias: ``[V]`` bias of the head.
-        low_rank: as of :func:`chunked_log_probs`.
+        low_rank: see :func:`chunked_log_probs`.
         scale: factor on the logits, above 0.
         softcap: cap of the scaled logits.
-        chunk_size: the most logits that are alive at once; chosen by device when ``None``.
+        chunk_size: largest number of logits in memory at once; chosen by device when ``None``.
 
     Returns:
-        int64 ``[N]``; the lowest id where logits are equal.
+        int64 ``[N]``; among equal logits, the lowest id.
 
     Example:
         >>> h, w = torch.eye(2), torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
@@ -190,7 +192,7 @@ def check_head(hidden: Tensor, weight: Tensor, temperature: Any, whose: str = ""
         whose: suffix for the error message, such as ``" of the teacher"``.
 
     Raises:
-        ValueError: something does not match.
+        ValueError: when the shapes do not match.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(

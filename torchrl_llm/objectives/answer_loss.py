@@ -37,7 +37,7 @@ class Answers(NamedTuple):
 
     Attributes:
         log_prob: ``[B]``, log-prob of the whole answer under the current policy, nats, with
-        gradients.
+            gradients.
         length: ``[B]``, number of tokens of the answer, in the dtype of ``log_prob``.
         reference: ``[B]``, log-prob under the reference; ``None`` for a loss without one.
     """
@@ -239,7 +239,7 @@ class PairLoss(AnswerLoss):
         beta: slope; larger values keep the policy closer to the reference.
         form: form of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
         label_smoothing: share of pairs whose answers are assumed to be swapped; for ``"sigmoid"``
-        and ``"robust"``.
+            and ``"robust"``.
         target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
         sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
@@ -280,7 +280,7 @@ class PairLoss(AnswerLoss):
 
     @abstractmethod
     def compared(self, answers: Answers) -> Tensor:
-        """The compared number per answer, nats ``[B]``; the implicit reward is ``beta`` times it.
+        """Return the number that is compared, in nats ``[B]``; ``beta`` times it is the reward.
 
         Args:
             answers: log-probs and lengths of the answers.

@@ -23,7 +23,7 @@ class DPOLoss(PairLoss):
         beta: slope; larger values keep the policy closer to the reference.
         form: form of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
         label_smoothing: share of pairs whose answers are assumed to be swapped; for ``"sigmoid"``
-        and ``"robust"``.
+            and ``"robust"``.
         target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
         sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.

@@ -98,7 +98,7 @@ class TokenRows:
         return Normalizer.of(self.counts, ids, count_empty=count_empty)
 
     def column(self, td: Any, key: NestedKey, advice: str) -> Tensor:
-        """Values of a token-aligned column at the tokens that count, checked to be finite.
+        """Return the values of a token-aligned column at counted tokens; they must be finite.
 
         Args:
             td: the rows.
@@ -250,7 +250,7 @@ class TokenRows:
         return pad_flat(values, self._stored, side="left")
 
     def stored_select(self) -> list[Tensor]:
-        """The counted tokens as bool ``[T]`` per row, at stored positions including padding."""
+        """Return bool ``[T]`` per row, true at counted tokens; positions include padding."""
         flat = torch.zeros(sum(self._stored), dtype=torch.bool)
         kept = slice(None) if self._kept is None else self._kept
         flat[kept] = torch.cat(self.select)

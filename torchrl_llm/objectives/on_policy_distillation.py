@@ -248,7 +248,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     def _states(
         self, tensordict: Any, rows: TokenRows
     ) -> tuple[tuple[scoring.HeadStates, ...], Tensor | None]:
-        """The hidden states of each teacher for its tokens, and the teacher of each token."""
+        """Return the hidden states of each teacher for its tokens, and each token's teacher."""
         if self._one_teacher:
             (teacher,) = self._teachers.values()
             return (_states_of(teacher, rows.sequences, rows.select),), None

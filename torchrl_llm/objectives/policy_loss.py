@@ -59,7 +59,7 @@ class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
             1]``, with ``aggregation="none"``.
         clip_fraction: share of tokens whose gradient a bound removes.
         kl_approx: mean of the sampled minus the current log-prob, nats; with a correction, of the
-        proximal minus the current log-prob.
+            proximal minus the current log-prob.
         ess_moments: ``[3]``, sums from which ``ESS`` is computed.
         entropy: mean entropy, nats.
         loss_entropy: the entropy bonus; ``None`` if off.

@@ -222,7 +222,7 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
             the returns themselves (``"returns"``: TRL's ``scale_rewards="batch"``).
         eps: small number that prevents a division by 0.
         eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
-        deviation (Ludic with 1e-8).
+            deviation (Ludic with 1e-8).
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
@@ -288,7 +288,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
         eps: small number that prevents a division by 0.
         eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
-        deviation.
+            deviation.
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
@@ -399,7 +399,7 @@ class RayMCAdvantage(Transform):
         ray_init_config: arguments of ``ray.init``, if Ray is not running yet.
         remote_config: resources of the actor, fields of ``ActorOptions``; no CPU by default.
         actor_name: name of the actor in the cluster; without a name, only copies of this object
-        share the actor.
+            share the actor.
         timeout_s: timeout of a call in seconds.
         **options: the other arguments of :class:`~torchrl_llm.objectives.MCAdvantage`.
 

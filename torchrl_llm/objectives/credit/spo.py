@@ -169,7 +169,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
             :math:`r - v` unchanged (also not centred).
         eps: small number that prevents a division by 0.
         eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
-        deviation.
+            deviation.
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
@@ -262,7 +262,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         Args:
             prompt: value of the rows at ``prompt_key``.
             rewards: rewards in [0, 1]; their mean becomes ``v``, with the weight of :math:`N_0`
-            samples.
+                samples.
             agent: value at ``"agent"``, if the rows have it.
 
         Raises:
