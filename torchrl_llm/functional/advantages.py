@@ -375,7 +375,7 @@ class _Groups(NamedTuple):
         else:
             names, index = group_ids.unique(return_inverse=True)
             number = names.shape[0]
-        values = rewards.reshape(-1).double()  # scales the rewards, so that squares and sums stay finite
+        values = rewards.reshape(-1).double()  # for finite squares and sums
         valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.reshape(-1)
         count = values.new_zeros(number).index_add(0, index, valid.to(values.dtype))
         return cls(values.where(valid, 0.0), index, valid, count)

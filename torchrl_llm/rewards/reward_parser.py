@@ -416,7 +416,7 @@ def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
 
     Args:
         td: rows ``[B]``.
-        key: of the column.
+        key: key of the column.
 
     Raises:
         DataError: it is missing.

@@ -28,7 +28,7 @@ class ExactReward(RewardParser):
         """See :class:`ExactReward`; no response equals a missing answer.
 
         Raises:
-            RewardError: the answer is not a text, a number or a date.
+            RewardError: when the answer is not a text, a number or a date.
         """
         return float(answer is not None and _plain(response) in _spellings(answer))
 
@@ -51,7 +51,7 @@ class ContainsReward(RewardParser):
         """See :class:`ContainsReward`; no response contains an empty or missing answer.
 
         Raises:
-            RewardError: the answer is not a text, a number or a date.
+            RewardError: when the answer is not a text, a number or a date.
         """
         text = _plain(response)
         return float(any(_stands_in(text, wanted) for wanted in _spellings(answer)))
