@@ -127,7 +127,7 @@ class AnswerBlockParser(RewardParser):
         return think or "", answer or ""
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response; by default the text between the tags."""
+        """Split a response into reasoning and answer; by default at the tags."""
         return extract_tags(response)
 
     @abstractmethod

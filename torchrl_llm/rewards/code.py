@@ -363,7 +363,7 @@ class CodeRewardParser(RewardParser):
             Without it, the run stops at the first failure.
         correct_reward: reward if all cases pass.
         compile_failure_reward: reward if there is no code or it cannot be loaded.
-        timeout_reward: smallest reward if the time limit was exceeded.
+        timeout_reward: reward if the time limit was exceeded and no case earned partial credit.
         num_threads: number of programs that run at the same time.
         kwargs: further arguments of :class:`~torchrl_llm.rewards.RewardParser`.
     """

@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 def _write(fd: int, message: Any) -> None:
     try:
         data = pickle.dumps(message, protocol=5)
-    except (pickle.PicklingError, AttributeError, TypeError):  # instances of classes that the tests define
+    except (pickle.PicklingError, AttributeError, TypeError):  # classes of the tests
         data = pickle.dumps(_plain(message), protocol=5)
     data = len(data).to_bytes(8, "little") + data
     while data:

@@ -154,7 +154,7 @@ class MATHRewardParser(AnswerBlockParser):
 
     @staticmethod
     def extract_boxed(text: str) -> str:
-        r"""The contents of the last ``\boxed{...}``, or the stripped text if there is none."""
+        r"""Return the contents of the last ``\boxed{...}``, or the stripped text without one."""
         boxed = last_boxed(text)
         return text.strip() if boxed is None else boxed
 
@@ -227,7 +227,7 @@ class MATHRewardParser(AnswerBlockParser):
         return answer
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, including boxed answers if they count."""
+        """Split a response into reasoning and answer; boxed answers may count."""
         think, block = super().read_response(response)
         if block is None and self.boxed:
             block = last_boxed(response.rpartition("</think>")[2])
