@@ -56,7 +56,7 @@ class Evaluation:
         success: accuracy over only the prompts with a valid reward, like ``train/success``.
         invalid: fraction of prompts whose reward failed.
         response_length: mean number of tokens of the last response; NaN if a server did not count
-        them.
+            them.
         truncated: fraction of last responses cut by their length limit.
         num_prompts: number of answered prompts; fewer than requested if the data has fewer.
         shares: for each requested bool key, the fraction of turns in which it is true.

@@ -121,7 +121,7 @@ class RewardParser(Transform):
             contains an answer block.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``; by default the environment's.
         num_threads: number of threads for scoring; useful for scores that wait (a judge, a
-        sandbox).
+            sandbox).
         timeout: time limit per row in seconds, after which the row is invalid; needs threads.
 
     The transform can also be called on rows with a response, outside an environment. It then writes

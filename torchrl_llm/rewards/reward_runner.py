@@ -232,7 +232,7 @@ class _Interrupts:
         self._before: dict[int, Callable[..., Any]] = {}
 
     def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():  # only the main thread gets signals
+        if threading.current_thread() is threading.main_thread():  # only it gets signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 handler = signal.getsignal(number)
                 if callable(handler):

@@ -43,7 +43,7 @@ class _Layout(NamedTuple):
 
     Attributes:
         python: the interpreter. read_only: folders that the interpreter needs in addition to
-        ``/usr``.
+            ``/usr``.
         become: where root switches to a different user: outside or inside bubblewrap. Outside, the
             run has its own user namespace. Inside, the run has no user namespace, and bubblewrap
             can show folders that only root may enter.

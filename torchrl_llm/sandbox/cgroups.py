@@ -91,7 +91,7 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Kill the rest, and remove the group now or in a later call; may be called twice."""
+        """Kill the rest, and remove the group now or later; may be called twice."""
         patience = time.monotonic() + _GRACE_S
         with contextlib.suppress(OSError):
             # The memory limit may have killed the process that should end the other processes.

@@ -278,7 +278,7 @@ class PipeSession(SandboxSession):
         )
         answer = self._answers.take_answer()
         if ended == "exit" and answer is not None:
-            ended = "ready"  # the interpreter answered, and then ended because of a background process
+            ended = "ready"  # answered, then ended by a background process
         if ended == "ready" and contained.out_of_memory:
             ended = "memory"
         exit_code: int | None = -signal.SIGKILL

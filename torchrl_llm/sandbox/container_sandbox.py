@@ -53,7 +53,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
 
     Args:
         limits: limits of each run; ``None`` for the defaults. ``wall_s`` includes the container's
-        start.
+            start.
         image: the image; it needs ``sh`` and ``cp`` if runs have files.
         engine: ``"docker"``, ``"podman"``, or the path of a compatible program; ``None`` for Docker
             or Podman, whichever works first.
@@ -145,7 +145,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
             words += [f"--mount=type=bind,source={begin},target={begin},readonly"]
         variables = {**local_process.ENVIRONMENT, "HOME": FOLDER}
         words += [f"--env={key}={value}" for key, value in variables.items()]
-        words += [f"--env={key}" for key in program.env]  # the engine's client takes the values from its environment
+        words += [f"--env={key}" for key in program.env]  # the client knows the values
         if share is None:
             return [*words, self.image, *argv]
         # Pipes must be writable. The container can change nothing on the machine except a folder

@@ -101,7 +101,7 @@ class SandboxSession(ABC):
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can run more code; otherwise :meth:`run` returns ``sandbox_error``."""
+        """Whether more code can be run; otherwise :meth:`run` returns ``sandbox_error``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -142,7 +142,7 @@ class Sandbox(ABC):
             argv: program and arguments, with paths inside the sandbox.
             stdin: standard input of the program.
             files: maps a relative path to the contents. The files are written into the folder
-            before the run.
+                before the run.
             limits: limits of this run; by default the sandbox's limits.
 
         Returns:

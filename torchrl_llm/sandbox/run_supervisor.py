@@ -328,7 +328,7 @@ def _stop_and_kill() -> None:
             break
         for pid in new:
             with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # a stopped process starts no more processes
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it cannot fork any more
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
         stopped |= new

@@ -58,7 +58,7 @@ class Shell:
             keep: number of bytes of output to keep.
             names: files whose contents are returned.
         """
-        linecache.clearcache()  # the interpreter keeps each piece of code, and each piece contains this whole file
+        linecache.clearcache()  # each cached piece contains this whole file
         if self._bash is None:
             self._start()
         self._told, self._status = _Output(keep), bytearray()
@@ -170,7 +170,7 @@ class _Output:
 
 
 def _contents(names):
-    """Texts of files; ``None`` if something is not a file or too large."""
+    """Read the texts of files; ``None`` for a file that is missing or too large."""
     found, room = dict.fromkeys(names), _FILE_BYTES
     for name in names:
         with contextlib.suppress(OSError, ValueError), open(name, "rb", opener=_at_once) as file:

@@ -58,7 +58,7 @@ class BrowserTool(Restarted, Tool):
         executable_path: path of the browser; by default a Chromium on the ``PATH``, else
         Playwright's own Chromium. chromium_sandbox: use Chromium's own sandbox; it does not work
         for root. start_timeout: time limit of the browser's start in seconds. page_chars: number of
-        characters of a page to show at a time.
+            characters of a page to show at a time.
 
     Raises:
         ConfigError: for an invalid argument.
@@ -178,7 +178,7 @@ class BrowserTransform(ToolTransform):
         parser: parser of calls; by default the form of the chat template, or
             ``<tool>browser\n{"action": ...}</tool>`` in the text.
         executable_path: path of the browser; by default a Chromium on the ``PATH``, else
-        Playwright's own Chromium.
+            Playwright's own Chromium.
         chromium_sandbox: use Chromium's own sandbox; it does not work for root.
         page_chars: number of characters of a page to show at a time.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.

@@ -110,7 +110,7 @@ class BrowserDriver:
         timeout_s: time limit of an action in seconds; a page that exceeds it is closed.
         start_timeout_s: time limit of the browser's start in seconds.
         executable_path: path of the browser; by default a Chromium on the ``PATH``, else
-        Playwright's own Chromium.
+            Playwright's own Chromium.
         chromium_sandbox: use Chromium's own sandbox; it does not work for root.
         page_chars: number of characters of a page to show at a time.
 
@@ -223,7 +223,7 @@ class BrowserDriver:
         Args:
             session: the conversation.
             action: an action of :class:`~torchrl_llm.tools.browser.BrowserTool`.
-            args: arguments of the action or tool.
+            args: arguments of the action.
 
         Returns:
             The content of the page after the action.

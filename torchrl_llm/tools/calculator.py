@@ -83,7 +83,7 @@ def _value(tokens: Sequence[int | str]) -> Fraction | None:
     """Evaluate with two stacks, so that any depth of parentheses works."""
     values: list[Fraction] = []
     signs: list[str] = []
-    begins, opened = True, True  # a value is expected, and a new term begins, which may have a minus sign
+    begins, opened = True, True  # a new term begins, and may have a minus sign
     try:
         for token in tokens:
             if isinstance(token, int) or token == "(":

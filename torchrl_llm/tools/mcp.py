@@ -142,7 +142,7 @@ class MCPServers(Restarted):
         Args:
             server: name of the server.
             tool: name of the tool on the server.
-            args: arguments of the action or tool.
+            args: arguments of the tool.
         """
         if server not in self._connections:
             self.start()

@@ -37,7 +37,7 @@ class MCPServerConfig:
     Args:
         command: program that speaks the protocol on its standard input and output.
         args: arguments of the program. env: environment variables of the program, in addition to
-        ``PATH``, ``HOME`` and similar
+            ``PATH``, ``HOME`` and similar
             variables; other variables of the trainer are not passed on.
         cwd: working directory of the program.
         url: URL of a server with streamable HTTP.
@@ -158,7 +158,7 @@ class MCPConnection:
 
         Args:
             tool: name of the tool on the server.
-            args: arguments of the action or tool.
+            args: arguments of the tool.
             timeout_s: time limit of the call in seconds, not including the start.
 
         Returns:
@@ -167,7 +167,7 @@ class MCPConnection:
         Raises:
             WorkerError: when the server did not start, or ended before it answered.
             TimeoutError: when the server did not answer in time; it is notified of the
-            cancellation.
+                cancellation.
             mcp.MCPError: when the server returned an error.
         """
         types = require("mcp.types", extra="mcp", feature=_FEATURE)

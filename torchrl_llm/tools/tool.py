@@ -129,7 +129,7 @@ class FunctionTool(Tool):
 
     Args:
         function: function with type hints and a Google-style docstring; the schema is derived from
-        them.
+            them.
         kind: see :class:`Tool`.
         schema: schema in the form of OpenAI, Anthropic or MCP, if the signature does not define the
             schema.

@@ -84,7 +84,7 @@ class ToolTransform(Transform):
         timeout: time limit of a call in seconds, for tools without their own limit.
         max_concurrency: number of parallel calls.
         max_calls: largest number of calls of one turn that are run; the other calls get one common
-        answer.
+            answer.
         max_result_chars: largest number of characters of a result.
         max_auxiliary_turns: largest number of turns between two steps of the environment that only
             call auxiliary tools. After that, calls are rejected and the turn is a step, so that no

@@ -34,7 +34,7 @@ class EvaluationRecord:
         folder: folder of the evaluation.
         config: maps a dotted key to its value.
         figures: maps a task to the name and value of each figure; tasks that have not ended are
-        missing.
+            missing.
         prompts: maps the task and number of each prompt to its answers as records.
         date: local date of the newest file of answers, ``YYYY-MM-DD``.
     """

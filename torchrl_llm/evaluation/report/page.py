@@ -230,7 +230,7 @@ def _read_rows(
     labels = []
     for name in dict.fromkeys(name for facts in read for name in facts.labels):
         values = [strings.number(facts.labels.get(name)) for facts in read]
-        if 2 <= len(set(values)) <= _MOST_LABELS:  # has several values, but few enough to choose from
+        if 2 <= len(set(values)) <= _MOST_LABELS:  # worth a filter
             labels.append(name)
             data.add(f"label {name}", values)
     data.add("starts", list(accumulate((len(facts.token_ids) for facts in read), initial=0)))

@@ -68,7 +68,7 @@ class RowFacts:
         source: int8 ``[T]``, codes of ``Source``.
         turns: int16 ``[T]``, turn of each token; -1 where not sampled.
         policy_version: int32 ``[T]``, version of the policy that sampled the token; -1 where not
-        sampled.
+            sampled.
         mask_reason: int8 ``[T]``, codes of ``MaskReason``.
         log_probs: float32 ``[T]`` in nats; NaN where not sampled.
         advantage: float32 ``[T]``; NaN where not trained.
