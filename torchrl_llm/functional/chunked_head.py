@@ -228,7 +228,7 @@ def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
 
 
 def _will_return(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a backward will need the tiles."""
+    """Return whether a backward will need the tiles."""
     return torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
 
@@ -262,7 +262,7 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 8
         temperature = temperature_N if temperature_N is not None else ctx.temperature
-        # The first backward overwrites the kept tiles, and they do not contain log p.
+        # The first backward overwrites the kept tiles. Kept tiles do not contain log p.
         kept, ctx.kept = ctx.kept, None
         upstream = _Upstream(targets, log_sum, grad_log_probs, grad_entropy, entropy)
         grads = _gradients(
@@ -272,7 +272,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _score(inputs, targets, temperature, settings: HeadSettings):
-    """Log-probs, entropy, log-sum-exp and the kept tiles."""
+    """Return the log-probs, entropy, log-sum-exp and the kept tiles."""
     with without_autocast(inputs[0].device.type):
         head = HeadTiles(*inputs, temperature, settings)
         kept = KeptTiles.of(head, inputs[1]) if settings.keep else None
@@ -280,7 +280,7 @@ def _score(inputs, targets, temperature, settings: HeadSettings):
 
 
 def _gradients(inputs, upstream: _Upstream, temperature, settings, needs, leaf=None, kept=None):
-    """Gradients of the five inputs; ``None`` for inputs that need none."""
+    """Return the gradients of the five inputs; ``None`` for inputs that need none."""
     with without_autocast(inputs[0].device.type):
         head = HeadTiles(*inputs, temperature, settings)
         grads = HeadGradients(head, inputs, needs, leaf, kept)
@@ -358,7 +358,7 @@ class _Upstream(NamedTuple):
 def _kernel_gradient(
     head: HeadTiles, rows: slice, columns: slice, weight: Tensor, upstream: _Upstream, _kept: None
 ) -> Tensor:
-    """As :func:`_tile_gradient`, in the type of the products."""
+    """Same as :func:`_tile_gradient`, in the dtype of the products."""
     logits = head.logits(rows, columns, weight, head.buffer(rows, columns))
     own = [None if x is None else x[rows] for x in upstream]
     targets, log_sum, log_probs, slope, entropy = own
@@ -429,7 +429,7 @@ def _compiled(inputs, targets, temperature, settings: HeadSettings) -> HeadScore
 
 
 def _read(arguments):
-    """Inputs, targets, temperature and settings from the arguments of an operator."""
+    """Read inputs, targets, temperature and settings from the arguments of an operator."""
     *inputs, targets, temperature_N, temperature = arguments[:8]
     scale, softcap, entropy, chunk_size, dtype = arguments[8:13]
     settings = HeadSettings(LogitForm(scale, softcap), entropy, chunk_size, False, False, dtype)

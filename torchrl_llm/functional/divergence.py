@@ -90,7 +90,7 @@ def chunked_divergence(
 ) -> Tensor:
     r"""Compute the KL divergence between a model and its teacher, without storing all logits.
 
-    The value and the gradient equal those of :func:`divergence_from_logits` on the logits of
+    The value and the gradient are the same as for :func:`divergence_from_logits` on the logits of
     :func:`~torchrl_llm.functional.chunked_log_probs`. With :math:`g` the gradient of the result,
     the gradient of the logits is :math:`g\, p_v (\log p_v - \log q_v - \mathrm{KL})` for the
     reverse direction and :math:`g\, (p_v - q_v)` for the forward direction. Dtypes are the same as
@@ -198,7 +198,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 
 def _diverge(tensors, temperature, settings, teacher_settings, direction):
-    """The divergence, and the log-sum-exps of the model and of the teacher."""
+    """Return the divergence, and the log-sum-exps of the model and of the teacher."""
     with without_autocast(tensors[0].device.type):
         model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
         if direction == "reverse":
@@ -208,7 +208,7 @@ def _diverge(tensors, temperature, settings, teacher_settings, direction):
 
 
 def _gradients(tensors, temperature, settings, teacher_settings, direction, results, grad, needs):
-    """Gradients of the model's five inputs, ``None`` where none is needed."""
+    """Return the gradients of the model's five inputs, ``None`` where none is needed."""
     value, log_sum, teacher_log_sum = results
     with without_autocast(grad.device.type):
         model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
@@ -236,13 +236,13 @@ def _gradients(tensors, temperature, settings, teacher_settings, direction, resu
 
 
 def _tiles(tensors, temperature, settings, teacher_settings) -> tuple[HeadTiles, HeadTiles]:
-    """Tiles of both heads with the same boundaries."""
+    """Return tiles of both heads with the same boundaries."""
     model = HeadTiles(*tensors[:5], temperature, settings)
     return model, HeadTiles(*tensors[5:10], temperature, teacher_settings)
 
 
 def _scan(first: HeadTiles, second: HeadTiles) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Divergence of the first from the second, and both log-sum-exps, all ``[N]``, in one pass.
+    r"""Compute the divergence and both log-sum-exps, all ``[N]``, in one pass.
 
     With running maxima ``m`` and ``n`` of the logits ``x`` and ``y``: ``s = sum exp(x - m)``, ``r =
     sum exp(y - n)`` and ``a = sum exp(x - m) ((x - m) - (y - n))``; then ``KL = a / s - log s +
@@ -305,7 +305,7 @@ def _compiled(tensors, temperature, settings, teacher_settings, direction) -> Te
 
 
 def _read(arguments):
-    """Tensors, temperature, both settings and direction from the arguments of an operator."""
+    """Read tensors, temperature, settings and direction from the arguments of an operator."""
     temperature_N, temperature, *heads, chunk_size, direction = arguments[10:20]
     settings, teacher_settings = (
         HeadSettings(LogitForm(scale, softcap), False, chunk_size, False, False, dtype)

@@ -187,7 +187,8 @@ def support_log_probs(
 
     :math:`\log p = z_x / \tau - \log \sum_{v \in K} \exp(z_v / \tau)` with the logits :math:`z` of
     :func:`~torchrl_llm.functional.chunked_log_probs`, which also computes the tokens of count 0.
-    Gradients are exact and reach the same five tensors as there; dtypes are also the same.
+    Gradients are exact and reach the same five tensors as in that function; dtypes are also the
+    same.
 
     Args:
         hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.

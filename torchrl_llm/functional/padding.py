@@ -113,7 +113,7 @@ def pad_flat(
 
 
 def flatten_padded(dense: Tensor, mask_BT: Tensor) -> Tensor:
-    """The valid entries of a padded rectangle, row after row; the inverse of :func:`pad_flat`.
+    """Return the valid entries of a padded rectangle, flat; the inverse of :func:`pad_flat`.
 
     Args:
         dense: ``[B, T, ...]``.

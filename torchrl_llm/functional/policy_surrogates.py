@@ -33,8 +33,7 @@ from torch import Tensor
 from torchrl_llm.functional import ratios
 
 MAX_LOG_RATIO = 20.0
-"""Larger log-ratios count as this one: exp(20) = 5e8 is far above any meaningful ratio and far
-below overflow."""
+"""Largest log-ratio: exp(20) = 5e8 is above meaningful ratios and far below overflow."""
 
 
 def ppo_clip(
@@ -290,7 +289,7 @@ def cispo(
     arXiv:2506.13585 equations 4 and 5. The weight is clipped to :math:`[1 - l, 1 + h]` and the
     token keeps its gradient, unlike in PPO. The paper uses only the upper bound (``low=None``) and
     does not publish its value. Ludic uses ``high=0.2``, and 0.28 in its ScaleRL preset. TRL's
-    ``epsilon_high`` is the bound itself: TRL's 5.0 is ``high=4.0`` here.
+    ``epsilon_high`` is the bound itself: TRL's 5.0 equals ``high=4.0`` of this function.
 
     Args:
         log_probs: ``[N]``, nats, with gradients.

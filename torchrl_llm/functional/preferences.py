@@ -75,7 +75,7 @@ def pair_loss(
 
 
 def log_odds(log_probs_B: Tensor) -> Tensor:
-    r"""Log-odds :math:`\log \frac{p}{1 - p}` of log-probs (arXiv:2403.07691, equation 4).
+    r"""Return log-odds :math:`\log \frac{p}{1 - p}` of log-probs (arXiv:2403.07691, equation 4).
 
     Args:
         log_probs_B: ``[B]``, at most 0, nats; ORPO uses the mean per token.

@@ -10,7 +10,7 @@ from torchrl_llm.objectives.grpo import GRPOLoss
 
 
 class DAPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`DAPO`; its fields are those of ``PolicyLossOutput``."""
+    """Output of :class:`DAPO`, with the fields of ``PolicyLossOutput``."""
 
 
 @register("losses", "dapo")

@@ -22,8 +22,8 @@ class GMPOLoss(base.PolicyGradientLoss):
     weights. The levels ``"sequence"`` and ``"geometric"`` suit this loss.
 
     In Ludic's code the lower bound has no effect: the upper bound acts on both signs, like
-    ``low=high`` here. Its docstring writes the bounds as :math:`1 \pm \epsilon`. TRL's code follows
-    the paper. For advantages that differ between the tokens of a row, see
+    ``low=high`` here. The docstring of Ludic writes the bounds as :math:`1 \pm \epsilon`. TRL's
+    code follows the paper. For advantages that differ between the tokens of a row, see
     :func:`~torchrl_llm.functional.gmpo`.
 
     Args:

@@ -16,7 +16,7 @@ from torchrl_llm.objectives import policy_loss as base
 
 
 class GRPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`GRPOLoss`; its fields are those of ``PolicyLossOutput``."""
+    """Output of :class:`GRPOLoss`, with the fields of ``PolicyLossOutput``."""
 
 
 @register("losses", "grpo")

@@ -46,8 +46,8 @@ class KTOLoss(AnswerLoss):
         actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope; larger values keep the policy closer to the reference.
         good_weight: weight of good answers; TRL's ``desirable_weight``.
-        bad_weight: weight of bad answers. The paper recommends weights for which the ratio of the
-            weighted number of good answers to that of bad answers is between 1:1 and 4:3.
+        bad_weight: weight of bad answers. The paper recommends weights for which the weighted
+            numbers of good and bad answers have a ratio between 1:1 and 4:3.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs.
 

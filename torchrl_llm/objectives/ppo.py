@@ -132,7 +132,7 @@ class PPOLoss(GRPOLoss):
         self._value_columns(tensordict, rows)
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """Add a request for values to those of the base class, if there is no separate critic."""
+        """Request also values, if there is no separate critic."""
         extras = super().extras(tensordict, rows)
         if self.critic_network is not None:
             return extras

@@ -49,7 +49,7 @@ class Program:
         files: maps a path inside the program's folder to the contents.
         stdin: descriptor for the standard input; ``None`` for ``/dev/null``.
         pass_fds: further descriptors to pass.
-        env: variables in addition to those of the sandbox.
+        env: variables in addition to the sandbox's variables.
         folder: working directory on this machine, read-only; by default a new folder.
         network: whether the program shares the network of this machine.
     """

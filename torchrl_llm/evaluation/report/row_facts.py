@@ -148,7 +148,7 @@ class RowFacts:
 
         Args:
             record: record of :func:`~torchrl_llm.evaluation.answer_record`.
-            group_id: of the answers to one prompt.
+            group_id: id of the group of answers to one prompt.
             labels: further labels, before the labels of the record.
         """
         chat = record.get("messages") or ()

@@ -1,9 +1,9 @@
 r"""Decodes single tokens of a row, id by id, for display.
 
 A byte-level tokenizer splits characters such as ``é`` or an emoji into several tokens, none of
-which is valid text. The first token then shows the whole character and the others a mark; bytes
-that form no character are shown as ``\xe2``. Invisible characters (control characters, direction
-marks, half characters) are shown as escapes.
+which is valid text. The first token then shows the whole character, and the other tokens show a
+mark. Bytes that form no character are shown as ``\xe2``. Invisible characters (control characters,
+direction marks, half characters) are shown as escapes.
 """
 
 from __future__ import annotations

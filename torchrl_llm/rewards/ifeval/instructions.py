@@ -120,7 +120,7 @@ class Instruction:
 
         Args:
             response: what the model wrote.
-            arguments: of a row, see :meth:`read`.
+            arguments: arguments in a row, see :meth:`read`.
 
         Raises:
             RewardError: for arguments that do not belong to this instruction.
