@@ -1,4 +1,4 @@
-"""A user's conversation with a policy, through the environment and wrapper of training."""
+"""A user's conversation with a policy, with the same environment and wrapper as in training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torchrl_llm.tools import Tool, ToolTransform
 
 
 class Conversation:
-    """A conversation with history: each answer takes all earlier messages into account.
+    """A conversation with history: each answer depends on all earlier messages.
 
     As in training, sampled tokens are never encoded again; their ids stay in the conversation. Tool
     calls are executed, and the policy continues until it answers.
@@ -26,12 +26,12 @@ class Conversation:
     Args:
         policy: the policy, in history mode.
         system_prompt: first message; none by default.
-        tools: tools, functions with type hints and a docstring, or transforms with tools (of a
-            task's ``make_tools``). The prompt describes them where the policy was made with their
-            schemas (``TransformersWrapper(tools=...)``).
+        tools: tools, functions with type hints and a docstring, or transforms with tools (from a
+            task's ``make_tools``). The prompt describes the tools if the policy has their schemas
+            (``TransformersWrapper(tools=...)``).
 
     Attributes:
-        system_prompt: as given; a new value takes effect at the next :meth:`reset`.
+        system_prompt: first message; a new value takes effect at the next :meth:`reset`.
         was_cut: whether the last answer was cut, by ``max_new_tokens`` or by the context.
 
     Example:
@@ -51,7 +51,7 @@ class Conversation:
         system_prompt: str | None = None,
         tools: Sequence[Tool | Callable[..., Any] | ToolTransform] = (),
     ) -> None:
-        # A full context is always reported to the user, independently of the setting of training.
+        # A full context is always reported to the user, whatever the setting in training is.
         self.policy = policy.get_new_version(input_mode="history", on_overlong="error")
         self.system_prompt = system_prompt
         self.was_cut = False
@@ -80,13 +80,13 @@ class Conversation:
 
         Args:
             text: message of the user.
-            **generate_kwargs: arguments of generation that override those of the policy.
+            **generate_kwargs: arguments of generation that override the arguments of the policy.
 
         Returns:
             The answer. Calls of tools and their results are among :attr:`messages`.
 
         Raises:
-            OverlongError: the conversation does not fit into the model's context any more. The
+            OverlongError: when the conversation does not fit into the model's context any more. The
                 message is not added.
         """
         said = {"role": "user", "content": text}
@@ -104,7 +104,7 @@ class Conversation:
             td = self._env.step_mdp(td)
             if self._chat(td)[-1]["role"] == "assistant" or refused:
                 break
-            # A model that must answer without tools gets one more turn, not unlimited ones.
+            # A model that must answer without tools gets only one more turn.
             refused = not td["tools", "auxiliary"].item()
         self._td, self.was_cut = td, cut
         answers = [message for message in self._chat(td) if message["role"] == "assistant"]

@@ -1,4 +1,4 @@
-"""Accuracy of a policy on held-out prompts, through the environment and wrapper of training."""
+"""Accuracy of a policy on held-out prompts, with the environment and wrapper of training."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Outcome(NamedTuple):
     """Result of one conversation.
 
     Attributes:
-        reward: sum over its turns; 0.0 if invalid.
+        reward: sum of the rewards of all turns; 0.0 if invalid.
         valid: whether every turn has a valid reward.
         success: whether the answer was correct.
-        length: tokens of the last response; -1 if a server did not count them.
+        length: number of tokens of the last response; -1 if a server did not count them.
         cut: whether the last response was cut by its length limit.
     """
 
@@ -51,17 +51,19 @@ class Evaluation:
     Attributes:
         accuracy: fraction of prompts answered correctly; a prompt without a valid reward counts as
             wrong and is included in ``invalid``.
-        reward: mean of the valid rewards, each summed over its turns; NaN without any.
-        reward_std: their standard deviation.
-        success: ``accuracy`` over the prompts with a valid reward only, as ``train/success`` is.
+        reward: mean of the valid rewards, each summed over its turns; NaN without valid rewards.
+        reward_std: standard deviation of the valid rewards.
+        success: accuracy over only the prompts with a valid reward, like ``train/success``.
         invalid: fraction of prompts whose reward failed.
-        response_length: mean tokens of the last response; NaN if a server did not count them.
+        response_length: mean number of tokens of the last response; NaN if a server did not count
+            them.
         truncated: fraction of last responses cut by their length limit.
         num_prompts: number of answered prompts; fewer than requested if the data has fewer.
         shares: for each requested bool key, the fraction of turns in which it is true.
         at_k: with several samples per prompt, the results of
             :func:`~torchrl_llm.evaluation.figures_at_k`, averaged over prompts.
-        conversations: the first few, as text; the last line says whether the answer is correct.
+        conversations: the first conversations as text; the last line of each is whether the answer
+            is correct.
     """
 
     accuracy: float
@@ -79,7 +81,7 @@ class Evaluation:
     __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
-        """The numbers, named ``eval/...``."""
+        """Return the numbers, named ``eval/...``."""
         names = "accuracy reward reward_std success invalid response_length truncated num_prompts"
         own = {f"eval/{name}": getattr(self, name) for name in names.split()}
         return own | {f"eval/{name}": v for name, v in {**self.shares, **self.at_k}.items()}
@@ -100,18 +102,18 @@ def evaluate(
 ) -> Evaluation:
     """Answer held-out prompts and count correct answers.
 
-    Deterministic for a greedy policy: the environment's data restarts first, so every evaluation
-    uses the same prompts, each once.
+    First the data of the environment restarts, so every evaluation uses the same prompts, each
+    once. For a greedy policy the result is therefore deterministic.
 
     Args:
-        env: writes a reward, ends its conversations, and restarts its data with
+        env: environment that writes a reward, ends its conversations, and restarts its data with
             ``reset_dataloader()``; batch size ``[B]``. If it has a ``primer``, as
             :class:`~torchrl_llm.envs.DatasetChatEnv` does, the primer reports the end of the data.
         policy: the policy; pass a greedy one for greedy accuracy.
-        num_prompts: number of prompts, from the start of the data; all prompts, with a warning, if
-            the data has fewer.
-        max_turns: turns after which a conversation is stopped and counted. Finished conversations
-            wait for the others.
+        num_prompts: number of prompts, from the start of the data. If the data has fewer prompts,
+            all prompts are used, with a warning.
+        max_turns: number of turns after which a conversation is stopped and counted. Finished
+            conversations wait for the other conversations of the batch.
         success_key: bool key under ``"next"`` that marks a correct answer.
         num_shown: number of conversations to return as text.
         on_answer: called for each prompt, in order, with the row of its last turn and the outcome
@@ -121,10 +123,10 @@ def evaluate(
             which each is true is returned.
 
     Returns:
-        The counts.
+        The results.
 
     Raises:
-        ConfigError: the environment does not write ``success_key`` or a reward.
+        ConfigError: when the environment does not write ``success_key`` or a reward.
     """
     for delegate in delegates_of(env):
         delegate.use_policy(policy)
@@ -191,7 +193,7 @@ def _play(
     success_key: str,
     share_keys: Sequence[str],
 ) -> tuple[dict[str, Tensor], list[tuple[TensorDictBase, int]]]:
-    """Play the first conversations of a batch to their end: facts by row, and its last turn."""
+    """Play the first conversations of a batch to the end; return each row's facts and last turn."""
     size = env.batch_size.numel()
     facts: dict[str, Tensor] = {
         "reward": torch.zeros(size, dtype=torch.float64),
@@ -211,7 +213,7 @@ def _play(
         acting = running if active is None else running & active.reshape(size).cpu()
         late = isinstance(env, HoldsTurns)
         if not (acting.any() or late):
-            break  # the player who must act has used all turns
+            break  # the player who acts next has used all turns
         if late or not acting.all():
             td.set("_step", acting.to(td.device) if td.device else acting)
         td = env.step(policy(td))
@@ -261,7 +263,7 @@ def _facts(td: TensorDictBase, size: int, success_key: str) -> dict[str, Tensor]
 
 
 def _lengths(td: TensorDictBase, size: int) -> Tensor:
-    counted = td.get(("tokens", "response_length"), None)  # from a policy without token ids
+    counted = td.get(("tokens", "response_length"), None)  # the policy returns no token ids
     if counted is not None:
         return counted.reshape(size).cpu()
     sizes = [ids.shape[0] for ids in read_rows(td, ("tokens", "response"))]
@@ -277,13 +279,13 @@ def _text(row: TensorDictBase) -> str:
     return "\n".join(f"{message['role']}: {message_text(message)}" for message in chat)
 
 
-# Tensors that environments and policies write; not columns of the data.
+# Tensors that environments and policies write; they are not columns of the data.
 _OWN = {"done", "terminated", "truncated", "truncation_reason", "group_id", "traj_id", "turn"}
 _OWN |= {"env_step", "step_count", "policy_version", "active", "_step"}
 
 
 def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
-    """Prompt, answer and outcome in a form for JSON.
+    """Convert prompt, answer and outcome to a form for JSON.
 
     Args:
         row: the last turn of a conversation, without batch dimension.
@@ -293,7 +295,7 @@ def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
         ``messages`` (the whole conversation) or ``text``, ``query``, the :class:`Outcome` field by
         field (``reward`` is ``None`` if invalid), ``error``, the short columns of the dataset
         (``task_id``, ``key``, ...), and ``scores`` if the reward wrote any. ``length`` is ``None``
-        if not known.
+        if unknown.
     """
     record: dict[str, Any] = {}
     for name, value in row.items():
@@ -319,20 +321,20 @@ def answer_record(row: TensorDictBase, outcome: Outcome) -> dict[str, Any]:
 
 
 def _message(message: dict[str, Any]) -> dict[str, Any]:
-    """A message without the environment's internal fields, plus the sampled text if it differs."""
+    """Remove internal fields from a message; add the sampled text if it differs."""
     same = message.get("raw") == message.get("content")
     left_out = {"is_complete", "raw"} if same else {"is_complete"}
     return {name: value for name, value in message.items() if name not in left_out}
 
 
 def pass_at_k(num_right: int, num_samples: int, k: int) -> float:
-    """Unbiased chance that one of ``k`` samples is correct (arXiv:2107.03374, eq. 1).
+    """Estimate the probability that one of ``k`` samples is correct (arXiv:2107.03374, eq. 1).
 
     ``1 - C(n - c, k) / C(n, k)`` with ``n`` samples, of which ``c`` are correct.
 
     Args:
-        num_right: ``c``.
-        num_samples: ``n``.
+        num_right: ``c``, number of correct samples.
+        num_samples: ``n``, number of samples.
         k: at most ``n``.
 
     Raises:

@@ -1,8 +1,8 @@
 """Additional figures of an evaluation: one function each, registered by name.
 
-A function of the answers to one prompt (records as of
-:func:`~torchrl_llm.evaluation.answer_record`) returns the prompt's value: a bool, a number, or
-``None`` if it has none. The figure is the mean over prompts.
+Each function takes the answers to one prompt (records of
+:func:`~torchrl_llm.evaluation.answer_record`) and returns the prompt's value: a bool, a number, or
+``None`` for no value. The figure is the mean over prompts.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ from torchrl_llm.errors import DataError
 
 @dataclass(frozen=True, kw_only=True)
 class HeldOutLoss:
-    """Prediction of the trained tokens, averaged over all of them.
+    """How well a model predicts the trained tokens, averaged over all trained tokens.
 
     Attributes:
         loss: cross-entropy, nats per token.
@@ -40,7 +40,7 @@ class HeldOutLoss:
     __repr__ = rounded_repr
 
     def metrics(self) -> dict[str, float]:
-        """The numbers, named ``eval/...``."""
+        """Return the numbers, named ``eval/...``."""
         names = ("loss", "perplexity", "token_accuracy")
         return {f"eval/{name}": getattr(self, name) for name in names}
 
@@ -49,15 +49,15 @@ class HeldOutLoss:
 def held_out_loss(
     scorer: TokenScorer, rows: Sequence[Demonstration], *, token_budget: int | None = None
 ) -> HeldOutLoss:
-    """Score demonstrations.
+    """Compute the loss of demonstrations.
 
     Args:
-        scorer: for example a policy; it runs without dropout.
-        rows: rows; those without trained tokens do not count.
+        scorer: scorer, for example a policy; it runs without dropout.
+        rows: rows; rows without trained tokens do not count.
         token_budget: tokens per forward, including padding; the result does not depend on it.
 
     Raises:
-        DataError: no token counts.
+        DataError: when no token counts.
 
     Example:
         >>> from torchrl_llm.data.scoring import TokenScores

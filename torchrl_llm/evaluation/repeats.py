@@ -1,7 +1,7 @@
 """Figures for several samples per prompt: pass@k and majority@k.
 
-Samples are records as of :func:`~torchrl_llm.evaluation.answer_record`. The mean over samples,
-avg@k, equals the accuracy for every ``k``.
+Samples are records of :func:`~torchrl_llm.evaluation.answer_record`. The mean over samples, avg@k,
+equals the accuracy for every ``k``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Record = Mapping[str, Any]
 
 
 def sample_sizes(num_samples: int) -> list[int]:
-    """The ``k`` of the figures: powers of two from 2 on, and all samples.
+    """Return the values of ``k``: powers of two from 2 on, and the number of samples.
 
     Args:
         num_samples: number of samples of a prompt.
@@ -33,13 +33,13 @@ def sample_sizes(num_samples: int) -> list[int]:
 
 
 def figures_at_k(groups: Sequence[Sequence[Record]]) -> dict[str, list[float]]:
-    """``pass@k`` and ``majority@k`` of each prompt, for each ``k`` of :func:`sample_sizes`.
+    """Compute ``pass@k`` and ``majority@k`` of each prompt, for each ``k`` of :func:`sample_sizes`.
 
     Args:
         groups: the samples of each prompt, in the order in which they were drawn.
 
     Returns:
-        Name to one value per prompt, each in [0, 1]; their mean is the figure.
+        Maps a name to one value per prompt, each in [0, 1]; the mean of the values is the figure.
 
     Example:
         >>> def sample(text, success):
@@ -59,15 +59,16 @@ def figures_at_k(groups: Sequence[Sequence[Record]]) -> dict[str, list[float]]:
 
 
 def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) -> float:
-    """Whether the most frequent answer among ``k`` samples is correct (arXiv:2203.11171).
+    """Return whether the most frequent answer of ``k`` samples is correct (arXiv:2203.11171).
 
-    Averaged over disjoint blocks of ``k`` samples, in their order, so the estimate is unbiased and
-    no sample counts twice. Answers with equally many votes share the result equally.
+    The result is an average over disjoint blocks of ``k`` samples, in their order, so the estimate
+    is unbiased and no sample counts twice. Answers with equally many votes share the result
+    equally.
 
     Args:
         votes: the answer of each sample; ``None`` for no answer, which is not a vote.
         right: whether each answer is correct.
-        k: at most the number of samples.
+        k: number of samples of a block, at most the number of samples.
 
     Example:
         >>> majority_at_k(["4", "5", "4", "5"], [True, False, True, False], 3)
@@ -82,14 +83,14 @@ def majority_at_k(votes: Sequence[str | None], right: Sequence[bool], k: int) ->
             if vote is not None:
                 given[vote].append(is_right)
         most = max(map(len, given.values()), default=0)
-        # Two samples with the same answer may differ in correctness, if more than the answer
-        # counts.
+        # Two samples with the same answer may differ in correctness, if the reward uses more than
+        # the answer.
         runs.append(fmean([fmean(each) for each in given.values() if len(each) == most] or [0.0]))
     return fmean(runs)
 
 
 def answer_vote(record: Record) -> str | None:
-    """The vote of a sample: its marked answer, its last number, or its whole text.
+    """Return the vote of a sample: its marked answer, its last number, or its whole text.
 
     Numbers are compared by value, other texts without case and spacing. An incomplete mark is not a
     vote. See :func:`~torchrl_llm.rewards.answer_formats.marked_answer`.

@@ -1,7 +1,7 @@
-"""Pure tensor functions: the mathematics of post-training. They need torch and nothing else.
+"""Pure tensor functions: the mathematics of post-training. They need only torch.
 
-Every function takes tensors and returns tensors; shapes, units (nats) and papers are in the
-docstrings. Classes that read tensordicts and call models live in :mod:`torchrl_llm.objectives`.
+Every function takes tensors and returns tensors. The docstrings give shapes, units (nats) and
+papers. Classes that read tensordicts and call models are in :mod:`torchrl_llm.objectives`.
 """
 
 from torchrl_llm._imports import lazy

@@ -1,15 +1,14 @@
-r"""Turns rewards into advantages: reward terms, comparison within a group or batch, SPO's tracker.
+r"""Functions that turn rewards into advantages, within a group or a batch, and SPO's tracker.
 
 Group functions accept two forms: groups as the last dimension, ``[..., G]``, or flat rewards
 ``[N]`` with a group id per member. Invalid members are excluded from all statistics and get
 advantage 0, even if their reward is NaN. If all valid rewards of a group are equal, its advantages
-are exactly 0 (no rounding error divided by a tiny deviation). Rewards count as equal when float32
-cannot distinguish them (:func:`are_equal`).
+are exactly 0, so that no rounding error is divided by a tiny deviation. Rewards count as equal when
+float32 cannot distinguish them (:func:`are_equal`).
 
 The tracker of Single-stream Policy Optimization (arXiv:2509.13232, section 3) gives each prompt a
-Beta distribution :math:`(\alpha, \beta)` over its success rate :math:`v = \alpha / (\alpha +
-\beta)`, the baseline of the next reward. The more the policy has changed, the less older
-observations count.
+Beta distribution :math:`(\alpha, \beta)` over its success rate. The baseline of the next reward is
+:math:`v = \alpha / (\alpha + \beta)`. Older observations count less if the policy has changed more.
 
 Floating dtypes are kept and other dtypes become float32. Intermediate results are float64.
 
@@ -25,7 +24,7 @@ from torch import Tensor
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
-    r"""DAPO's soft penalty for responses close to the length limit, arXiv:2503.14476 equation 13.
+    r"""Compute DAPO's soft penalty for long responses, arXiv:2503.14476 equation 13.
 
     .. math::
         R_\mathrm{length}(y) = \begin{cases}
@@ -41,7 +40,7 @@ def overlong_penalty(lengths: Tensor, max_length: int, cache: int) -> Tensor:
             grows.
 
     Returns:
-        Between -1 and 0; float32 unless ``lengths`` is float64.
+        A number between -1 and 0 per response; float32 unless ``lengths`` is float64.
 
     Raises:
         ValueError: unless ``0 < cache <= max_length``.
@@ -62,7 +61,7 @@ def adapted_kl_coefficient(coefficient: float, kl: float, *, target: float, gain
     r"""Take one step of the controller that keeps a KL divergence near a target.
 
     arXiv:1909.08593 section 2.2: :math:`e = \mathrm{clip}((\mathrm{KL} - t) / t, -0.2, 0.2)` and
-    :math:`\beta \leftarrow \beta (1 + K_\beta e)`, with :math:`K_\beta = 0.1` there.
+    :math:`\beta \leftarrow \beta (1 + K_\beta e)`, with :math:`K_\beta = 0.1` in the paper.
 
     Args:
         coefficient: :math:`\beta`.
@@ -81,8 +80,8 @@ def adapted_kl_coefficient(coefficient: float, kl: float, *, target: float, gain
     return coefficient * (1 + gain * error)
 
 
-# A reward is rounded three times: when it is computed, when its parts are weighted, and when they
-# are added.
+# A reward is rounded three times: when it is computed, when its parts are weighted, and when the
+# parts are added.
 _RESOLUTION = 4 * torch.finfo(torch.float32).eps
 
 
@@ -94,7 +93,7 @@ def are_equal(returns: Tensor, magnitudes: Tensor) -> bool:
         magnitudes: ``[N]``, for each return the sum of the absolute values of its terms.
 
     Returns:
-        Whether they are within 4.8e-7 of the largest magnitude.
+        Whether the returns differ by at most 4.8e-7 of the largest magnitude.
 
     Example:
         >>> returns = torch.tensor([0.1 + 0.2 - 0.3, 0.0])
@@ -120,21 +119,22 @@ def group_advantages(
     eps_as: EpsilonAs = "floor",
     positive_only: bool | Literal["before_std"] = False,
 ) -> Tensor:
-    r"""Reward against the group's mean, :math:`A_i = (r_i - \bar r) / \max(\sigma, \epsilon)`.
+    r"""Compare with the group's mean, :math:`A_i = (r_i - \bar r) / \max(\sigma, \epsilon)`.
 
     This is GRPO, arXiv:2402.03300 section 4.1.2; the paper does not say whether it uses the sample
-    or the population deviation. Without the division it is Dr. GRPO, arXiv:2503.20783. The floor on
-    the deviation follows TorchRL. TRL adds 1e-4 to the sample deviation (``eps=1e-4,
-    eps_as="added"``), Ludic 1e-8 to the population's.
+    or the population deviation. Without the division it is Dr. GRPO, arXiv:2503.20783. The smallest
+    deviation is the same as in TorchRL. TRL adds 1e-4 to the sample deviation (``eps=1e-4,
+    eps_as="added"``). Ludic adds 1e-8 to the population deviation.
 
     Args:
         rewards: ``[..., G]``, or ``[N]`` when ``group_ids`` are given.
         group_ids: integers ``[N]``, equal within a group; in any order.
         valid: bool, shaped like ``rewards``; all valid by default.
-        normalize: the deviation: ``"sample"`` (divides by G - 1), ``"population"`` (by G), or
-            ``"none"`` for no division.
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        normalize: the standard deviation: ``"sample"`` (computed with G - 1) or ``"population"``
+            (computed with G). ``"none"`` does not divide the advantage.
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+            deviation.
         positive_only: negative advantages become 0. ``"before_std"`` sets them to 0 before the
             deviation is computed, as Ludic does.
 
@@ -172,9 +172,10 @@ def group_advantages(
 def leave_one_out(
     rewards: Tensor, group_ids: Tensor | None = None, *, valid: Tensor | None = None
 ) -> Tensor:
-    r"""Reward against the mean of the others, :math:`A_i = r_i - \frac{1}{G-1}\sum_{j \ne i} r_j`.
+    r"""Subtract the mean of the others, :math:`A_i = r_i - \frac{1}{G-1}\sum_{j \ne i} r_j`.
 
-    RLOO, arXiv:2402.14740, section 2.3. Equal to the group-centred reward times G / (G - 1).
+    RLOO, arXiv:2402.14740, section 2.3. The result equals the reward minus the group's mean, times
+    G / (G - 1).
 
     Args:
         rewards: ``[..., G]``, or ``[N]`` when ``group_ids`` are given.
@@ -206,23 +207,24 @@ def hybrid_advantages(
     eps: float = 1e-6,
     eps_as: EpsilonAs = "floor",
 ) -> Tensor:
-    r"""Reward against its group's mean, over the deviation of the whole batch.
+    r"""Subtract the group's mean from each reward, and divide by the deviation of the whole batch.
 
     :math:`A_i = (r_i - \bar r_{group(i)}) / \max(\sigma_{batch}, \epsilon)`: ScaleRL,
     arXiv:2510.13786, where :math:`\sigma_{batch}` is the deviation of the centred rewards. Ludic
     adds 1e-8 to it (``eps=1e-8, eps_as="added"``). TRL's ``scale_rewards="batch"`` divides by the
-    sample deviation of the rewards themselves (``normalize="sample", deviation_of="returns"``, and
-    adds 1e-4). Members of groups with fewer than two valid
-    members are not part of the batch.
+    sample deviation of the rewards themselves (``normalize="sample", deviation_of="returns"``) plus
+    1e-4. Groups with fewer than two valid members are not part of the batch.
 
     Args:
         rewards: ``[..., G]``, or ``[N]`` when ``group_ids`` are given.
         group_ids: integers ``[N]``, equal within a group; in any order.
         valid: bool, shaped like ``rewards``; all valid by default.
         normalize: as in :func:`group_advantages`.
-        deviation_of: the values whose deviation is computed over the batch.
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        deviation_of: whether the deviation is computed from the centred rewards (``"advantages"``)
+            or from the rewards (``"returns"``).
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+                deviation.
 
     Returns:
         Shaped like ``rewards``.
@@ -261,21 +263,22 @@ def batch_normalize(
     eps: float = 1e-6,
     eps_as: EpsilonAs = "floor",
 ) -> Tensor:
-    r"""Values against the mean and deviation of the whole batch, :math:`(x - \mu) / \sigma`.
+    r"""Standardise values over the whole batch, :math:`(x - \mu) / \sigma`.
 
     This is the global advantage normalisation of REINFORCE++ (arXiv:2501.03262). Its batch consists
-    of tokens, so pass as weight of each value the number of tokens that have it. SPO
-    (arXiv:2509.13232) and implementations of PPO normalise in the same way.
+    of tokens. If several tokens have the same value, pass the number of these tokens as the weight
+    of the value. SPO (arXiv:2509.13232) and implementations of PPO normalise in the same way.
 
     Args:
         values_N: ``[N]``.
         weights_N: ``[N]``, how often each value counts, once by default. A value with weight 0 is
             excluded from the statistics, and its result is 0.
         center: subtract the mean.
-        normalize: the deviation: ``"sample"`` (divides by the weights' sum less 1),
-            ``"population"``, or ``"none"`` for no division.
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        normalize: the standard deviation: ``"sample"`` (computed with the sum of the weights minus
+            1) or ``"population"``. ``"none"`` does not divide.
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+                deviation.
 
     Returns:
         ``[N]``; zeros where all values are equal and ``center`` is set.
@@ -316,13 +319,13 @@ def batch_normalize(
 def discounted_returns(
     rewards_T: Tensor, gamma: float = 1.0, *, bootstrap: Tensor | float = 0.0
 ) -> Tensor:
-    r"""Returns from each step on, :math:`G_t = r_t + \gamma G_{t+1}`.
+    r"""Compute the return from each step on, :math:`G_t = r_t + \gamma G_{t+1}`.
 
     Args:
-        rewards_T: ``[..., T]``, in the order of time.
+        rewards_T: ``[..., T]``, ordered by time.
         gamma: discount from one step to the next, in [0, 1].
         bootstrap: ``[...]``, the value :math:`G_T` of the state after the last step: 0 where the
-            episode ended there, a critic's estimate where it was cut.
+            episode ended, a critic's estimate where the episode was cut.
 
     Returns:
         ``[..., T]``.
@@ -372,7 +375,7 @@ class _Groups(NamedTuple):
         else:
             names, index = group_ids.unique(return_inverse=True)
             number = names.shape[0]
-        values = rewards.reshape(-1).double()  # so that squares and sums stay finite
+        values = rewards.reshape(-1).double()  # for finite squares and sums
         valid = torch.ones_like(index, dtype=torch.bool) if valid is None else valid.reshape(-1)
         count = values.new_zeros(number).index_add(0, index, valid.to(values.dtype))
         return cls(values.where(valid, 0.0), index, valid, count)
@@ -385,7 +388,7 @@ class _Groups(NamedTuple):
         return (values - mean[self.index]).where(self.valid, 0.0)
 
     def centred(self) -> Tensor:
-        """Difference to the group's mean; exactly 0 if float32 cannot distinguish the members."""
+        """Subtract the group's mean; exactly 0 if float32 cannot distinguish the members."""
         highest, lowest = (
             self.values.new_full(self.count.shape, -sign * torch.inf).scatter_reduce(
                 0, self.index, self.values.where(self.valid, -sign * torch.inf), reduce
@@ -416,14 +419,15 @@ def _check_option(name: str, value: object, allowed: tuple[object, ...]) -> None
 def forgetting_factor(
     kl: Tensor | float, *, half_life: float = 0.1, bounds: tuple[float, float] = (0.875, 0.96)
 ) -> Tensor:
-    r"""Factor by which past observations are discounted.
+    r"""Return the factor that discounts past observations.
 
     :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`.
 
     Args:
-        kl: nats, divergence of the policy now from the policy at the prompt's last visit.
+        kl: divergence of the current policy from the policy at the last update of the prompt, nats.
         half_life: divergence in nats that halves the weight of the past.
-        bounds: ``(rho_min, rho_max)``; the paper's, for memories of 8 to 25 samples.
+        bounds: ``(rho_min, rho_max)``. The default is the paper's: past observations count like 8
+            to 25 samples.
 
     Returns:
         Shaped like ``kl``.
@@ -443,9 +447,9 @@ def beta_update(
     Args:
         alpha: successes so far.
         beta: failures so far.
-        reward: in [0, 1]; if ``count`` rewards came at one visit, their sum.
+        reward: a reward in [0, 1], or the sum of ``count`` rewards.
         rho: see :func:`forgetting_factor`.
-        count: rewards of this visit.
+        count: number of rewards in the sum.
 
     Returns:
         The new ``(alpha, beta)``.
@@ -459,9 +463,10 @@ def beta_update(
 
 
 def uncertainty_weight(value: Tensor, *, floor: float = 0.05) -> Tensor:
-    r"""How often a prompt should be drawn, :math:`\sqrt{v (1 - v)} + \epsilon`.
+    r"""Return how often a prompt should be drawn, :math:`\sqrt{v (1 - v)} + \epsilon`.
 
-    Prompts that always or never succeed teach little; the floor keeps them from being forgotten.
+    Prompts that always or never succeed give little signal. The floor makes sure that they are
+    still drawn sometimes.
 
     Args:
         value: success rates in [0, 1].

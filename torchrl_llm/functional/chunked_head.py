@@ -1,26 +1,27 @@
 """Computes log-probs of tokens from hidden states, one tile of logits at a time.
 
 A language-model head turns ``N`` hidden states into ``N x V`` logits, but a loss needs only one
-number per token. With ``V`` = 151,936 these logits, and the copies that autograd keeps of them, are
-most of the memory of a training step. Here the forward walks over tiles of the vocabulary and keeps
-a running log-sum-exp; the backward computes the tiles again. No tensor is ever ``[N, V]``, unless
-it is small: up to 256 MiB of tiles are kept for the backward where all of them fit.
+number per token. With ``V`` = 151,936, most of the memory of a training step holds these logits and
+the copies that autograd keeps. This module computes one tile of the vocabulary after the other, and
+updates a log-sum-exp. The backward computes the tiles again. A tensor ``[N, V]`` is stored only if
+it is small: if all tiles fit into 256 MiB, they are kept for the backward.
 
-If they do not fit and the weight needs a gradient, that gradient takes ``V x D`` numbers. The
-forward already allocates this memory and stores as many tiles in it as fit (a share of ``D / N``),
-so that the backward need not compute them again. The peak memory stays the same. But the graph
-holds this memory until its backward, so backpropagate each micro-batch separately.
+If the tiles do not fit and the weight needs a gradient, the gradient takes ``V x D`` numbers. The
+forward already allocates the memory of this gradient and stores as many tiles there as fit (a share
+of ``D / N``). The backward need not compute these tiles again, and the peak memory stays the same.
+But the graph holds this memory until the backward, so call ``backward`` for each micro-batch
+separately.
 
 Tiles are slices of the *vocabulary*, not of the tokens: each slice of the weight is read once, its
 gradient is written once, and the running sums stay in the cache.
 
-On a GPU, if products are in bfloat16 or float16 and the head has no bias and no soft-cap, the
-kernels of :mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile is kept.
+On a GPU, the kernels of :mod:`torchrl_llm.functional.head_kernels` read each tile once, and no tile
+is kept. They need products in bfloat16 or float16, and a head without bias and soft-cap.
 
 ``torch.compile`` sees one operator for the forward and one for the backward, and does not trace
-into them. There are two reasons: tiles share memory, so their operations must not be reordered
-(torch 2.11 computes wrong gradients when it traces them), and a loop over tiles would become a very
-long graph. These operators keep no tiles.
+into them. There are two reasons. Tiles share memory, so their operations must not be reordered
+(torch 2.11 computes wrong gradients when it traces them). And a loop over tiles would become a very
+long graph. Under ``torch.compile``, no tiles are kept.
 
 :mod:`torchrl_llm.modules.backends.head` finds the head of a given model and its logit scale.
 
@@ -52,7 +53,7 @@ class HeadScores(NamedTuple):
 
     Attributes:
         log_probs: float32 ``[N]``, nats; float64 for states in float64.
-        entropy: of the same type ``[N]``, nats, or ``None`` when it was not asked for.
+        entropy: ``[N]`` in the same dtype, nats; ``None`` if it was not requested.
     """
 
     log_probs: Tensor
@@ -73,19 +74,19 @@ def chunked_log_probs(
     chunk_size: int | None = None,
     in_place_head_grad: bool = False,
 ) -> HeadScores:
-    r"""Log-probs (and entropy) of target tokens, without ever holding all logits.
+    r"""Compute log-probs (and entropy) of target tokens, without storing all logits.
 
     With :math:`z = s (h W^\top + u B^\top + b)`, capped to :math:`c \tanh(z / c)` where a soft-cap
     is given, the result is :math:`\log \mathrm{softmax}(z / \tau)` at the target. Gradients reach
     ``hidden_ND``, ``weight_VD``, ``bias`` and both parts of ``low_rank``, through the log-probs and
-    through the entropy; they are exact: logits that were not kept are computed again.
+    through the entropy. Gradients are exact, because logits that were not kept are computed again.
 
     Everything but the matrix products is float32. The products are float32 on a CPU; on a CUDA
     device they use the autocast dtype if there is one, otherwise the promoted dtype of states and
     weight, and return float32. States or weights in float64 make everything float64.
 
     Args:
-        hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.
+        hidden_ND: ``[N, D]`` hidden states; each state predicts its target.
         weight_VD: ``[V, D]`` weight of the head.
         targets_N: int64 ``[N]`` token ids.
         bias: ``[V]`` bias of the head.
@@ -94,15 +95,16 @@ def chunked_log_probs(
         softcap: cap of the scaled logits.
         temperature: a positive number, or float32 ``[N]``, one per token.
         entropy: also return the entropy of each distribution.
-        chunk_size: the most logits that are alive at once (tokens x vocabulary entries). ``None``
-            chooses a number for the device, and keeps up to 256 MiB of logits for the backward.
+        chunk_size: largest number of logits in memory at once (tokens x vocabulary entries).
+            ``None`` chooses a number for the device, and keeps up to 256 MiB of logits for the
+            backward.
         in_place_head_grad: add the weight's gradient to ``weight_VD.grad`` in the backward. This
             saves one tensor of the weight's size, which autograd would hold otherwise. The weight
             must be a leaf. Its gradient hooks do not run, so use this in a single process only.
             Ignored under ``torch.compile``.
 
     Returns:
-        The scores; ``entropy`` is ``None`` unless asked for.
+        The scores; ``entropy`` is ``None`` unless requested.
 
     Raises:
         ValueError: for shapes that do not fit, a temperature that is not positive, or
@@ -144,19 +146,19 @@ def chunked_greedy_ids(
     softcap: float | None = None,
     chunk_size: int | None = None,
 ) -> Tensor:
-    """The most likely token after each hidden state, without ever holding all logits.
+    """Return the most likely token after each hidden state, without storing all logits.
 
     Args:
         hidden_ND: ``[N, D]`` hidden states.
         weight_VD: ``[V, D]`` weight of the head.
         bias: ``[V]`` bias of the head.
-        low_rank: as of :func:`chunked_log_probs`.
+        low_rank: see :func:`chunked_log_probs`.
         scale: factor on the logits, above 0.
         softcap: cap of the scaled logits.
-        chunk_size: the most logits that are alive at once; chosen by device when ``None``.
+        chunk_size: largest number of logits in memory at once; chosen by device when ``None``.
 
     Returns:
-        int64 ``[N]``; the lowest id where logits are equal.
+        int64 ``[N]``; among equal logits, the lowest id.
 
     Example:
         >>> h, w = torch.eye(2), torch.tensor([[0.0, 1.0], [2.0, 0.0], [1.0, 1.0]])
@@ -190,7 +192,7 @@ def check_head(hidden: Tensor, weight: Tensor, temperature: Any, whose: str = ""
         whose: suffix for the error message, such as ``" of the teacher"``.
 
     Raises:
-        ValueError: something does not match.
+        ValueError: when the shapes do not match.
     """
     if hidden.ndim != 2 or weight.ndim != 2 or hidden.shape[1] != weight.shape[1]:
         raise ValueError(
@@ -226,7 +228,7 @@ def _check(hidden, weight, targets, bias, low_rank, temperature) -> None:
 
 
 def _will_return(hidden: Tensor, weight: Tensor) -> bool:
-    """Whether a backward will need the tiles."""
+    """Return whether a backward will need the tiles."""
     return torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
 
 
@@ -260,7 +262,7 @@ class _ChunkedHead(torch.autograd.Function):
         if grad_log_probs is None and grad_entropy is None:
             return (None,) * 8
         temperature = temperature_N if temperature_N is not None else ctx.temperature
-        # The first backward overwrites the kept tiles, and they do not contain log p.
+        # The first backward overwrites the kept tiles. Kept tiles do not contain log p.
         kept, ctx.kept = ctx.kept, None
         upstream = _Upstream(targets, log_sum, grad_log_probs, grad_entropy, entropy)
         grads = _gradients(
@@ -270,7 +272,7 @@ class _ChunkedHead(torch.autograd.Function):
 
 
 def _score(inputs, targets, temperature, settings: HeadSettings):
-    """Log-probs, entropy, log-sum-exp and the kept tiles."""
+    """Return the log-probs, entropy, log-sum-exp and the kept tiles."""
     with without_autocast(inputs[0].device.type):
         head = HeadTiles(*inputs, temperature, settings)
         kept = KeptTiles.of(head, inputs[1]) if settings.keep else None
@@ -278,7 +280,7 @@ def _score(inputs, targets, temperature, settings: HeadSettings):
 
 
 def _gradients(inputs, upstream: _Upstream, temperature, settings, needs, leaf=None, kept=None):
-    """Gradients of the five inputs; ``None`` for inputs that need none."""
+    """Return the gradients of the five inputs; ``None`` for inputs that need none."""
     with without_autocast(inputs[0].device.type):
         head = HeadTiles(*inputs, temperature, settings)
         grads = HeadGradients(head, inputs, needs, leaf, kept)
@@ -356,7 +358,7 @@ class _Upstream(NamedTuple):
 def _kernel_gradient(
     head: HeadTiles, rows: slice, columns: slice, weight: Tensor, upstream: _Upstream, _kept: None
 ) -> Tensor:
-    """As :func:`_tile_gradient`, in the type of the products."""
+    """Same as :func:`_tile_gradient`, in the dtype of the products."""
     logits = head.logits(rows, columns, weight, head.buffer(rows, columns))
     own = [None if x is None else x[rows] for x in upstream]
     targets, log_sum, log_probs, slope, entropy = own
@@ -427,7 +429,7 @@ def _compiled(inputs, targets, temperature, settings: HeadSettings) -> HeadScore
 
 
 def _read(arguments):
-    """Inputs, targets, temperature and settings from the arguments of an operator."""
+    """Read inputs, targets, temperature and settings from the arguments of an operator."""
     *inputs, targets, temperature_N, temperature = arguments[:8]
     scale, softcap, entropy, chunk_size, dtype = arguments[8:13]
     settings = HeadSettings(LogitForm(scale, softcap), entropy, chunk_size, False, False, dtype)

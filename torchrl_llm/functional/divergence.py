@@ -1,13 +1,13 @@
 r"""Computes the divergence of two models over the whole vocabulary from their hidden states.
 
 An estimate from a sampled token compares one entry of two distributions. These functions compare
-all entries, exactly and without noise. Both models' logits exist one tile at a time (as in
-:mod:`torchrl_llm.functional.chunked_head`, also under ``torch.compile``), so no tensor is ever
-``[N, V]``; the backward computes the tiles again. Only the first model gets a gradient; the other
-is a constant.
+all entries, exactly and without noise. They compute the logits of both models one tile at a time
+(as in :mod:`torchrl_llm.functional.chunked_head`, also under ``torch.compile``), so no tensor ``[N,
+V]`` is stored. The backward computes the tiles again. Only the first model gets a gradient; the
+second model is a constant.
 
-Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size of the model, ``E`` that of the
-teacher, ``R`` rank of an adapter.
+Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size of the model, ``E`` hidden size of
+the teacher, ``R`` rank of an adapter.
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ Direction = Literal["reverse", "forward"]
 def divergence_from_logits(
     logits_NV: Tensor, teacher_logits_NV: Tensor, *, direction: Direction = "reverse"
 ) -> Tensor:
-    r"""KL divergence between a model and its teacher from all their logits.
+    r"""Compute the KL divergence between a model and its teacher from all their logits.
 
     ``"reverse"`` is :math:`\mathrm{KL}(p \| q) = \sum_v p_v (\log p_v - \log q_v)` with the model
     :math:`p` and the teacher :math:`q`, ``"forward"`` is :math:`\mathrm{KL}(q \| p)`. The reverse
-    one seeks the teacher's modes; on-policy distillation minimises it (arXiv:2306.13649,
-    arXiv:2306.08543 equation 1). The forward one covers all modes of the teacher. They are the two
-    ends (beta 1 and 0) of the generalised Jensen-Shannon divergence of TRL's ``GKDTrainer``.
+    divergence seeks the teacher's modes; on-policy distillation minimises it (arXiv:2306.13649,
+    arXiv:2306.08543 equation 1). The forward divergence covers all modes of the teacher. They are
+    the two ends (beta 1 and 0) of the generalised Jensen-Shannon divergence of TRL's
+    ``GKDTrainer``.
 
     Args:
-        logits_NV: ``[..., V]`` of the model.
-        teacher_logits_NV: ``[..., V]`` of the teacher, a constant.
-        direction: see above.
+        logits_NV: ``[..., V]``, logits of the model.
+        teacher_logits_NV: ``[..., V]``, logits of the teacher, a constant.
+        direction: ``"reverse"`` or ``"forward"``.
 
     Returns:
         ``[...]``, nats.
@@ -87,27 +88,28 @@ def chunked_divergence(
     temperature: float | Tensor = 1.0,
     chunk_size: int | None = None,
 ) -> Tensor:
-    r"""KL divergence between a model and its teacher, without ever holding all logits.
+    r"""Compute the KL divergence between a model and its teacher, without storing all logits.
 
-    The value and the gradient are those of :func:`divergence_from_logits` on the logits of
-    :func:`~torchrl_llm.functional.chunked_log_probs`. With :math:`g` from above, the gradient of
-    the logits is :math:`g\, p_v (\log p_v - \log q_v - \mathrm{KL})` for the reverse direction and
-    :math:`g\, (p_v - q_v)` for the forward one. Types are those of ``chunked_log_probs``.
+    The value and the gradient are the same as for :func:`divergence_from_logits` on the logits of
+    :func:`~torchrl_llm.functional.chunked_log_probs`. With :math:`g` the gradient of the result,
+    the gradient of the logits is :math:`g\, p_v (\log p_v - \log q_v - \mathrm{KL})` for the
+    reverse direction and :math:`g\, (p_v - q_v)` for the forward direction. Dtypes are the same as
+    for ``chunked_log_probs``.
 
     Args:
-        hidden_ND: ``[N, D]`` states of the model, each the one that predicts a token.
-        weight_VD: ``[V, D]`` weight of its head.
-        teacher_hidden_NE: ``[N, E]`` states of the teacher at the same places.
+        hidden_ND: ``[N, D]`` hidden states of the model; each state predicts a token.
+        weight_VD: ``[V, D]`` weight of the model's head.
+        teacher_hidden_NE: ``[N, E]`` hidden states of the teacher at the same positions.
         teacher_weight_VE: ``[V, E]`` weight of the teacher's head, over the same vocabulary.
         direction: ``"reverse"``, KL(model || teacher), or ``"forward"``, KL(teacher || model).
         bias: ``[V]`` bias of the head.
         low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``: an adapter's contribution ``u @ B.T``.
         scale: factor on the logits.
         softcap: cap of the scaled logits.
-        teacher_bias: as ``bias``, of the teacher.
-        teacher_low_rank: as ``low_rank``, of the teacher.
-        teacher_scale: as ``scale``, of the teacher.
-        teacher_softcap: as ``softcap``, of the teacher.
+        teacher_bias: the teacher's ``bias``.
+        teacher_low_rank: the teacher's ``low_rank``.
+        teacher_scale: the teacher's ``scale``.
+        teacher_softcap: the teacher's ``softcap``.
         temperature: temperature of both models: a positive number, or float32 ``[N]``.
         chunk_size: the most logits of each model that are alive at once.
 
@@ -196,7 +198,7 @@ class _ChunkedDivergence(torch.autograd.Function):
 
 
 def _diverge(tensors, temperature, settings, teacher_settings, direction):
-    """The divergence, and the log-sum-exps of the model and of the teacher."""
+    """Return the divergence, and the log-sum-exps of the model and of the teacher."""
     with without_autocast(tensors[0].device.type):
         model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
         if direction == "reverse":
@@ -206,7 +208,7 @@ def _diverge(tensors, temperature, settings, teacher_settings, direction):
 
 
 def _gradients(tensors, temperature, settings, teacher_settings, direction, results, grad, needs):
-    """Gradients of the model's five inputs, ``None`` where none is needed."""
+    """Return the gradients of the model's five inputs, ``None`` where none is needed."""
     value, log_sum, teacher_log_sum = results
     with without_autocast(grad.device.type):
         model, teacher = _tiles(tensors, temperature, settings, teacher_settings)
@@ -234,13 +236,13 @@ def _gradients(tensors, temperature, settings, teacher_settings, direction, resu
 
 
 def _tiles(tensors, temperature, settings, teacher_settings) -> tuple[HeadTiles, HeadTiles]:
-    """Tiles of both heads with the same boundaries."""
+    """Return tiles of both heads with the same boundaries."""
     model = HeadTiles(*tensors[:5], temperature, settings)
     return model, HeadTiles(*tensors[5:10], temperature, teacher_settings)
 
 
 def _scan(first: HeadTiles, second: HeadTiles) -> tuple[Tensor, Tensor, Tensor]:
-    r"""Divergence of the first from the second, and both log-sum-exps, all ``[N]``, in one pass.
+    r"""Compute the divergence and both log-sum-exps, all ``[N]``, in one pass.
 
     With running maxima ``m`` and ``n`` of the logits ``x`` and ``y``: ``s = sum exp(x - m)``, ``r =
     sum exp(y - n)`` and ``a = sum exp(x - m) ((x - m) - (y - n))``; then ``KL = a / s - log s +
@@ -303,7 +305,7 @@ def _compiled(tensors, temperature, settings, teacher_settings, direction) -> Te
 
 
 def _read(arguments):
-    """Tensors, temperature, both settings and direction from the arguments of an operator."""
+    """Read tensors, temperature, settings and direction from the arguments of an operator."""
     temperature_N, temperature, *heads, chunk_size, direction = arguments[10:20]
     settings, teacher_settings = (
         HeadSettings(LogitForm(scale, softcap), False, chunk_size, False, False, dtype)

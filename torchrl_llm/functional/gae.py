@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 class GAE(NamedTuple):
-    """Advantages and the returns that a critic should have predicted.
+    """Advantages, and the returns that a critic should predict.
 
     Attributes:
         advantage: ``[N]``.
@@ -36,15 +36,15 @@ def gae(
     lmbda: float = 1.0,
     bootstrap_S: Tensor | None = None,
 ) -> GAE:
-    r"""Generalised advantage estimation over the tokens of trajectories.
+    r"""Compute generalised advantage estimates for the tokens of trajectories.
 
     arXiv:1506.02438 equation 16: :math:`A_t = \sum_{l \ge 0} (\gamma \lambda)^l \delta_{t+l}` with
-    :math:`\delta_t = r_t + \gamma V_{t+1} - V_t` within one trajectory. After its last token,
-    :math:`V` is 0 if the trajectory terminated, and the value of its last state if it was
-    truncated. With both factors 1 (the defaults, usual for language models, whose reward comes at
-    the end) the advantage is the return minus the value.
+    :math:`\delta_t = r_t + \gamma V_{t+1} - V_t` within one trajectory. After the last token of a
+    trajectory, :math:`V` is 0 if the trajectory terminated, and the value of its last state if it
+    was truncated. With both factors 1, the advantage is the return minus the value. This is the
+    default, and usual for language models, because their reward comes at the end.
 
-    The sum is taken by doubling (1, 2, 4, ... steps at once), so there is no loop over tokens.
+    The sum is computed by doubling (1, 2, 4, ... steps at once), without a loop over tokens.
 
     Args:
         rewards_N: ``[N]``, the reward that follows each token.
@@ -90,17 +90,17 @@ def gae(
 def value_loss(
     values: Tensor, targets: Tensor, old_values: Tensor | None = None, clip: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    r"""The critic's squared error, :math:`(V - R)^2 / 2`.
+    r"""Compute the critic's squared error, :math:`(V - R)^2 / 2`.
 
-    With ``clip`` as in OpenAI's code of PPO (not in arXiv:1707.06347; see arXiv:2005.12729 section
-    3): the larger of this error and the error with :math:`V` clamped to within ``clip`` of its old
-    value.
+    With ``clip``, the result is the larger of this error and the error of the clipped value. The
+    clipped value is :math:`V`, moved by at most ``clip`` from its old value. OpenAI's code of PPO
+    does this (not in arXiv:1707.06347; see arXiv:2005.12729 section 3).
 
     Args:
         values: ``[N]``, with gradients.
         targets: ``[N]``, constants.
         old_values: ``[N]``, constants, the values from which the advantages were computed.
-        clip: how far a value may move from its old one.
+        clip: how far a value may move from its old value.
 
     Returns:
         The loss ``[N]`` and a bool ``[N]``, true where the clip cuts the gradient.

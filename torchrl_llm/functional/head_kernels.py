@@ -1,11 +1,12 @@
 """Triton kernels that read a float32 tile of logits once, for products in bfloat16 or float16.
 
-torch's own operations read or write each tile more than ten times in a forward and backward. On an
-H100 that takes longer than the matrix products: a pass over 8,192 x 151,936 float32 numbers takes
-1.7 ms, and one product with 1,536 channels 5 ms. Triton comes with torch where there is a GPU.
+Without these kernels, torch reads or writes each tile more than ten times in a forward and
+backward. On an H100 this takes longer than the matrix products: one pass over 8,192 x 151,936
+float32 numbers takes 1.7 ms, and one product with 1,536 channels takes 5 ms. Triton is installed
+together with torch for GPUs.
 
-Next: :mod:`torchrl_llm.functional.chunked_head`, which has the same arithmetic in torch's
-operations for all other devices and types.
+Next: :mod:`torchrl_llm.functional.chunked_head` has the same arithmetic in torch operations, for
+all other devices and dtypes.
 
 Shape legend: a tile is ``v`` vocabulary entries by ``n`` tokens; in memory a token's logits lie
 next to each other.
@@ -30,8 +31,8 @@ def available(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether these kernels run for tiles on a device; the first call per device tests them.
 
     Args:
-        device: of the tile.
-        dtype: of the factors of the matrix products.
+        device: device of the tile.
+        dtype: dtype of the factors of the matrix products.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -45,8 +46,8 @@ def works(device: torch.device, dtype: torch.dtype) -> bool:
     Logs a warning if they do not, because the head is slower without them.
 
     Args:
-        device: any that Triton knows.
-        dtype: of gradients.
+        device: a device that Triton supports.
+        dtype: dtype of the gradients.
     """
     width, targets = 300, torch.tensor([0, 150, 299], device=device)
     tile = torch.linspace(-9.0, 9.0, 3 * width, device=device).view(3, width).t()
@@ -109,7 +110,7 @@ def gradient(
     grad_entropy_N: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of a tile's logits, ``g (1[v = target] - p) - g_H p (log p + H)``.
+    """Compute the gradient of a tile's logits, ``g (1[v = target] - p) - g_H p (log p + H)``.
 
     Args:
         tile_VN: float32 ``[v, n]``, logits.
@@ -118,8 +119,8 @@ def gradient(
         log_sum_N: float32 ``[n]``, log-sum-exp of all logits of a token.
         entropy_N: ``H``, float32 ``[n]``; needed with ``grad_entropy_N``.
         grad_log_probs_N: ``g``, float32 ``[n]``, or ``None`` for 0.
-        grad_entropy_N: ``g_H``, likewise.
-        dtype: of the result.
+        grad_entropy_N: ``g_H``, float32 ``[n]``, or ``None`` for 0.
+        dtype: dtype of the result.
 
     Returns:
         ``[v, n]``.

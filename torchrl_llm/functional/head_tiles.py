@@ -3,7 +3,7 @@
 The arithmetic on tiles is in :mod:`torchrl_llm.functional.chunked_head`.
 
 Shape legend: ``N`` tokens, ``V`` vocabulary, ``D`` hidden size, ``R`` rank of an adapter; a tile is
-``v`` vocabulary entries by ``n`` tokens, in this order, because products are faster in it.
+``v`` vocabulary entries by ``n`` tokens, because products are faster in this order.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor
 from torchrl_llm.functional import head_kernels
 from torchrl_llm.functional.logit_form import LogitForm
 
-# Logits alive at once. On a CPU a tile should stay in the cache. On a GPU 2,048 entries of 8,192
-# tokens fill the device; their float32 logits and bfloat16 gradients are 96 MiB.
+# Number of logits in memory at once. On a CPU a tile should stay in the cache. On a GPU 2,048
+# entries of 8,192 tokens fill the device; their float32 logits and bfloat16 gradients are 96 MiB.
 _TILE = {"cpu": 1 << 21, "cuda": 1 << 24}
 _MAX_ROWS = {"cpu": 1024, "cuda": 8192}
 # Matrix products on a GPU are fast when both sides of a tile are multiples of this.
@@ -34,7 +34,8 @@ class HeadSettings(NamedTuple):
     Attributes:
         form: scale and soft-cap of the logits.
         entropy: whether to compute entropies.
-        chunk_size: the most logits alive at once, or ``None`` for the device's default.
+        chunk_size: largest number of logits in memory at once, or ``None`` for the device's
+            default.
         in_place: add the weight's gradient to ``weight.grad`` in the backward.
         keep: keep tiles for the backward if there is memory for them.
         dtype: type of the factors of the matrix products.
@@ -49,23 +50,23 @@ class HeadSettings(NamedTuple):
 
     @property
     def sum_dtype(self) -> torch.dtype:
-        """Type of logits and sums: float32, or float64 where the products have it."""
+        """Dtype of logits and sums: float32, or float64 if the products are float64."""
         return torch.float64 if self.dtype is torch.float64 else torch.float32
 
 
 def logits_bytes(
     num_tokens: int, num_entries: int, *, chunk_size: int | None = None, kind: str = "cpu"
 ) -> int:
-    """Bytes of the float32 logits that a head holds at once in training.
+    """Return the bytes of float32 logits that a head holds at once in training.
 
-    Usually this is one tile, so it does not grow with tokens times vocabulary; all logits are held
-    only if they fit into ``chunk_size``. On a GPU with products in bfloat16 or float16 it is one
-    tile and its gradient in that dtype.
+    Usually the head holds one tile, so the number does not grow with tokens times vocabulary. The
+    head holds all logits only if they fit into ``chunk_size``. On a GPU with products in bfloat16
+    or float16, it holds one tile and the tile's gradient in this dtype.
 
     Args:
-        num_tokens: tokens of the forward.
-        num_entries: of the vocabulary.
-        chunk_size: as of :class:`HeadSettings`.
+        num_tokens: number of tokens of the forward.
+        num_entries: number of entries of the vocabulary.
+        chunk_size: see :class:`HeadSettings`.
         kind: type of the device, ``"cpu"`` or ``"cuda"``.
 
     Example:
@@ -82,7 +83,7 @@ def logits_bytes(
 def _tile_shape(
     num_tokens: int, num_entries: int, chunk_size: int | None, kind: str
 ) -> tuple[int, int]:
-    """Tokens and vocabulary entries of a tile."""
+    """Return the number of tokens and of vocabulary entries of a tile."""
     tile = chunk_size or _TILE.get(kind, _TILE["cuda"])
     rows = max(1, min(num_tokens, _MAX_ROWS.get(kind, _MAX_ROWS["cuda"]), tile))
     columns = tile // rows
@@ -92,7 +93,7 @@ def _tile_shape(
 
 
 def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
-    """Type of the factors of the matrix products; see ``chunked_log_probs``.
+    """Return the dtype of the factors of the matrix products; see ``chunked_log_probs``.
 
     Args:
         hidden: ``[N, D]``.
@@ -109,7 +110,7 @@ def matmul_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
 
 
 def without_autocast(kind: str) -> AbstractContextManager:
-    """Context in which products keep the dtypes of their inputs.
+    """Return a context in which products keep the dtypes of their inputs.
 
     Args:
         kind: type of the device.
@@ -120,7 +121,7 @@ def without_autocast(kind: str) -> AbstractContextManager:
 
 
 def _product(left: Tensor, right: Tensor) -> Tensor:
-    """A matrix product with a float32 result, or float64 of factors in float64."""
+    """Multiply matrices; the result is float32, or float64 if the factors are float64."""
     if left.dtype in (torch.float32, torch.float64):
         return left @ right
     return torch.mm(left, right, out_dtype=torch.float32)
@@ -149,7 +150,7 @@ def add_product(into: Tensor, left: Tensor, right: Tensor) -> None:
     """``into += left @ right``, summed in at least float32 for all dtypes."""
     if _sums(into, left):
         into.addmm_(left, right)
-    elif _widens(into, left) and not torch.compiler.is_compiling():  # which cannot trace it
+    elif _widens(into, left) and not torch.compiler.is_compiling():  # torch.compile cannot trace it
         torch.addmm(into, left, right, out_dtype=torch.float32, out=into)
     else:
         into.add_(_product(left, right))
@@ -169,7 +170,7 @@ class HeadTiles:
         adapter: ``[N, R]`` or ``None``.
         adapter_weight: ``[V, R]`` or ``None``.
         temperature: a number, or float32 ``[N]``.
-        settings: the rest.
+        settings: settings of the head.
 
     Attributes:
         rows: slices of the tokens.
@@ -189,8 +190,8 @@ class HeadTiles:
         plain = bias is None and not settings.form.squashes
         self.fused = plain and head_kernels.available(hidden.device, settings.dtype)
         self._buffer = None
-        # Without a cap, all factors reduce to one per row, which is cheaper to apply to the [N, D]
-        # states.
+        # Without a cap, all factors are one number per row. It is cheaper to multiply the [N, D]
+        # states by it.
         self.late = None
         factor = settings.form.scale
         if isinstance(temperature, Tensor):
@@ -214,18 +215,18 @@ class HeadTiles:
         return self.late[rows] if isinstance(self.late, Tensor) else self.late
 
     def buffer(self, rows: slice, columns: slice) -> Tensor:
-        """Memory for one tile ``[v, n]``, in the dtype of the sums; all tiles reuse it."""
+        """Allocate memory for one tile ``[v, n]``, in the dtype of the sums; all tiles reuse it."""
         height, width = columns.stop - columns.start, rows.stop - rows.start
         if self._buffer is None:
             self._buffer = torch.empty(
                 height * width, dtype=self.settings.sum_dtype, device=self.hidden.device
             )
         flat = self._buffer[: height * width]
-        # The kernels read a token's logits as one piece.
+        # The kernels read the logits of a token from consecutive memory.
         return flat.view(width, height).t() if self.fused else flat.view(height, width)
 
     def logits(self, rows: slice, columns: slice, weight: Tensor, into: Tensor) -> Tensor:
-        """Input of the softmax ``[v, n]``, written into ``into``."""
+        """Write the input of the softmax, ``[v, n]``, into ``into``."""
         write_product(into, weight, self.hidden[rows].t())
         if self.adapter is not None:
             add_product(into, self.slice_of_adapter(columns), self.adapter[rows].t())
@@ -244,11 +245,11 @@ class HeadTiles:
         return grad.mul_(self.settings.form.slope(logits))
 
     def slice_of_weight(self, columns: slice) -> Tensor:
-        """``[v, D]`` in the type of the products."""
+        """Return ``[v, D]`` of the weight, in the dtype of the products."""
         return self.weight[columns].to(self.settings.dtype)
 
     def slice_of_adapter(self, columns: slice) -> Tensor:
-        """``[v, R]`` in the type of the products."""
+        """Return ``[v, R]`` of the adapter, in the dtype of the products."""
         return self.adapter_weight[columns].to(self.settings.dtype)
 
 
@@ -256,22 +257,23 @@ class KeptTiles:
     """Exponentials of tiles that are kept, so that the backward need not compute them again.
 
     If all logits fit into ``chunk_size`` (256 MiB by default), all are kept. Otherwise the first
-    ones are kept, in the memory of the weight's gradient, which is needed anyway. The backward
-    reads tiles and writes gradients in the same order, from the first column on. Kept tiles are
-    packed towards the end of the memory, with a gap of one tile's columns, so that a write never
-    overwrites a tile that has not been read. With ``b`` columns done, ``c`` kept and ``v`` a tile:
-    ``(b + v) D <= V D - (c - b) N``, which is linear in ``b`` and checked at both ends.
+    tiles are kept, in the memory of the weight's gradient. This memory is needed anyway. The
+    backward reads tiles and writes gradients in the same order, from the first column on. Kept
+    tiles are packed towards the end of the memory, with a gap of one tile's columns, so that a
+    write never overwrites a tile that has not been read. With ``b`` columns done, ``c`` columns
+    kept and ``v`` columns in a tile, ``(b + v) D <= V D - (c - b) N`` must hold. It is linear in
+    ``b``, so checking both ends is enough.
 
     Args:
         flat: the memory.
-        start: where the first tile lies in it.
+        start: position of the first tile in the memory.
         columns: vocabulary entries that are kept.
         count: ``N``.
-        gradient: the memory as the weight's gradient ``[V, D]``, if it is used for that.
+        gradient: the memory as the weight's gradient ``[V, D]``, if it is used for the gradient.
 
     Attributes:
-        gradient: as given.
-        tops: per tile the maximum that its exponentials are relative to, ``[n]``.
+        gradient: the argument of this name.
+        tops: for each tile, the maximum that was subtracted before the exponentials, ``[n]``.
     """
 
     def __init__(
@@ -283,14 +285,14 @@ class KeptTiles:
 
     @classmethod
     def of(cls, head: HeadTiles, weight: Tensor) -> KeptTiles | None:
-        """The tiles of a head that can be kept; ``None`` if there is no memory for any.
+        """Return the tiles of a head that can be kept; ``None`` if there is no memory for any.
 
         Args:
             head: the tiles.
             weight: ``[V, D]``, the parameter that takes gradients.
         """
         if head.fused:
-            return None  # none fits beside gradients in bfloat16, unless the inputs are small
+            return None  # next to gradients in bfloat16 no tile fits, unless the inputs are small
         count, size = head.hidden.shape
         dtype, all_columns = head.settings.sum_dtype, weight.shape[0]
         if count * all_columns <= (head.settings.chunk_size or _KEPT):
@@ -309,7 +311,7 @@ class KeptTiles:
         return cls(gradient.view(-1), room - kept * count, kept, count, gradient)
 
     def tile(self, rows: slice, columns: slice) -> Tensor | None:
-        """Memory of a tile, float32 ``[v, n]``, or ``None`` when it is not kept."""
+        """Return the memory of a tile, float32 ``[v, n]``, or ``None`` when it is not kept."""
         if columns.stop > self._columns:
             return None
         height, width = columns.stop - columns.start, rows.stop - rows.start
@@ -318,14 +320,14 @@ class KeptTiles:
 
 
 def empty_gradients(inputs: Sequence[Tensor | None], needs: Sequence[bool]) -> list[Tensor]:
-    """Memory for the gradients of :class:`HeadGradients`, for the needed ones only.
+    """Allocate memory for those gradients of :class:`HeadGradients` that are needed.
 
     Args:
-        inputs: as there.
-        needs: as there.
+        inputs: see :class:`HeadGradients`.
+        needs: see :class:`HeadGradients`.
     """
     wanted = [like for like, need in zip(inputs, needs, strict=True) if need]
-    keeps_strides = inputs[1]  # the others are collected in memory without gaps
+    keeps_strides = inputs[1]  # the other gradients are collected in contiguous memory
     return [
         torch.empty_like(like) if like is keeps_strides else like.new_empty(like.shape)
         for like in wanted
@@ -368,13 +370,13 @@ class HeadGradients:
         return torch.zeros(like.shape, dtype=self.head.settings.sum_dtype, device=like.device)
 
     def add(self, tile_VN: Tensor, rows: slice, columns: slice, weight: Tensor) -> None:
-        """Add the part of one tile, in the order of the tiles.
+        """Add the gradients of one tile; call it in the order of the tiles.
 
         Args:
             tile_VN: gradient of the tile's logits, ``[v, n]``.
             rows: the tile's tokens.
-            columns: its vocabulary entries.
-            weight: ``[v, D]``, the weight of these.
+            columns: the tile's vocabulary entries.
+            weight: ``[v, D]``, the weight of these entries.
         """
         head = self.head
         grad_VN = tile_VN.to(head.settings.dtype)
@@ -394,7 +396,7 @@ class HeadGradients:
             add_product(self.adapter_weight[columns], grad_VN, head.adapter[rows])
 
     def finish(self) -> list[Tensor | None]:
-        """Gradients of the five inputs, in their dtypes; ``None`` for inputs that need none."""
+        """Return the gradients of the five inputs in their dtypes; ``None`` where not needed."""
         hidden, _, bias, adapter, adapter_weight = self.inputs
         factor = self.head.factor
         for states in (self.hidden, self.adapter):

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Indices drawn at a time, so that ten thousand prompts do not take a gigabyte.
+# Number of indices drawn at a time, so that ten thousand prompts do not need a gigabyte.
 _DRAWN_AT_ONCE = 1 << 21
 
 
@@ -28,21 +28,21 @@ class Interval(NamedTuple):
 
 
 def wilson_interval(num_right: Tensor, num_trials: Tensor, *, level: float = 0.95) -> Interval:
-    """Wilson's score interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22, p. 209).
+    """Compute Wilson's interval of a proportion (Wilson 1927, J. Am. Stat. Assoc. 22, p. 209).
 
-    ``(p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)`` with ``p = c / n``. It
-    stays within 0 and 1, and its width is above 0 even if none or all are right.
+    ``(p + z^2 / 2n -+ z sqrt(p (1 - p) / n + z^2 / 4n^2)) / (1 + z^2 / n)`` with ``p = c / n``. The
+    interval is within 0 and 1, and its width is above 0 even if no trial or every trial is right.
 
     Args:
         num_right: ``c``, any shape.
-        num_trials: ``n`` independent trials, the same shape; without any the interval is 0 to 1.
+        num_trials: ``n`` independent trials, the same shape; with ``n = 0`` the interval is 0 to 1.
         level: share of such intervals that contain the true proportion.
 
     Returns:
         The interval, of the same shape.
 
     Raises:
-        ValueError: impossible counts or level.
+        ValueError: for impossible counts or an impossible level.
 
     Example:
         >>> low, high = wilson_interval(torch.tensor(0), torch.tensor(10))
@@ -74,12 +74,12 @@ def bootstrap_interval(
     num_resamples: int = 2000,
     seed: int = 0,
 ) -> Interval:
-    """Percentile bootstrap of a mean whose independent units are prompts (Efron 1979).
+    """Compute a percentile bootstrap of a mean whose independent units are prompts (Efron 1979).
 
-    Whole prompts are drawn with replacement, each with all its samples. Samples of one prompt are
-    similar, so they must not make the interval narrower. The statistic is ``sum(totals) /
-    sum(counts)``. The function uses its own generator, so it neither depends on the user's seed nor
-    changes the user's random state.
+    Prompts are drawn with replacement, each with all its samples. Samples of one prompt are
+    similar, so more samples per prompt must not make the interval narrower. The statistic is
+    ``sum(totals) / sum(counts)``. The function uses its own generator, so it neither depends on the
+    user's seed nor changes the user's random state.
 
     Args:
         totals_P: float ``[P]``, the sum of the values of each prompt, or its single value.
@@ -87,14 +87,14 @@ def bootstrap_interval(
             all 0 are left out.
         level: share of such intervals that contain the true mean, for many prompts.
         num_resamples: ``S``.
-        seed: of the generator.
+        seed: seed of the generator.
 
     Returns:
         The interval. NaN if there is only one prompt, or if all prompts have the same value: a
         bootstrap sees no spread then, and an interval of width 0 would be wrong.
 
     Raises:
-        ValueError: shapes that differ, or an impossible level or number.
+        ValueError: for shapes that differ, or an impossible level or number.
 
     Example:
         >>> low, high = bootstrap_interval(torch.tensor([0.0, 1.0] * 50))

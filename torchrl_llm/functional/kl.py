@@ -6,11 +6,11 @@ divergence of the current policy from a reference, ``log_ratio = ref_log_probs -
 tokens of the current policy.
 
 The names are John Schulman's (http://joschu.net/blog/kl-approx.html). As *losses*, where ``p`` is
-trained on its own samples, they differ more than as estimates: the mean gradient of ``k1`` is zero
-for every ``q``; that of ``k2`` is the gradient of :math:`\mathrm{KL}(p \| q)`; that of ``k3`` (the
-one of GRPO, arXiv:2402.03300 equation 4) is the gradient of the other direction,
-:math:`\mathrm{KL}(q \| p)`. ``weighted_k3`` corrects this direction, and also corrects for samples
-of an older policy.
+trained on its own samples, they differ more than as estimates. The mean gradient of ``k1`` is zero
+for every ``q``. The mean gradient of ``k2`` is the gradient of :math:`\mathrm{KL}(p \| q)`. The
+mean gradient of ``k3`` (GRPO's estimate, arXiv:2402.03300 equation 4) is the gradient of the other
+direction, :math:`\mathrm{KL}(q \| p)`. ``weighted_k3`` has the gradient of :math:`\mathrm{KL}(p \|
+q)`, and also corrects for samples of an older policy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LossKLEstimator = Literal["k1", "k2", "k3", "weighted_k3"]
 
 
 def k1(log_ratio: Tensor) -> Tensor:
-    """``-log_ratio``: unbiased, of either sign, high variance.
+    """Return ``-log_ratio``: unbiased, positive or negative, high variance.
 
     Args:
         log_ratio: log q(x) - log p(x), nats, any shape, x drawn from p.
@@ -45,7 +45,7 @@ def k1(log_ratio: Tensor) -> Tensor:
 
 
 def k2(log_ratio: Tensor) -> Tensor:
-    """``log_ratio ** 2 / 2``: biased, never negative, low variance.
+    """Return ``log_ratio ** 2 / 2``: biased, never negative, low variance.
 
     Args:
         log_ratio: log q(x) - log p(x), nats, any shape, x drawn from p.
@@ -62,7 +62,7 @@ def k2(log_ratio: Tensor) -> Tensor:
 
 
 def k3(log_ratio: Tensor) -> Tensor:
-    """``exp(log_ratio) - 1 - log_ratio``: unbiased, never negative, low variance.
+    """Return ``exp(log_ratio) - 1 - log_ratio``: unbiased, never negative, low variance.
 
     Args:
         log_ratio: log q(x) - log p(x), nats, any shape, x drawn from p.
@@ -79,13 +79,13 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def weighted_k3(log_ratio: Tensor, log_weight: Tensor) -> Tensor:
-    r"""``k3`` times the ratio of current to sampling probability, both with gradients.
+    r"""Return ``k3`` times the ratio of current to sampling probability, both with gradients.
 
-    arXiv:2512.02556 (DeepSeek-V3.2), the unbiased KL estimate; TRL does so by default. Samples may
-    come from any policy that covers ``p``: the mean is :math:`\mathrm{KL}(p \| q)`, and the mean
-    gradient is the gradient of this direction. At ratio one it is the gradient of ``k2``.
-    Log-weights above 20 count as 20. For a token to which ``p`` gives almost no probability, where
-    the weight underflows and ``k3`` overflows, the result is still their exact product.
+    arXiv:2512.02556 (DeepSeek-V3.2), the unbiased KL estimate; TRL's default. Samples may come from
+    any policy that covers ``p``: the mean is :math:`\mathrm{KL}(p \| q)`, and the mean gradient is
+    the gradient of :math:`\mathrm{KL}(p \| q)`. At ratio one the gradient equals the gradient of
+    ``k2``. Log-weights above 20 count as 20. If ``p`` gives a token almost no probability, the
+    weight underflows and ``k3`` overflows; the result is still their exact product.
 
     Args:
         log_ratio: log q(x) - log p(x), nats, any shape, x drawn from the sampler.

@@ -1,4 +1,4 @@
-"""Transformation of a head's logits before the softmax: a factor and a soft cap."""
+"""The transformation of a head's logits before the softmax: a factor and a soft cap."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LogitForm(NamedTuple):
         """Apply the cap to scaled logits.
 
         Args:
-            logits: scaled, of any shape.
+            logits: scaled logits, any shape.
         """
         return torch.tanh(logits / self.softcap) * self.softcap if self.squashes else logits
 
@@ -42,12 +42,12 @@ class LogitForm(NamedTuple):
         """Apply the cap in place, without a gradient.
 
         Args:
-            logits: scaled, of any shape.
+            logits: scaled logits, any shape.
         """
         return logits.div_(self.softcap).tanh_().mul_(self.softcap) if self.squashes else logits
 
     def slope(self, squashed: Tensor) -> Tensor:
-        """Derivative of the cap.
+        """Return the derivative of the cap.
 
         Args:
             squashed: output of :meth:`squash`.

@@ -2,23 +2,23 @@ r"""Log-probs and entropy of tokens over the whole vocabulary or over the ids th
 
 Use the functions on logits if you have logits (small vocabularies, tests, output of another
 library). From a model's hidden states,
-:func:`~torchrl_llm.functional.chunked_head.chunked_log_probs` gives the same numbers without ever
-holding the logits.
+:func:`~torchrl_llm.functional.chunked_head.chunked_log_probs` computes the same numbers without
+storing all logits.
 
-Alignment, everywhere in this package: entry ``t`` belongs to token ``t`` and is
-``log p(x_t | x_<t)``. The model's output at position ``t - 1`` predicts token ``t``, so index 0 has
-no prediction and is 0.0.
+The alignment is the same everywhere in torchrl_llm: entry ``t`` belongs to token ``t`` and is ``log
+p(x_t | x_<t)``. The model's output at position ``t - 1`` predicts token ``t``. So token 0 has no
+prediction, and entry 0 is 0.0.
 
 Top-k, top-p or min-p sampling draws from the kept ids :math:`K` with probability
-:math:`\exp z_x / \sum_{v \in K} \exp z_v`. A loss that divides by the sum over the whole vocabulary
-has a ratio different from one even for the policy that sampled. Scoring on the kept ids is also
-cheaper, because it reads only their rows of the weight. A support is two flat tensors:
-``token_ids`` ``[S]``, the kept ids of one token after the other, and ``counts`` ``[N]``, how many
-each token has; a count of 0 stands for the whole vocabulary.
+:math:`\exp z_x / \sum_{v \in K} \exp z_v`. If a loss divides by the sum over the whole vocabulary,
+the ratio is not one, even for the policy that sampled. Scoring on the kept ids is also cheaper,
+because it reads only their rows of the weight. A support consists of two flat tensors:
+``token_ids`` ``[S]``, the concatenated kept ids of all tokens, and ``counts`` ``[N]``, the number
+of kept ids of each token. A count of 0 means the whole vocabulary.
 
 Shape legend: ``B`` rows, ``T`` tokens, ``V`` vocabulary, ``N`` flat tokens, ``S`` kept ids of all
 tokens together, ``D`` hidden size, ``R`` rank of an adapter; in a chunk, ``n`` tokens and ``k``
-ids, padded to the most of one token.
+ids, padded to the largest number of ids of a token.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from torchrl_llm.functional.logit_form import LogitForm
 
 
 def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
-    """Log-softmax at one index per row, without storing the whole log-softmax.
+    """Compute the log-softmax at one index per row, without storing the whole log-softmax.
 
     Args:
-        logits: ``[..., V]`` of any floating type; the sum is taken in float32.
+        logits: ``[..., V]`` of any floating dtype; the sum is computed in float32.
         index: int64 ``[...]``.
 
     Returns:
@@ -53,10 +53,10 @@ def selective_log_softmax(logits: Tensor, index: Tensor) -> Tensor:
 
 
 def token_log_probs(logits_BTV: Tensor, ids_BT: Tensor, *, temperature: float = 1.0) -> Tensor:
-    """Log-prob of each token of a sequence given its prefix.
+    """Compute the log-prob of each token of a sequence given its prefix.
 
     Args:
-        logits_BTV: ``[B, T, V]`` logits; those at position ``t`` predict token ``t + 1``.
+        logits_BTV: ``[B, T, V]`` logits; the logits at position ``t`` predict token ``t + 1``.
         ids_BT: int64 ``[B, T]`` token ids.
         temperature: divisor of the logits.
 
@@ -86,7 +86,7 @@ def token_log_probs(logits_BTV: Tensor, ids_BT: Tensor, *, temperature: float = 
 
 
 def entropy_from_logits(logits: Tensor) -> Tensor:
-    r"""Entropy of the softmax, :math:`H = -\sum_v p_v \log p_v`.
+    r"""Compute the entropy of the softmax, :math:`H = -\sum_v p_v \log p_v`.
 
     Args:
         logits: ``[..., V]``; entries of minus infinity have probability zero and add nothing.
@@ -102,12 +102,12 @@ def entropy_from_logits(logits: Tensor) -> Tensor:
     return torch.special.entr(log_probs.exp()).sum(-1)
 
 
-# Most numbers of gathered weight rows in memory at once (ids x hidden size).
+# Largest number of gathered weights in memory at once (ids x hidden size).
 _GATHERED = {"cpu": 1 << 22, "cuda": 1 << 26}
 
 
 def kept_ids(log_probs_NV: Tensor) -> tuple[Tensor, Tensor]:
-    """The support of distributions from their log-probs.
+    """Compute the support of distributions from their log-probs.
 
     Args:
         log_probs_NV: ``[N, V]``, ``-inf`` for ids that were dropped.
@@ -127,7 +127,7 @@ def kept_ids(log_probs_NV: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def take_support(token_ids_S: Tensor, counts_N: Tensor, index_M: Tensor) -> tuple[Tensor, Tensor]:
-    """The support of some of the tokens, in any order.
+    """Return the support of some of the tokens, in any order.
 
     Args:
         token_ids_S: ``[S]``.
@@ -135,7 +135,7 @@ def take_support(token_ids_S: Tensor, counts_N: Tensor, index_M: Tensor) -> tupl
         index_M: int64 ``[M]`` positions, or bool ``[N]``.
 
     Returns:
-        ``token_ids`` and ``counts`` ``[M]`` of these tokens.
+        The ``token_ids`` and the ``counts`` ``[M]`` of these tokens.
 
     Example:
         >>> ids, counts = torch.tensor([4, 5, 6]), torch.tensor([2, 0, 1])
@@ -151,12 +151,12 @@ def take_support(token_ids_S: Tensor, counts_N: Tensor, index_M: Tensor) -> tupl
 
 
 def restrict_logits(logits_NV: Tensor, token_ids_S: Tensor, counts_N: Tensor) -> Tensor:
-    """Set logits outside the support to ``-inf``; the slow twin of :func:`support_log_probs`.
+    """Set logits outside the support to ``-inf``; slow, see :func:`support_log_probs`.
 
     Args:
         logits_NV: ``[N, V]``.
         token_ids_S: ``[S]``.
-        counts_N: ``[N]``; rows with 0 are unchanged.
+        counts_N: ``[N]``; rows with count 0 are unchanged.
 
     Example:
         >>> restrict_logits(torch.zeros(1, 3), torch.tensor([0, 2]), torch.tensor([2]))
@@ -183,25 +183,26 @@ def support_log_probs(
     entropy: bool = False,
     chunk_size: int | None = None,
 ) -> HeadScores:
-    r"""Log-probs (and entropy) of targets under the softmax over each token's kept ids.
+    r"""Compute log-probs (and entropy) of targets under the softmax over each token's kept ids.
 
     :math:`\log p = z_x / \tau - \log \sum_{v \in K} \exp(z_v / \tau)` with the logits :math:`z` of
     :func:`~torchrl_llm.functional.chunked_log_probs`, which also computes the tokens of count 0.
-    Gradients are exact and reach the same five tensors; dtypes are the same as there.
+    Gradients are exact and reach the same five tensors as in that function; dtypes are also the
+    same.
 
     Args:
         hidden_ND: ``[N, D]`` hidden states, each the one that predicts its target.
         weight_VD: ``[V, D]`` weight of the head.
         targets_N: int64 ``[N]``.
-        token_ids_S: int32 or int64 ``[S]``, the kept ids of one token after the other.
-        counts_N: int32 or int64 ``[N]``; 0 for the whole vocabulary.
+        token_ids_S: int32 or int64 ``[S]``, the concatenated kept ids of all tokens.
+        counts_N: int32 or int64 ``[N]``, number of kept ids; 0 for the whole vocabulary.
         bias: ``[V]``.
         low_rank: ``(u, B)``, ``[N, R]`` and ``[V, R]``: an adapter's contribution ``u @ B.T``.
         scale: factor on the logits.
         softcap: cap of the scaled logits.
         temperature: a positive number, or float32 ``[N]``.
         entropy: also return the entropy of each restricted distribution.
-        chunk_size: the most logits alive at once; chosen by device when ``None``.
+        chunk_size: largest number of logits in memory at once; chosen by device when ``None``.
 
     Returns:
         The scores ``[N]``; a target outside its support has log-prob ``-inf``.
@@ -305,7 +306,7 @@ def _chunks(ids_S: Tensor, counts_N: Tensor, size: int) -> Iterator[_Chunk]:
 
 
 class _SupportHead(torch.autograd.Function):
-    """Chunks of gathered rows of the head; stores the logits of the kept ids for the backward."""
+    """Computes with gathered rows of the head; stores the kept ids' logits for the backward."""
 
     @staticmethod
     def forward(

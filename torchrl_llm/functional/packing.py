@@ -1,9 +1,9 @@
 """Streams of rows of different lengths, and attention that keeps the rows separate.
 
-A stream is a sequence of rectangles ("blocks") of rows that are padded to one width. Layers that
-act per token run on the stream directly. Attention runs block by block, so that no mask over the
-whole stream is ever built. A block may continue rows of an earlier block (responses that share a
-prompt): its rows then attend to their own prefix and, causally, to themselves.
+A stream is a sequence of rectangles ("blocks"). A block holds rows that are padded to one width.
+Layers that act per token run on the stream directly. Attention runs block by block, so no mask over
+the whole stream is built. A block may continue rows of an earlier block (responses that share a
+prompt). Then its rows attend to their own prefix and, causally, to themselves.
 
 Shape legend: ``S`` tokens of the stream, ``H`` heads, ``K`` key-value heads, ``D`` size of a head,
 ``n`` rows of a block, ``T`` its width, ``P`` width of the prefix.
@@ -24,7 +24,7 @@ class Prefix(NamedTuple):
     Attributes:
         block: index of the block that holds the prefixes.
         owner: ``n`` row indices into that block, one per row.
-        lengths: ``n`` lengths, the tokens of the prefix that a row sees.
+        lengths: ``n`` lengths: how many tokens of the prefix a row sees.
     """
 
     block: int
@@ -36,9 +36,9 @@ class AttentionBlock(NamedTuple):
     """A rectangle of rows in a stream; blocks follow each other without gaps.
 
     Attributes:
-        rows: ``n``.
-        width: ``T``; rows that are shorter are padded on the right.
-        prefix: the prefix that the rows continue, or ``None`` if they begin here.
+        rows: ``n``, number of rows.
+        width: ``T``, width of the block; shorter rows are padded on the right.
+        prefix: the prefix that the rows continue, or ``None`` if they have no prefix.
     """
 
     rows: int
@@ -65,10 +65,10 @@ class RowCosts(NamedTuple):
     """Costs of the parts of a forward and backward, in any common unit.
 
     Attributes:
-        token: of one token outside of attention.
-        pair: of one pair of query and key in attention.
-        call: of calling the model once.
-        block: of running attention once more within a call, over all layers.
+        token: cost of one token outside of attention.
+        pair: cost of one pair of query and key in attention.
+        call: cost of one call of the model.
+        block: cost of one more attention within a call, over all layers.
     """
 
     token: float
@@ -80,7 +80,7 @@ class RowCosts(NamedTuple):
 def length_buckets(
     lengths: Sequence[int], *, token: float, pair: float, cut: float
 ) -> list[list[int]]:
-    """Split rows into buckets of similar length, weighing padding against the number of buckets.
+    """Split rows into buckets of similar length, with little padding and few buckets.
 
     Rows are taken from longest to shortest. A bucket ends when its padding would cost more than a
     new bucket. The total cost is at most twice the optimum.
@@ -111,12 +111,12 @@ def length_buckets(
 
 
 def blocks_cost(blocks: Sequence[AttentionBlock], costs: RowCosts, *, calls: int = 1) -> float:
-    """Estimated cost of a stream.
+    """Estimate the cost of a stream.
 
     Args:
         blocks: the stream.
-        costs: of its parts.
-        calls: calls of the model; as many as blocks when each block is a call of its own.
+        costs: costs of the parts of a stream.
+        calls: number of calls of the model; the number of blocks if each block is a separate call.
 
     Example:
         >>> costs = RowCosts(token=1.0, pair=0.0, call=10.0, block=1.0)
@@ -130,7 +130,7 @@ def blocks_cost(blocks: Sequence[AttentionBlock], costs: RowCosts, *, calls: int
         if block.prefix is None:
             pairs += area * block.width / 2
         else:
-            # Attention with a mask computes the hidden keys too.
+            # Attention with a mask also computes the hidden keys.
             pairs += area * (block.width + max(block.prefix.lengths))
     extra = len(blocks) - calls
     return costs.token * tokens + costs.pair * pairs + costs.call * calls + costs.block * extra
@@ -147,17 +147,18 @@ def block_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Causal attention of a stream, block by block.
+    """Compute the causal attention of a stream, block by block.
 
     Args:
         query: ``[1, H, S, D]``.
         key: ``[1, K, S, D]``.
         value: ``[1, K, S, D]``.
         blocks: the stream; their areas sum to ``S``.
-        prefixes: :func:`prefix_views` of the blocks, where several layers share them.
-        dropout_p: as in ``scaled_dot_product_attention``, like the next two.
+        prefixes: result of :func:`prefix_views` for the blocks, if several layers share it.
+        dropout_p: see ``scaled_dot_product_attention``, which also documents the next two
+            arguments.
         scale: factor on the scores.
-        enable_gqa: ``K`` divides ``H`` instead of being equal.
+        enable_gqa: whether ``K`` may be smaller than ``H``; ``K`` must divide ``H``.
 
     Returns:
         ``[1, H, S, D]``.
@@ -172,8 +173,8 @@ def block_attention(
     """
     attend = torch.nn.functional.scaled_dot_product_attention
     settings = {"dropout_p": dropout_p, "scale": scale, "enable_gqa": enable_gqa}
-    # One split per tensor: the backward of single slices would allocate a whole stream of zeros for
-    # each.
+    # One split per tensor: with single slices, the backward would allocate a stream of zeros for
+    # each slice.
     sizes = [block.rows * block.width for block in blocks]
     queries, keys, values = (
         [_rectangle(part, block) for part, block in zip(x.split(sizes, dim=2), blocks, strict=True)]
@@ -194,7 +195,7 @@ def block_attention(
 
 
 def _rectangle(part: Tensor, block: AttentionBlock) -> Tensor:
-    """``[1, H, n T, D]`` of a stream as ``[n, H, T, D]``."""
+    """Convert ``[1, H, n T, D]`` of a stream to ``[n, H, T, D]``."""
     if block.rows == 1:
         return part
     _, heads, _, size = part.shape
@@ -202,11 +203,11 @@ def _rectangle(part: Tensor, block: AttentionBlock) -> Tensor:
 
 
 def prefix_views(blocks: Sequence[AttentionBlock], like: Tensor) -> list[PrefixView | None]:
-    """The prefixes that blocks attend to; ``None`` for blocks without a prefix.
+    """Return the prefixes that blocks attend to; ``None`` for blocks without a prefix.
 
     Args:
         blocks: the stream.
-        like: has the type and device of the scores.
+        like: a tensor with the dtype and device of the scores.
 
     Example:
         >>> blocks = [AttentionBlock(1, 2), AttentionBlock(1, 1, Prefix(0, (0,), (1,)))]
@@ -234,10 +235,10 @@ def _view(block: AttentionBlock, before: AttentionBlock, like: Tensor) -> Prefix
 
 
 def block_mask(blocks: Sequence[AttentionBlock], device: torch.device | None = None) -> Tensor:
-    """The mask that :func:`block_attention` never builds: which tokens each token attends to.
+    """Return the mask that :func:`block_attention` avoids: which tokens each token attends to.
 
     Returns:
-        bool ``[S, S]``, queries first.
+        bool ``[S, S]``; the first dimension is the query.
 
     Example:
         >>> block_mask([AttentionBlock(1, 2), AttentionBlock(1, 1)]).int()

@@ -19,7 +19,7 @@ Side = Literal["left", "right"]
 def length_mask(
     lengths_B: Tensor | Sequence[int], max_length: int | None = None, *, side: Side = "right"
 ) -> Tensor:
-    """Mask that is true at the tokens of each row and false at its padding.
+    """Return a mask that is true at the tokens of each row and false at the padding.
 
     Args:
         lengths_B: ``B`` lengths.
@@ -48,7 +48,7 @@ def length_mask(
 
 
 def row_index(lengths_B: Tensor | Sequence[int]) -> Tensor:
-    """Row of each token of flat values.
+    """Return the row of each token of flat values.
 
     Args:
         lengths_B: ``B`` lengths.
@@ -65,7 +65,7 @@ def row_index(lengths_B: Tensor | Sequence[int]) -> Tensor:
 
 
 def row_counts(row_N: Tensor, num_rows: int) -> Tensor:
-    """Tokens of each row; the inverse of :func:`row_index`.
+    """Return the number of tokens of each row; the inverse of :func:`row_index`.
 
     Args:
         row_N: int64 ``[N]``, the row of each token.
@@ -113,7 +113,7 @@ def pad_flat(
 
 
 def flatten_padded(dense: Tensor, mask_BT: Tensor) -> Tensor:
-    """The valid entries of a padded rectangle, row after row; the inverse of :func:`pad_flat`.
+    """Return the valid entries of a padded rectangle, flat; the inverse of :func:`pad_flat`.
 
     Args:
         dense: ``[B, T, ...]``.
@@ -130,10 +130,10 @@ def flatten_padded(dense: Tensor, mask_BT: Tensor) -> Tensor:
 
 
 def run_lengths(values_T: Tensor) -> tuple[Tensor, Tensor]:
-    """Run-length encoding of a row.
+    """Compute the run-length encoding of a row.
 
     Args:
-        values_T: ``[T]`` of any type that compares.
+        values_T: ``[T]`` of any dtype that can be compared.
 
     Returns:
         The value of each run and the int64 length of each run.
@@ -147,7 +147,7 @@ def run_lengths(values_T: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def mask_to_spans(mask_T: Tensor) -> list[tuple[int, int]]:
-    """Half-open spans ``(start, end)`` of the true runs of a mask.
+    """Return half-open spans ``(start, end)`` of the true runs of a mask.
 
     Args:
         mask_T: bool ``[T]``.
@@ -166,7 +166,7 @@ def mask_to_spans(mask_T: Tensor) -> list[tuple[int, int]]:
 
 
 def spans_to_mask(spans: Iterable[tuple[int, int]], length: int) -> Tensor:
-    """True inside the given spans.
+    """Return a mask that is true inside the given spans.
 
     Args:
         spans: half-open ``(start, end)``; they may touch or overlap.

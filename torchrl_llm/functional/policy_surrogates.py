@@ -8,15 +8,17 @@ different ways:
 - the ratio of each token, by a hard clip or a soft gate: :func:`ppo_clip`, :func:`sapo`;
 - one ratio per sequence: :func:`gspo`, :func:`gspo_token`, :func:`gmpo`;
 - a constant weight on the score function: :func:`reinforce`, :func:`cispo`, :func:`topr`. No token
-  loses its gradient to a clip: the weight is bounded, and autograd sees only the log-prob.
+  loses its gradient to a clip: the weight is a bounded constant, and only the log-prob has a
+  gradient.
 
-At ratio one all of them have the gradient of :func:`reinforce`. :func:`policy_gradient_loss` is
-this common case on padded rows; ``sota-implementations/pico`` teaches with it.
+At ratio one all functions have the same gradient as :func:`reinforce`. :func:`policy_gradient_loss`
+is this common case on padded rows; ``sota-implementations/pico`` uses it for teaching.
 
 A sequence's ratio, and the gradient that its tokens share, are sums over all of its tokens. They
-are computed in float64, one number per token, and the loss has the dtype of its inputs: gradients
-of rows of 100,000 tokens agree with float64 to one part in a million. Each token gets the value of
-its sequence. So ``aggregate(..., "sequence_mean")`` is the papers' mean over sequences.
+are computed in float64, one number per token, and the loss has the dtype of its inputs. The
+gradients of rows of 100,000 tokens then differ from a computation in float64 by at most one part in
+a million. Each token gets the value of its sequence. So ``aggregate(..., "sequence_mean")`` is the
+papers' mean over sequences.
 
 Shape legend: ``N`` tokens, ``S`` sequences; in padded rows ``B`` rollouts, ``T`` tokens.
 """
@@ -31,14 +33,13 @@ from torch import Tensor
 from torchrl_llm.functional import ratios
 
 MAX_LOG_RATIO = 20.0
-"""Larger log-ratios count as this one: exp(20) = 5e8 is far above any meaningful ratio and far
-below overflow."""
+"""Largest log-ratio: exp(20) = 5e8 is above meaningful ratios and far below overflow."""
 
 
 def ppo_clip(
     log_ratio: Tensor, advantage: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    r"""The clipped surrogate of PPO, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)`.
+    r"""Compute PPO's clipped surrogate, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)`.
 
     arXiv:1707.06347 equation 7, with two bounds as in DAPO (arXiv:2503.14476 equation 10).
     Log-ratios above 20 count as 20, so that no ratio overflows.
@@ -51,7 +52,7 @@ def ppo_clip(
 
     Returns:
         The loss ``[N]`` and a bool ``[N]`` that is true where the clip cuts the gradient: above the
-        upper bound with a positive advantage, below the lower one with a negative advantage.
+        upper bound with a positive advantage, below the lower bound with a negative advantage.
 
     Example:
         >>> loss, clipped = ppo_clip(torch.tensor([0.0, 1.0]), torch.tensor([2.0, 2.0]), 0.2, 0.2)
@@ -71,16 +72,16 @@ def sapo(
     r"""Soft adaptive policy optimisation, :math:`-\frac{4}{\tau} \sigma(\tau (r - 1)) A`.
 
     arXiv:2511.20347, the objective and its gate in section 3. :math:`\tau` is ``tau_pos`` where
-    the advantage is positive and ``tau_neg`` otherwise. The gradient is that of :math:`-r A` times
-    :math:`4 p (1 - p)` with :math:`p = \sigma(\tau (r - 1))`: it is 1 at ratio one and falls on
-    both sides, faster for a larger :math:`\tau`. (The gate's *value* does not peak at ratio one;
-    there it is :math:`2 / \tau`.)
+    the advantage is positive and ``tau_neg`` otherwise. The gradient is the gradient of :math:`-r
+    A` times the factor :math:`4 p (1 - p)` with :math:`p = \sigma(\tau (r - 1))`. The factor is 1
+    at ratio one and falls on both sides, faster for a larger :math:`\tau`. (The *value* of the gate
+    has no maximum at ratio one; its value there is :math:`2 / \tau`.)
 
     Args:
         log_ratio: ``[N]``, log of current over sampling probability, nats.
         advantage: ``[N]``.
         tau_pos: temperature of tokens with a positive advantage, above 0.
-        tau_neg: temperature of the others.
+        tau_neg: temperature of the other tokens, above 0.
 
     Returns:
         The loss ``[N]``. Nothing is clipped.
@@ -107,9 +108,10 @@ def gspo(
 
     arXiv:2507.18071 equation 5, with the length-normalised ratio of equation 7,
     :math:`s = \exp(\frac{1}{n} \sum_t \log r_t)`. Every token has the same share in the gradient
-    of its sequence. Where the advantages of a sequence differ between its tokens (a distillation
-    term on top of an outcome, say) each token has :math:`\min(s A_t, \mathrm{clip}(s) A_t)`, and
-    the gradient of the sequence is that of their mean; :func:`gspo_token` keeps them apart.
+    of its sequence. The advantages of a sequence may differ between its tokens (for example an
+    outcome plus a distillation term). Then each token has :math:`\min(s A_t, \mathrm{clip}(s)
+    A_t)`, and the gradient of the sequence is the gradient of their mean. :func:`gspo_token` gives
+    each token its own gradient.
 
     Args:
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
@@ -146,9 +148,9 @@ def gspo_token(
     r"""GSPO's token variant: the sequence's ratio in value, the token's own gradient.
 
     arXiv:2507.18071 equations 13 and 14,
-    :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage per sequence, its
-    value, clip and gradient are those of :func:`gspo`. With an advantage per token, each token
-    follows its own advantage.
+    :math:`s_t = \mathrm{sg}[s] \, \pi_t / \mathrm{sg}[\pi_t]`. With one advantage per sequence,
+    value, clip and gradient equal those of :func:`gspo`. With an advantage per token, each token
+    uses its own advantage.
 
     Args:
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
@@ -183,7 +185,7 @@ def gmpo(
     low: float = 0.4,
     high: float = 0.4,
 ) -> tuple[Tensor, Tensor]:
-    r"""Geometric-mean policy optimisation, the clipped objective of a row as a geometric mean.
+    r"""Geometric-mean policy optimisation: a geometric mean over the clipped tokens of a row.
 
     arXiv:2507.20673, the objective with token-level clipping in section 3,
 
@@ -192,13 +194,14 @@ def gmpo(
 
     With one advantage per sequence this is :math:`-A \exp(\frac{1}{n} \sum_t c_t)`, where
     :math:`c_t = \min(\log r_t, h)` for a positive advantage and :math:`\max(\log r_t, -l)` for a
-    negative one: each bound acts on one sign. A clipped token adds nothing to the gradient; the
-    other tokens share the gradient of the sequence.
+    negative advantage: each bound acts on one sign. A clipped token adds nothing to the gradient;
+    the other tokens share the gradient of the sequence.
 
     The bounds are in log space (the paper's range is :math:`e^{-0.4}` to :math:`e^{0.4}`). Ludic's
-    code uses ``high`` for both signs, which is ``low=high`` here; TRL's code agrees with the paper.
-    The paper has one advantage per sequence. If the tokens of a sequence have different advantages,
-    each token is clipped by the sign of its own advantage and weighted by it.
+    code uses ``high`` for both signs; this is ``low=high`` in this function. TRL's code follows the
+    paper. The paper has one advantage per sequence. If the tokens of a sequence have different
+    advantages, each token is clipped by the sign of its own advantage, and weighted by its own
+    advantage.
 
     Args:
         log_ratio_N: ``[N]``, log of current over sampling probability, nats.
@@ -230,9 +233,9 @@ def reinforce(log_probs: Tensor, advantage: Tensor, weights: Tensor | None = Non
     Args:
         log_probs: ``[N]``, nats, with gradients.
         advantage: ``[N]``, a constant.
-        weights: ``[N]`` importance weights, constants; 1 when ``None``. Of a token:
-            :func:`~torchrl_llm.functional.truncated_weights`; of its sequence:
-            :func:`sequence_weights`.
+        weights: ``[N]`` importance weights, constants; 1 when ``None``.
+            :func:`~torchrl_llm.functional.truncated_weights` computes weights of tokens,
+            :func:`sequence_weights` weights of sequences.
 
     Returns:
         ``[N]``. Only its gradient is meaningful, not its value.
@@ -248,7 +251,7 @@ def reinforce(log_probs: Tensor, advantage: Tensor, weights: Tensor | None = Non
 def sequence_weights(
     log_ratio_N: Tensor, row_N: Tensor, num_rows: int, maximum: float = math.inf
 ) -> Tensor:
-    r"""Importance weight of each token's sequence, :math:`\min(\prod_t r_t, c)`, a constant.
+    r"""Compute the weight of each token's sequence, :math:`\min(\prod_t r_t, c)`, a constant.
 
     The product is the weight of a trajectory in REINFORCE with importance sampling. It is unbiased
     but grows exponentially with the length; ``maximum`` bounds it. Products above exp(20) count as
@@ -284,9 +287,9 @@ def cispo(
     r"""Clipped importance-sampling weights, :math:`-\mathrm{sg}[\mathrm{clip}(r)] A \log \pi`.
 
     arXiv:2506.13585 equations 4 and 5. The weight is clipped to :math:`[1 - l, 1 + h]` and the
-    token keeps its gradient, unlike in PPO. The paper uses the upper bound alone
-    (``low=None``) and does not publish its value; Ludic's ``high`` is 0.2, its ScaleRL preset's
-    0.28. TRL's ``epsilon_high`` is the bound itself: its 5.0 is ``high=4.0`` here.
+    token keeps its gradient, unlike in PPO. The paper uses only the upper bound (``low=None``) and
+    does not publish its value. Ludic uses ``high=0.2``, and 0.28 in its ScaleRL preset. TRL's
+    ``epsilon_high`` is the bound itself: TRL's 5.0 equals ``high=4.0`` of this function.
 
     Args:
         log_probs: ``[N]``, nats, with gradients.
@@ -333,7 +336,7 @@ def topr(
         row_N: int64 ``[N]``, the sequence of each token.
         num_rows: ``S``.
         positive: bounds ``(a, b)`` where the advantage is at least 0.
-        negative: bounds ``(a, b)`` where it is negative.
+        negative: bounds ``(a, b)`` where the advantage is negative.
 
     Returns:
         The loss ``[N]`` and a bool ``[N]`` that is true where a bound changes the weight.

@@ -1,8 +1,8 @@
 r"""Losses that compare answers: in pairs of chosen and rejected, or one by one with a label.
 
-They compare one number per answer, in nats: its log-prob, its log-ratio to a reference, its mean
-log-prob per token, or its log-odds. :math:`d` is the number of the chosen answer minus that of the
-rejected one.
+The losses compare one number per answer, in nats: its log-prob, its log-ratio to a reference, its
+mean log-prob per token, or its log-odds. :math:`d` is the number of the chosen answer minus the
+number of the rejected answer.
 
 Shape legend: ``P`` pairs, ``B`` answers.
 """
@@ -27,7 +27,7 @@ def pair_loss(
     label_smoothing: float = 0.0,
     target_margin: float = 0.0,
 ) -> Tensor:
-    r"""Loss of pairs, with :math:`z = \beta d - \gamma`.
+    r"""Compute the loss of pairs, with :math:`z = \beta d - \gamma`.
 
     ==============  =============================================================================
     form            loss
@@ -43,7 +43,7 @@ def pair_loss(
 
     Args:
         difference_P: ``[P]``, nats.
-        form: one of the table.
+        form: a form in the table.
         beta: slope; larger values keep the policy closer to the reference.
         label_smoothing: :math:`\epsilon`, the share of labels that are wrong; read by ``"sigmoid"``
             and ``"robust"``.
@@ -53,7 +53,7 @@ def pair_loss(
         ``[P]``.
 
     Raises:
-        ValueError: an unknown form.
+        ValueError: for an unknown form.
 
     Example:
         >>> pair_loss(torch.zeros(1), beta=0.1).exp()
@@ -75,7 +75,7 @@ def pair_loss(
 
 
 def log_odds(log_probs_B: Tensor) -> Tensor:
-    r"""Log-odds :math:`\log \frac{p}{1 - p}` of log-probs (arXiv:2403.07691, equation 4).
+    r"""Return log-odds :math:`\log \frac{p}{1 - p}` of log-probs (arXiv:2403.07691, equation 4).
 
     Args:
         log_probs_B: ``[B]``, at most 0, nats; ORPO uses the mean per token.
@@ -96,13 +96,14 @@ def log_odds(log_probs_B: Tensor) -> Tensor:
 
 
 def kto_loss(log_ratios_B: Tensor, is_good_B: Tensor, kl: Tensor, *, beta: float) -> Tensor:
-    r"""Loss of single answers with a label, without their weights (arXiv:2402.01306, equation 8).
+    r"""Compute the unweighted loss of labelled answers (arXiv:2402.01306, equation 8).
 
-    :math:`1 - \sigma(\beta (r - k))` of a good answer and :math:`1 - \sigma(\beta (k - r))` of a
-    bad one, with :math:`k` the divergence from the reference, at least 0, without gradient.
+    The loss of a good answer is :math:`1 - \sigma(\beta (r - k))`, the loss of a bad answer is
+    :math:`1 - \sigma(\beta (k - r))`. :math:`k` is the divergence from the reference, at least 0,
+    without gradient.
 
     Args:
-        log_ratios_B: ``[B]``, log-prob of each answer minus that of the reference, nats.
+        log_ratios_B: ``[B]``, log-prob of each answer minus its log-prob under the reference, nats.
         is_good_B: bool ``[B]``, the label.
         kl: a number, or ``[B]``: nats per answer.
         beta: slope.
@@ -121,11 +122,11 @@ def kto_loss(log_ratios_B: Tensor, is_good_B: Tensor, kl: Tensor, *, beta: float
 def bradley_terry(
     chosen_P: Tensor, rejected_P: Tensor, *, margins_P: Tensor | float = 0.0, centering: float = 0.0
 ) -> Tensor:
-    r"""Loss of the scores of pairs, :math:`-\log \sigma(c - r - m) + \lambda (c + r)^2`.
+    r"""Compute the loss of pairs of scores, :math:`-\log \sigma(c - r - m) + \lambda (c + r)^2`.
 
     Args:
         chosen_P: ``[P]``, score of the chosen answers.
-        rejected_P: ``[P]``, of the rejected ones.
+        rejected_P: ``[P]``, score of the rejected answers.
         margins_P: ``[P]``, how much better each chosen answer is (arXiv:2307.09288, section 3.2.2).
         centering: :math:`\lambda`, keeps the scores around 0 (arXiv:2312.09244).
 
@@ -141,15 +142,16 @@ def bradley_terry(
 
 
 def calibration_error(margins_P: Tensor, *, num_bins: int = 10) -> Tensor:
-    r"""Expected calibration error of the scores of pairs (arXiv:1706.04599, equation 3).
+    r"""Compute the expected calibration error of pairs of scores (arXiv:1706.04599, equation 3).
 
-    :math:`\sigma(m)` is the probability that the chosen answer is the better one, so the confidence
-    of a pair is :math:`\sigma(|m|)`, between 0.5 and 1. The pair is correct where :math:`m > 0` and
-    counts half at 0. Pairs are sorted into bins of equal width by their confidence; the error is
-    the mean over pairs of :math:`|\mathrm{accuracy} - \mathrm{confidence}|` of their bin.
+    :math:`\sigma(m)` is the probability that the chosen answer is better, so the confidence of a
+    pair is :math:`\sigma(|m|)`, between 0.5 and 1. A pair is correct if :math:`m > 0`; at 0 it
+    counts as half correct. Pairs are sorted into bins of equal width by their confidence; the error
+    is the mean over pairs of :math:`|\mathrm{accuracy} - \mathrm{confidence}|` of their bin.
 
     Args:
-        margins_P: ``[P]``, score of the chosen answer minus that of the rejected one; at least one.
+        margins_P: ``[P]``, score of the chosen minus score of the rejected answer; at least one
+            pair.
         num_bins: number of bins between 0.5 and 1.
 
     Returns:

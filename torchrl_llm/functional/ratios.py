@@ -6,9 +6,9 @@ tokens get weights :math:`w = \pi_\mathrm{prox} / \mu`, per token or per sequenc
 either truncated (:func:`truncated_weights`) or set to 0 outside bounds (:func:`masked_weights`).
 Weights are constants for autograd.
 
-Everything works on flat tokens: ``values_N`` with the row index of each token in ``row_N``. Sums
-over a sequence are always accumulated in float64: float32 loses 0.1 % of a sum of 100,000 equal
-numbers.
+All functions take flat tokens: ``values_N``, and the row index of each token in ``row_N``. Sums
+over a sequence are always computed in float64, because float32 loses 0.1 % of a sum of 100,000
+equal numbers.
 
 Shape legend: ``N`` tokens, ``S`` sequences.
 """
@@ -25,7 +25,7 @@ from torchrl_llm.functional.padding import row_counts
 
 
 def sequence_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """Log-ratio of whole sequences, the sum over their tokens.
+    """Compute the log-ratio of whole sequences, the sum over their tokens.
 
     Args:
         log_ratio_N: ``[N]``, nats.
@@ -33,7 +33,8 @@ def sequence_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Ten
         num_rows: ``S``.
 
     Returns:
-        ``[S]`` in the dtype given, summed in float64; 0.0 for a sequence without tokens.
+        ``[S]`` in the dtype of ``log_ratio_N``, summed in float64; 0.0 for a sequence without
+        tokens.
 
     Example:
         >>> import torch
@@ -44,7 +45,7 @@ def sequence_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Ten
 
 
 def geometric_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """Length-normalised log-ratio of sequences, the mean over their tokens.
+    """Compute the length-normalised log-ratio of sequences, the mean over their tokens.
 
     Its exponential is the geometric mean of the token ratios (GSPO, arXiv:2507.18071 equation 7).
 
@@ -54,7 +55,8 @@ def geometric_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Te
         num_rows: ``S``.
 
     Returns:
-        ``[S]`` in the dtype given, summed in float64; 0.0 for a sequence without tokens.
+        ``[S]`` in the dtype of ``log_ratio_N``, summed in float64; 0.0 for a sequence without
+        tokens.
 
     Example:
         >>> import torch
@@ -72,10 +74,10 @@ def _sums(values_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
 
 
 def truncated_weights(log_ratio: Tensor, maximum: float, minimum: float = 0.0) -> Tensor:
-    """Importance weights cut at ``maximum``, constants for autograd.
+    """Compute importance weights of at most ``maximum``, constants for autograd.
 
     Args:
-        log_ratio: nats, any shape.
+        log_ratio: log-ratio of each token or sequence, nats, any shape.
         maximum: largest weight.
         minimum: smallest weight.
 
@@ -91,10 +93,10 @@ def truncated_weights(log_ratio: Tensor, maximum: float, minimum: float = 0.0) -
 
 
 def masked_weights(log_ratio: Tensor, minimum: float, maximum: float) -> Tensor:
-    """Importance weights that are zero outside ``[minimum, maximum]``, constants for autograd.
+    """Compute importance weights that are 0 outside ``[minimum, maximum]``, without gradient.
 
     Args:
-        log_ratio: nats, any shape.
+        log_ratio: log-ratio of each token or sequence, nats, any shape.
         minimum: smallest weight kept.
         maximum: largest weight kept.
 
@@ -116,18 +118,18 @@ LEVELS: tuple[str, ...] = get_args(Level)
 
 
 def level_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int, level: Level) -> Tensor:
-    """Log-ratio of each token at a level: its own, or the one of its sequence.
+    """Return for each token its own log-ratio or the log-ratio of its sequence.
 
     Args:
         log_ratio_N: ``[N]``, nats.
         row_N: int64 ``[N]``, the sequence of each token.
         num_rows: ``S``.
-        level: ``"token"``, as given; ``"sequence"``, the sum over the token's sequence;
-            ``"geometric"``, the mean over it.
+        level: ``"token"``, the token's own log-ratio; ``"sequence"``, the sum over its sequence;
+            ``"geometric"``, the mean over its sequence.
 
     Returns:
-        ``[N]`` in the dtype given, nats. Sums over a sequence, those of the backward pass included,
-        are accumulated in float64.
+        ``[N]`` in the dtype of ``log_ratio_N``, nats. Sums over a sequence are computed in float64,
+        also in the backward pass.
 
     Raises:
         ValueError: for an unknown level.
@@ -152,14 +154,14 @@ def level_log_ratio(log_ratio_N: Tensor, row_N: Tensor, num_rows: int, level: Le
 def sequence_mask(
     log_ratio_N: Tensor, row_N: Tensor, num_rows: int, minimum: float, maximum: float
 ) -> Tensor:
-    """Tokens of the sequences whose geometric mean ratio is inside the bounds.
+    """Return which tokens belong to sequences whose geometric mean ratio is inside the bounds.
 
     Args:
         log_ratio_N: ``[N]``, nats.
         row_N: int64 ``[N]``, the sequence of each token.
         num_rows: ``S``.
-        minimum: smallest geometric mean of the ratios of a sequence that is kept.
-        maximum: largest.
+        minimum: smallest geometric mean ratio of a sequence that is kept.
+        maximum: largest geometric mean ratio of a sequence that is kept.
 
     Returns:
         bool ``[N]``.
@@ -179,10 +181,10 @@ _LOG_RATIO_LIMIT = 20.0
 
 
 def ess_moments(log_ratio_N: Tensor) -> Tensor:
-    """Moments for the effective sample size of importance weights; they add up over batches.
+    """Return moments of importance weights for the effective sample size; they add up over batches.
 
-    Log-ratios beyond +-20 count as 20, so that the sums of different batches have one scale and
-    none overflows.
+    Log-ratios are clamped to [-20, 20], so that the sums of different batches have one scale and do
+    not overflow.
 
     Args:
         log_ratio_N: ``[N]`` log importance weights, nats.
@@ -201,7 +203,7 @@ def ess_moments(log_ratio_N: Tensor) -> Tensor:
 
 
 def ess_from_moments(moments: Tensor) -> Tensor:
-    r"""Effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
+    r"""Return the effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
 
     Args:
         moments: ``[..., 3]``, sums of the results of :func:`ess_moments` over the parts of a batch.
@@ -221,7 +223,7 @@ def ess_from_moments(moments: Tensor) -> Tensor:
 
 
 def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
-    r"""Effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
+    r"""Return the effective sample size as a share, :math:`(\sum w)^2 / (N \sum w^2)`.
 
     Args:
         log_ratio_N: ``[N]`` log importance weights, nats.
@@ -239,13 +241,13 @@ def effective_sample_size(log_ratio_N: Tensor) -> Tensor:
 
 
 class PolicyMismatch(NamedTuple):
-    """How far the trained policy is from the one that sampled; scalars without gradient.
+    """Difference between the trained policy and the sampler; scalars without gradient.
 
     Attributes:
         k1: mean of sampled minus current log-prob, nats.
         k3: estimate of the same divergence that is never negative, nats.
         max_ratio: largest current / sampling probability.
-        min_ratio: smallest.
+        min_ratio: smallest current / sampling probability.
         ess: effective sample size as a share.
     """
 
@@ -261,7 +263,7 @@ def policy_mismatch(log_probs_N: Tensor, sample_log_probs_N: Tensor) -> PolicyMi
 
     Args:
         log_probs_N: ``[N]`` under the current policy, nats, at least one.
-        sample_log_probs_N: ``[N]`` as sampled, nats.
+        sample_log_probs_N: ``[N]`` under the sampler, nats.
 
     Example:
         >>> import torch

@@ -1,7 +1,7 @@
 r"""Averages token losses into one number, such that micro-batches add up to the batch.
 
-The functions take only the tokens that count, flat: ``values_N`` with the row of each in ``row_N``.
-Padding and prompts are left out, so they cannot dilute a mean.
+The functions take only the tokens that count, flat: ``values_N``, and the row of each token in
+``row_N``. Padding and prompts are left out, so they cannot dilute a mean.
 
 Each mode is a weight per token, :math:`\sum_n w_n x_n`:
 
@@ -16,8 +16,8 @@ mode               weight                       meaning
 ``constant``       1 / (sequences * length)     as before, over a fixed length (Dr. GRPO)
 =================  ===========================  ================================================
 
-The counts are those of a :class:`Normalizer`. With the counts of the *whole* batch, the results of
-its micro-batches, split in any way between rows, add up to the result of the whole batch.
+A :class:`Normalizer` holds the counts. With the counts of the *whole* batch, the results of its
+micro-batches add up to the result of the whole batch, for any split of the rows.
 
 A sequence counts if at least one of its tokens counts. Ludic and TRL divide by all rows of a batch,
 including rows without a counting token; ``count_empty=True`` does the same (also for prompts). Such
@@ -63,7 +63,7 @@ class Normalizer(NamedTuple):
     group_tokens: Mapping[int, int] | None = None
 
     def plus(self, other: Normalizer) -> Normalizer:
-        """Counts of two disjoint sets of rows together."""
+        """Add the counts of a disjoint set of rows."""
         if (self.group_tokens is None) != (other.group_tokens is None):
             raise ValueError("one of the two normalizers counts prompt groups, the other does not")
         groups = None
@@ -83,7 +83,7 @@ class Normalizer(NamedTuple):
         *,
         count_empty: bool = False,
     ) -> Normalizer:
-        """Counts of a batch.
+        """Count a batch.
 
         Args:
             lengths: number of counting tokens of each row.
@@ -111,7 +111,7 @@ def token_weights(
     *,
     constant_length: int | None = None,
 ) -> float | Tensor:
-    """Weight of each token under a mode; a single number if all are equal.
+    """Return the weight of each token under a mode; a single number if all are equal.
 
     Args:
         lengths_N: ``[N]``, in the dtype of the result: for each token the number of counting tokens
@@ -178,7 +178,7 @@ def aggregate(
 
     Args:
         values_N: ``[N]``, the values of the tokens that count.
-        row_N: int64 ``[N]``, the row of each, in ``[0, num_rows)``.
+        row_N: int64 ``[N]``, the row of each token, in ``[0, num_rows)``.
         num_rows: ``S``.
         mode: one of ``MODES``.
         normalizer: counts of the whole batch if these rows are a part of it; by default the counts
@@ -192,8 +192,8 @@ def aggregate(
         A scalar in the dtype of the values, summed in float64.
 
     Raises:
-        ValueError: when no token counts, when the normalizer lacks groups of these rows, or for the
-            reasons of :func:`token_weights`.
+        ValueError: when no token counts, when the normalizer lacks groups of these rows, or when
+            :func:`token_weights` raises.
 
     Example:
         >>> import torch
@@ -227,7 +227,7 @@ def _own_weights(
     group_S: Tensor | None,
     count_empty: bool,
 ) -> float | Tensor:
-    """Weights of the tokens of a whole batch; counts stay tensors, so that it compiles."""
+    """Return the tokens' weights in a whole batch; counts stay tensors, for torch.compile."""
     if not row_N.shape[0]:
         raise ValueError("nothing to average over: no token counts")
     there_S = lengths_S.new_ones(lengths_S.shape) if count_empty else (lengths_S > 0)

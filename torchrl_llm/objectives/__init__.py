@@ -1,6 +1,6 @@
-"""Losses over rows of tokens, and the advantage estimators that go with them.
+"""Losses over rows of tokens, and advantage estimators.
 
-A loss reads rows and asks a :class:`~torchrl_llm.data.scoring.TokenScorer` for log-probs; it does
+A loss reads rows and gets log-probs from a :class:`~torchrl_llm.data.scoring.TokenScorer`. It does
 not depend on a model class. Its mathematics is in :mod:`torchrl_llm.functional`.
 """
 

@@ -1,4 +1,4 @@
-"""Base of the losses that compare whole answers, and of those that compare pairs of answers.
+"""Base classes of the losses that score whole answers or compare pairs of answers.
 
 A row is a conversation with one answer; the tokens of its assistant mask are the answer. The two
 rows of a pair share a ``"pair_id"``, and ``"is_chosen"`` marks the chosen one. Reference log-probs
@@ -36,8 +36,9 @@ class Answers(NamedTuple):
     """The log-probs and lengths of the answers.
 
     Attributes:
-        log_prob: ``[B]``, of the whole answer under the current policy, nats, with gradients.
-        length: ``[B]``, tokens of the answer, in the same dtype.
+        log_prob: ``[B]``, log-prob of the whole answer under the current policy, nats, with
+            gradients.
+        length: ``[B]``, number of tokens of the answer, in the dtype of ``log_prob``.
         reference: ``[B]``, log-prob under the reference; ``None`` for a loss without one.
     """
 
@@ -47,7 +48,7 @@ class Answers(NamedTuple):
 
     @property
     def log_ratio(self) -> Tensor:
-        """``[B]``, log-prob minus that of the reference."""
+        """``[B]``, log-prob under the policy minus log-prob under the reference."""
         return self.log_prob - self.reference
 
 
@@ -59,13 +60,14 @@ def answer_log_probs(
     *,
     token_budget: int | None = None,
 ) -> Tensor:
-    """Log-prob of each answer, the sum over its tokens, without gradient.
+    """Return the log-prob of each answer (the sum over its tokens), without gradient.
 
     Args:
         scorer: a policy, or its reference.
         sequences: ``B`` int64 tensors ``[T_b]``, prompts with answers.
         answers: ``B`` bool tensors ``[T_b]``, the tokens of the answers.
-        token_budget: tokens of one forward, with padding; ``None`` for one forward.
+        token_budget: largest number of tokens in one forward, including padding; ``None`` scores
+            all rows in one forward.
 
     Returns:
         float32 ``[B]`` on the CPU, nats.
@@ -81,10 +83,10 @@ def answer_log_probs(
 
 
 class AnswerLoss(TokenLoss):
-    """Base of the losses that read the log-prob of each answer.
+    """Base class of the losses that read the log-prob of each answer.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs.
 
@@ -128,18 +130,18 @@ class AnswerLoss(TokenLoss):
             self._reference(tensordict, rows)
 
     def numbers(self, tensordict: Any, key: NestedKey, advice: str) -> Tensor:
-        """A column with one finite number per row.
+        """Read a column that has one finite number per row.
 
         Args:
             tensordict: the rows.
-            key: of the column.
+            key: key of the column.
             advice: how to produce the column, for the error message.
 
         Returns:
             ``[B]`` as stored.
 
         Raises:
-            DataError: it is missing, has a wrong shape, or is not finite.
+            DataError: when the column is missing, has a wrong shape, or is not finite.
         """
         values = read_column(tensordict, key, advice)
         if any(value.numel() != 1 for value in values):
@@ -150,13 +152,13 @@ class AnswerLoss(TokenLoss):
         return numbers
 
     def places(self, tensordict: Any) -> tuple[Tensor, Tensor]:
-        """Row indices of the chosen and of the rejected answers, int64 ``[P]`` each, in pair order.
+        """Return the row indices of the chosen and the rejected answers, each int64 ``[P]``.
 
         Args:
             tensordict: the rows.
 
         Raises:
-            DataError: a pair that does not have one of each.
+            DataError: when a pair does not have one chosen and one rejected answer.
         """
         keys, advice = self.tensor_keys, "it says which rows belong together"
         ids = self.numbers(tensordict, keys.pair_id, advice).long()
@@ -187,7 +189,7 @@ class AnswerLoss(TokenLoss):
         Args:
             tensordict: the rows.
             rows: their tokens.
-            log_probs_N: of the answers' tokens, ``[N]``.
+            log_probs_N: log-probs of the answers' tokens, ``[N]``.
         """
         device, size = log_probs_N.device, len(rows.counts)
         sums = sequence_log_ratio(log_probs_N, sent(rows.row, device), size)
@@ -226,17 +228,18 @@ class PairLossOutput(LLMLossOutput, TensorClass["nocast"]):
 
 
 class PairLoss(AnswerLoss):
-    r"""Base of the losses of pairs of a chosen and a rejected answer.
+    r"""Base class of the losses that compare a chosen with a rejected answer.
 
-    A subclass defines the number that is compared per answer (:meth:`compared`). The loss is
-    :func:`~torchrl_llm.functional.pair_loss` of the difference, averaged over pairs. With
-    ``sft_coeff`` the cross-entropy of the chosen answers is added, averaged over their tokens.
+    A subclass computes one number per answer (:meth:`compared`). The loss is
+    :func:`~torchrl_llm.functional.pair_loss` of the difference of the two numbers, averaged over
+    pairs. ``sft_coeff`` adds the cross-entropy of the chosen answers, averaged over their tokens.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope; larger values keep the policy closer to the reference.
-        form: of :func:`~torchrl_llm.functional.pair_loss`.
-        label_smoothing: share of pairs with swapped answers; for ``"sigmoid"`` and ``"robust"``.
+        form: form of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
+        label_smoothing: share of pairs whose answers are assumed to be swapped; for ``"sigmoid"``
+            and ``"robust"``.
         target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
         sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
@@ -277,10 +280,10 @@ class PairLoss(AnswerLoss):
 
     @abstractmethod
     def compared(self, answers: Answers) -> Tensor:
-        """The compared number per answer, nats ``[B]``; the implicit reward is ``beta`` times it.
+        """Return the number that is compared, in nats ``[B]``; ``beta`` times it is the reward.
 
         Args:
-            answers: what is known of each row.
+            answers: log-probs and lengths of the answers.
         """
 
     def select(self, tensordict: Any) -> TokenRows:
@@ -296,7 +299,7 @@ class PairLoss(AnswerLoss):
         self.places(tensordict)
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
-        """Counts of the tokens of ``loss_sft``, and of the pairs as sequences.
+        """Count the tokens of ``loss_sft``, and the pairs (as sequences).
 
         Args:
             tensordict: the rows.

@@ -1,4 +1,4 @@
-"""CISPO: clips a constant weight, so that no token loses its gradient."""
+"""CISPO: clips the importance weight, which is a constant, so every token keeps its gradient."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class CISPOLoss(base.PolicyGradientLoss):
 
     arXiv:2506.13585 equations 4 and 5, a mean over tokens. The weight is a constant for autograd,
     so no token loses its gradient. The paper has no lower bound and does not publish its upper
-    bound. The default is Ludic's 0.2; Ludic's ScaleRL preset uses 0.28, and TRL proposes 4.0
-    (written as the bound itself, ``epsilon_high=5.0``).
+    bound. The default of 0.2 is Ludic's. Ludic's ScaleRL preset uses 0.28. TRL proposes 4.0 (it
+    writes the bound itself, ``epsilon_high=5.0``).
 
     Ludic averages over each sample's tokens first: ``aggregation="sequence_mean"``. TorchRL's
-    ``CISPOLoss`` differentiates through the clip, so clipped tokens have no gradient, which the
-    method was made to avoid.
+    ``CISPOLoss`` differentiates through the clip, so clipped tokens have no gradient. The method
+    was made to avoid this.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, the weight is in ``[1 - low, 1 + high]``; ``low=None`` for no
             lower bound; a single number sets both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.

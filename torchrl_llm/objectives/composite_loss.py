@@ -1,8 +1,8 @@
-"""Several losses on the same rows, with one forward of the actor for all of them.
+"""A sum of several losses on the same rows, with one forward of the actor.
 
 Each loss selects its own tokens. The actor scores their union once, and each loss gets the scores
-of its tokens. So a composite costs one forward and backward for any number of terms, and its
-gradient is the weighted sum of the terms' gradients.
+of its tokens. A composite loss therefore costs one forward and one backward for any number of
+terms. Its gradient is the weighted sum of the terms' gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CompositeNormalizer(NamedTuple):
     terms: dict[str, Normalizer]
 
     def plus(self, other: CompositeNormalizer) -> CompositeNormalizer:
-        """Counts of two disjoint sets of rows together."""
+        """Add the counts of a disjoint set of rows."""
         return CompositeNormalizer(
             {name: part.plus(other.terms[name]) for name, part in self.terms.items()}
         )
@@ -53,26 +53,26 @@ class CompositeLossOutput(LLMLossOutput):
 
     Attributes:
         terms: the output of each loss, by its name.
-        weights: the weight of each.
+        weights: the weight of each loss, by its name.
     """
 
     terms: dict[str, LLMLossOutput]
     weights: dict[str, float]
 
     def __add__(self, other: CompositeLossOutput) -> CompositeLossOutput:
-        """The combined output of two disjoint parts of a batch."""
+        """Combine the outputs of two disjoint parts of a batch."""
         return self._each(lambda name, output: output + other.terms[name])
 
     def detach(self) -> CompositeLossOutput:
-        """The same without gradients."""
+        """Return the output without gradients."""
         return self._each(lambda _, output: output.detach())
 
     def clone(self) -> CompositeLossOutput:
-        """A copy of its tensors."""
+        """Return the output with copies of its tensors."""
         return self._each(lambda _, output: output.clone())
 
     def cpu(self) -> CompositeLossOutput:
-        """The same with its tensors on the CPU."""
+        """Return the output with its tensors on the CPU."""
         return self._each(lambda _, output: output.cpu())
 
     def _each(self, change: Callable[[str, LLMLossOutput], LLMLossOutput]) -> CompositeLossOutput:
@@ -80,7 +80,7 @@ class CompositeLossOutput(LLMLossOutput):
         return replace(self, terms=terms)
 
     def leaves(self) -> list[Tensor]:
-        """Every tensor that the terms' outputs hold."""
+        """Return every tensor of the terms' outputs."""
         return [value for output in self.terms.values() for value in output.leaves()]
 
     def total_loss(self) -> Tensor:
@@ -88,14 +88,14 @@ class CompositeLossOutput(LLMLossOutput):
         return torch.stack([*self._weighted().values()]).sum(0)
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
-        """The weighted terms first, then the fields of each."""
+        """Return the weighted terms, followed by the fields of each term."""
         yield from self._weighted().items()
         for name, output in self.terms.items():
             for key, value in output.items():
                 yield f"{name}/{key}", value.detach()
 
     def metrics(self) -> dict[str, Tensor]:
-        """The weighted terms, and the metrics of each loss under its name; without gradient."""
+        """Return the weighted terms and the named metrics of each loss, without gradient."""
         metrics = {name: value.detach() for name, value in self._weighted().items()}
         for name, output in self.terms.items():
             metrics |= {f"{name}/{key}": value for key, value in output.metrics().items()}
@@ -128,7 +128,7 @@ class _SharedRows:
         self.member = {name: selected[union] for name, selected in selections.items()}
 
     def stored_select(self) -> list[Tensor]:
-        """See :meth:`TokenRows.stored_select`; the tokens that count for any term."""
+        """See :meth:`TokenRows.stored_select`; selects the tokens that count for any term."""
         masks = zip(*(rows.stored_select() for rows in self.terms.values()), strict=True)
         return [torch.stack(of_row).any(0) for of_row in masks]
 
@@ -136,14 +136,14 @@ class _SharedRows:
 class CompositeLoss(TokenLoss):
     """A weighted sum of losses that share one forward of their actor.
 
-    The terms may be any losses over rows with one actor: a policy-gradient loss with a distillation
-    term, or with a supervised one on the same rows. They may select different tokens. A term that
-    needs more from the forward (values, the support of truncated sampling, a teacher's divergence)
-    gets it from the shared forward. Two terms with different teachers, or with different supports
-    for the same token, cannot share a forward.
+    The terms may be any losses over rows that share one actor. An example is a policy-gradient loss
+    with a distillation loss or a supervised loss on the same rows. The terms may select different
+    tokens. A term that needs more from the forward (values, the support of truncated sampling, a
+    teacher's divergence) gets it from the shared forward. Two terms with different teachers, or
+    with different supports for the same token, cannot share a forward.
 
     Args:
-        terms: name to ``(weight, loss)``. Names become parts of the names of metrics.
+        terms: maps a name to ``(weight, loss)``. The names become parts of the metrics' names.
 
     Attributes:
         weights: the weights by name; may be changed between steps.
@@ -187,8 +187,8 @@ class CompositeLoss(TokenLoss):
         _check_actor(losses, actor)
         super().__init__(actor)
         self.weights = {name: float(weight) for name, (weight, _) in terms.items()}
-        # A plain dictionary, with the other modules of a term (a critic) registered separately, so
-        # that the actor is in the state only once.
+        # The losses are in a plain dictionary, so that the actor is in the state only once. Other
+        # modules of a term (a critic) are registered separately.
         self.losses = losses
         self.modules_of_terms = nn.ModuleDict(_own_modules(losses, actor))
         self.needs_entropy = any(loss.needs_entropy for loss in losses.values())
@@ -203,10 +203,10 @@ class CompositeLoss(TokenLoss):
         raise ConfigError("set the keys of the terms: loss.losses[name].set_keys(...)")
 
     def select(self, tensordict: Any) -> _SharedRows:
-        """The union of the tokens that the terms select.
+        """Return the union of the tokens that the terms select.
 
         Raises:
-            DataError: for the reasons of the terms, and when their token ids differ.
+            DataError: when a term rejects the rows, or when the terms read different token ids.
         """
         return _SharedRows({name: loss.select(tensordict) for name, loss in self.losses.items()})
 
@@ -216,13 +216,13 @@ class CompositeLoss(TokenLoss):
             loss.check(tensordict, rows.terms[name])
 
     def count(self, tensordict: Any, rows: _SharedRows) -> CompositeNormalizer:
-        """Counts of rows as a whole batch, for each term."""
+        """Return the counts of each term, where the rows are a whole batch."""
         return CompositeNormalizer(
             {name: loss.count(tensordict, rows.terms[name]) for name, loss in self.losses.items()}
         )
 
     def extras(self, tensordict: Any, rows: _SharedRows) -> ScoreExtras | None:
-        """The extras that the terms request, for the union of their tokens."""
+        """Return the extras that the terms request, for the union of their tokens."""
         asked = {
             name: loss.extras(tensordict, rows.terms[name]) for name, loss in self.losses.items()
         }
@@ -232,7 +232,7 @@ class CompositeLoss(TokenLoss):
         return _with_teachers(_with_support(merged, asked, rows), asked, rows)
 
     def score(self, tensordict: Any, rows: _SharedRows) -> TokenScores:
-        """Scores of the union of the tokens, from one forward of the actor."""
+        """Score the union of the tokens with one forward of the actor."""
         temperatures = [
             rows.terms[name].temperature(tensordict, loss.tensor_keys.temperature)
             for name, loss in self.losses.items()

@@ -1,10 +1,10 @@
-r"""Correction of a loss for a sampler that differs from the trained policy.
+r"""Corrects a loss when the sampler differs from the trained policy.
 
 There are three policies: the sampler :math:`\mu`, whose log-probs are stored in the rows; the
 proximal policy :math:`\pi_\mathrm{prox}`, which is the trainer's policy before the update; and the
-current policy. With a correction, the ratio of the loss is current over *proximal*, and each
-token's loss is multiplied by a bounded weight :math:`w = \pi_\mathrm{prox} / \mu`, a constant for
-autograd. Without a correction, the ratio is current over sampled.
+current policy. With a correction, the ratio of the loss is current over *proximal* probability. The
+loss of each token is multiplied by a bounded weight :math:`w = \pi_\mathrm{prox} / \mu`, which is a
+constant for autograd. Without a correction, the ratio is current over sampled probability.
 
 :mod:`torchrl_llm.functional.ratios` computes the weights.
 """
@@ -39,16 +39,17 @@ class Correction:
     Attributes:
         type: ``"none"``: no weight; only the denominator of the ratio changes. ``"tis"``, truncated
             importance sampling: ``w`` clamped to the bounds. ``"mis"``, masked importance sampling:
-            ``w`` inside the bounds, 0 outside. ``"icepop"``: the same per token with two bounds,
-            arXiv:2510.18855.
-        level: the ratio that ``w`` is: ``"token"``, the ratio of the token; ``"sequence"``, the
-            product over its row; ``"geometric"``, the geometric mean over its row.
+            ``w`` inside the bounds, 0 outside. ``"icepop"``: like ``"mis"``, per token, with a
+            lower and an upper bound (arXiv:2510.18855).
+        level: how ``w`` is computed from ratios: ``"token"``, the ratio of the token;
+            ``"sequence"``, the product of the ratios of its row; ``"geometric"``, the geometric
+            mean of the ratios of its row.
         bounds: ``(low, high)`` of ``w``.
-        sequence_bounds: for every type, rows whose geometric mean ratio is outside these bounds get
-            weight 0; a length-invariant mask of sequences.
+        sequence_bounds: rows whose geometric mean ratio is outside these bounds get weight 0, for
+            every type. This mask of sequences does not depend on their length.
         proximal: ``"stored"``: the log-probs under ``("prox_log_probs", "full")``; ``"current"``:
-            the log-probs of the current policy, detached. The latter is correct only for the first
-            update on a batch, when both policies are equal.
+            the log-probs of the current policy, detached. ``"current"`` is correct only for the
+            first update on a batch, when both policies are equal.
 
     Raises:
         ConfigError: for settings that are unknown, invalid or without effect.
@@ -78,7 +79,7 @@ class Correction:
                 object.__setattr__(self, name, tuple(map(float, pair)))
 
     def weights(self, log_ratio_N: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-        """Weight of each token.
+        """Return the weight of each token.
 
         Args:
             log_ratio_N: ``[N]``, proximal minus sampled log-prob, nats.

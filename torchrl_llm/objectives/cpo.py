@@ -16,14 +16,14 @@ from torchrl_llm.objectives.answer_loss import Answers, PairLoss, SFTTokens
 
 @register("preference_losses", "cpo")
 class CPOLoss(PairLoss):
-    r"""Contrastive preference optimization: compares log-probs of a pair, plus cross-entropy.
+    r"""Contrastive preference optimization: compares a pair's log-probs, plus cross-entropy.
 
     arXiv:2401.08417, :math:`-\log \sigma(\beta (\log \pi_c - \log \pi_r))` plus the cross-entropy
     of the chosen answer, which takes the role of DPO's reference. With ``form="ipo"`` it compares
     means per token.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         sft_coeff: weight of the cross-entropy of the chosen answers; TRL's ``cpo_alpha``.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PairLoss`.
 
@@ -43,7 +43,7 @@ class CPOLoss(PairLoss):
         super().__init__(actor_network, sft_coeff=sft_coeff, **settings)
 
     def compared(self, answers: Answers) -> Tensor:
-        """The log-prob of each answer; for IPO its mean per token."""
+        """Return the log-prob of each answer; for IPO, its mean per token."""
         return answers.log_prob / answers.length if self.form == "ipo" else answers.log_prob
 
 
@@ -51,14 +51,14 @@ class CPOLoss(PairLoss):
 class SimPOLoss(PairLoss):
     r"""SimPO, :math:`-\log \sigma(\beta (m_c - m_r) - \gamma)` of the mean log-probs per token.
 
-    arXiv:2405.14734. TRL has it as ``CPOTrainer`` with ``loss_type="simpo"``, ``cpo_alpha=0``, and
-    ``simpo_gamma`` for ``target_margin``.
+    arXiv:2405.14734. In TRL this is ``CPOTrainer`` with ``loss_type="simpo"``, ``cpo_alpha=0``, and
+    ``simpo_gamma`` is ``target_margin``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope.
         target_margin: :math:`\gamma`, target difference of the implicit rewards.
-        label_smoothing: share of pairs with swapped answers.
+        label_smoothing: share of pairs whose answers are assumed to be swapped.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs.
@@ -93,7 +93,7 @@ class SimPOLoss(PairLoss):
         )
 
     def compared(self, answers: Answers) -> Tensor:
-        """The mean log-prob per token of each answer."""
+        """Return the mean log-prob per token of each answer."""
         return answers.log_prob / answers.length
 
 
@@ -101,12 +101,12 @@ class SimPOLoss(PairLoss):
 class ORPOLoss(PairLoss):
     r"""ORPO: the cross-entropy of the chosen answer, and the odds ratio of the pair.
 
-    arXiv:2403.07691, :math:`\lambda (-\log \sigma(o_c - o_r))` with the log-odds :math:`o` of the
-    mean log-prob per token, next to the cross-entropy. TRL and the authors' code include the tokens
-    of the prompt: ``sft_tokens="conversation"``.
+    arXiv:2403.07691. The loss is :math:`\lambda (-\log \sigma(o_c - o_r))` plus the cross-entropy,
+    where :math:`o` are the log-odds of the mean log-prob per token. In TRL and in the authors'
+    code, the cross-entropy includes the tokens of the prompt: ``sft_tokens="conversation"``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         odds_coeff: :math:`\lambda`, the weight of the odds ratio; TRL's ``beta``.
         sft_coeff: weight of the cross-entropy of the chosen answers.
         sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
@@ -139,5 +139,5 @@ class ORPOLoss(PairLoss):
         self.pair_coeff = float(odds_coeff)
 
     def compared(self, answers: Answers) -> Tensor:
-        """The log-odds of the mean log-prob per token of each answer."""
+        """Return the log-odds of the mean log-prob per token of each answer."""
         return log_odds(answers.log_prob / answers.length)

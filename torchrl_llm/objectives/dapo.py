@@ -10,7 +10,7 @@ from torchrl_llm.objectives.grpo import GRPOLoss
 
 
 class DAPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`DAPO`; its fields are those of ``PolicyLossOutput``."""
+    """Output of :class:`DAPO`, with the fields of ``PolicyLossOutput``."""
 
 
 @register("losses", "dapo")
@@ -18,17 +18,17 @@ class DAPO(GRPOLoss):
     r"""The loss of DAPO: :math:`-\min(r A, \mathrm{clip}(r, 0.8, 1.28) A)`, averaged over tokens.
 
     arXiv:2503.14476 equation 8: *clip-higher* (the upper bound is wider, so that unlikely tokens
-    can still grow) and the *token-level* loss (a response has weight in proportion to its length).
-    It has no KL term. The other two parts of the algorithm are outside the loss: dynamic sampling
-    is ``MCAdvantage(keep_return_bounds=...)`` on the buffer, and the soft penalty for overlong
-    responses is :class:`~torchrl_llm.envs.transforms.OverlongPenalty`.
+    can still grow) and the *token-level* loss (the weight of a response is proportional to its
+    length). DAPO has no KL term. The other two parts of the algorithm are outside the loss: dynamic
+    sampling is ``MCAdvantage(keep_return_bounds=...)`` on the buffer, and the soft penalty for
+    overlong responses is :class:`~torchrl_llm.envs.transforms.OverlongPenalty`.
 
     The paper averages over the tokens of each prompt's group and then over prompts:
     ``aggregation="prompt_mean"``, which needs group ids. The default is the token mean over the
     batch, as in TRL and in the authors' code.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.

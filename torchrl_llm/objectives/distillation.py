@@ -24,15 +24,16 @@ from torchrl_llm.objectives.token_loss import LLMLossOutput, check_scores
 
 
 def k3_kl_token_estimate(target_log_prob: Tensor, log_prob: Tensor) -> Tensor:
-    r"""KL estimate per token, :math:`e^d - 1 - d` with :math:`d` target minus own log-prob.
+    r"""Estimate the KL per token, :math:`e^d - 1 - d` with :math:`d` target minus own log-prob.
 
-    On tokens drawn from the distribution of ``log_prob`` its mean is :math:`\mathrm{KL}(\cdot \|
-    \text{target})`; on other tokens it is still never negative, and zero where the two agree.
-    TorchRL's name for :func:`~torchrl_llm.functional.k3`.
+    On tokens drawn from the distribution of ``log_prob``, the mean of the estimate is
+    :math:`\mathrm{KL}(\cdot \| \text{target})`. On other tokens the estimate is still never
+    negative, and it is zero where the log-probs are equal. This is TorchRL's name for
+    :func:`~torchrl_llm.functional.k3`.
 
     Args:
-        target_log_prob: nats, under the target.
-        log_prob: nats, the same tokens under the distribution that they were drawn from.
+        target_log_prob: log-prob of the tokens under the target, nats.
+        log_prob: log-prob of the tokens under the distribution from which they were drawn, nats.
 
     Returns:
         Nats, same shape.
@@ -67,16 +68,18 @@ class DistillationLossOutput(LLMLossOutput, TensorClass["nocast"]):
 class DistillationLoss(SFTLoss):
     r"""KL divergence from a teacher whose log-probs are stored in the rows, estimated by ``k3``.
 
-    With :math:`d` the teacher's minus the student's log-prob, ``"reverse"`` is :math:`e^d - 1 - d`,
-    an estimate of KL(student || teacher) on samples of the student. ``"forward"`` is :math:`e^{-d}
+    Let :math:`d` be the teacher's minus the student's log-prob. ``"reverse"`` is :math:`e^d - 1 -
+    d`, an estimate of KL(student || teacher) on samples of the student. ``"forward"`` is
+    :math:`e^{-d}
     - 1 + d`, an estimate of KL(teacher || student) on samples of the teacher.
 
     As *losses*, both have the gradient of the forward divergence: on the student's samples
     :math:`E[(1 - e^d) \nabla \log \pi] = -\sum_v q_v \nabla \log \pi_v`, and on the teacher's
-    :math:`E[(e^{-d} - 1) \nabla \log \pi]` is the same. So it covers the modes of the teacher and
-    is zero exactly at the teacher. For the gradient of the reverse divergence use
-    :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`. :math:`e^d` becomes very large for a
-    token that the teacher prefers and the student hardly ever samples.
+    :math:`E[(e^{-d} - 1) \nabla \log \pi]` is the same. So the trained student covers the modes of
+    the teacher, and the loss is zero exactly where student and teacher agree. For the gradient of
+    the reverse divergence use :class:`~torchrl_llm.objectives.OnPolicyDistillationLoss`.
+    :math:`e^d` becomes very large for a token that the teacher prefers and the student hardly ever
+    samples.
 
     Rows, including their weights, are read as in :class:`~torchrl_llm.objectives.SFTLoss`. The
     teacher's log-probs come from :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb`, or
@@ -88,7 +91,7 @@ class DistillationLoss(SFTLoss):
         tokenizer: encodes conversations; by default the tokenizer of the actor. Not needed for rows
             that have ids.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`.
-        kl_direction: see above.
+        kl_direction: ``"reverse"`` or ``"forward"``, see above.
         reduction: ``"mean"``, ``"sum"`` or ``"none"`` over rows; ``"token_mean"`` averages over all
             tokens.
         normalize_by_seq_length: use the mean instead of the sum over a row's tokens. This is the

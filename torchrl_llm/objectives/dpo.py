@@ -15,14 +15,15 @@ class DPOLoss(PairLoss):
     arXiv:2305.18290, with :math:`r = \log \pi - \log \pi_\mathrm{ref}` of the whole answer. Other
     forms are IPO (``form="ipo"``, where :math:`r` is a mean per token, as its authors compute it),
     SLiC's hinge and the robust loss, see :func:`~torchrl_llm.functional.pair_loss`. TRL's
-    ``loss_type`` of the same name gives the same values. TRL's ``label_smoothing`` has no effect on
-    ``"sigmoid"``; here it has.
+    ``loss_type`` of the same name gives the same values. In TRL, ``label_smoothing`` has no effect
+    on ``"sigmoid"``; in torchrl_llm it has an effect.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope; larger values keep the policy closer to the reference.
-        form: of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
-        label_smoothing: share of pairs with swapped answers; for ``"sigmoid"`` and ``"robust"``.
+        form: form of the loss, see :func:`~torchrl_llm.functional.pair_loss`.
+        label_smoothing: share of pairs whose answers are assumed to be swapped; for ``"sigmoid"``
+            and ``"robust"``.
         target_margin: target difference of the implicit rewards of a pair.
         sft_coeff: weight of the cross-entropy of the chosen answers; 0 for none.
         sft_tokens: tokens of that cross-entropy: the ``"answer"``, or the whole ``"conversation"``.
@@ -54,6 +55,6 @@ class DPOLoss(PairLoss):
     needs_reference = True
 
     def compared(self, answers: Answers) -> Tensor:
-        """The log-ratio of each answer; for IPO its mean per token."""
+        """Return the log-ratio of each answer; for IPO, its mean per token."""
         ratio = answers.log_ratio
         return ratio / answers.length if self.form == "ipo" else ratio

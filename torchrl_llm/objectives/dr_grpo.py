@@ -1,4 +1,4 @@
-"""Dr. GRPO: GRPO divided by a constant instead of each response's length."""
+"""Dr. GRPO: GRPO that divides by a constant instead of the length of each response."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ class DrGRPOLoss(GRPOLoss):
 
     arXiv:2503.20783 section 3.2 (and the code of its appendix for :math:`L`). Dividing each
     response by its own length favours short correct and long wrong answers. Dr. GRPO divides all
-    ``S`` sequences by the same :math:`L`, the generation budget. Use it with ``MCAdvantage``
-    without the standard deviation, which is the other half of the method.
+    ``S`` sequences by the same :math:`L`, the generation budget. Use it with
+    ``MCAdvantage(normalize="none")``, because the other half of the method is an advantage without
+    the standard deviation.
 
-    Ludic leaves the divisor out, which is ``aggregation="sequence_sum"``; its gradients are ``L``
-    times as large, which matters if the gradient norm is clipped. TRL's ``"dr_grpo"`` is this loss
-    with ``constant_length=max_completion_length``.
+    Ludic does not divide by :math:`L`, like ``aggregation="sequence_sum"``. Its gradients are
+    therefore ``L`` times as large, which matters if the gradient norm is clipped. TRL's
+    ``"dr_grpo"`` is this loss with ``constant_length=max_completion_length``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        constant_length: ``L``, tokens; the ``max_new_tokens`` of sampling.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
+        constant_length: ``L``, in tokens; use the ``max_new_tokens`` of sampling.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.

@@ -37,7 +37,7 @@ class RowKeys:
 
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
-    """Move values to a device; copies from the CPU do not wait for the device.
+    """Move values to a device, without waiting for copies from the CPU.
 
     Args:
         values: a column, an index.
@@ -47,12 +47,12 @@ def sent(values: Tensor, device: torch.device) -> Tensor:
 
 
 def key_name(key: NestedKey) -> str:
-    """A key in the form that error messages use."""
+    """Return a key in the form that error messages use."""
     return key if isinstance(key, str) else repr(key)
 
 
 def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
-    """The tensors of a column, one per row.
+    """Return the tensors of a column, one per row.
 
     Args:
         td: the rows.
@@ -60,7 +60,7 @@ def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
         advice: how to produce the column, for the error message.
 
     Raises:
-        DataError: when it is missing.
+        DataError: when the column is missing.
     """
     values = read_rows(td, key, None)
     if values is None:
@@ -69,15 +69,15 @@ def read_column(td: Any, key: NestedKey, advice: str) -> list[Tensor]:
 
 
 def optional_column(td: Any, key: NestedKey) -> list[Tensor] | None:
-    """The tensors of an optional column; ``None`` if no row has it.
+    """Return the tensors of an optional column; ``None`` if no row has it.
 
     Args:
         td: the rows.
         key: name of the column.
 
     Raises:
-        DataError: when some rows have it and others do not. A missing value has a meaning (a
-            temperature of one, for example), so the rows cannot be mixed silently.
+        DataError: when only some rows have the column. A missing value has a meaning (a temperature
+            of one, for example), so mixed rows are an error.
     """
     values = read_rows(td, key, None)
     if values is not None:
@@ -97,7 +97,7 @@ def optional_column(td: Any, key: NestedKey) -> list[Tensor] | None:
 
 
 def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: NestedKey) -> Tensor:
-    """A token-aligned column, concatenated without padding.
+    """Concatenate a token-aligned column without padding.
 
     Args:
         values: ``[T_b]`` or ``[T_b, 1]`` per row.
@@ -125,11 +125,11 @@ def flatten(values: list[Tensor], stored: list[int], kept: Tensor | None, key: N
 
 
 def kept_positions(td: Any, keys: RowKeys, stored: list[int]) -> Tensor | None:
-    """Which stored positions of all rows are not padding.
+    """Return which stored positions of all rows are not padding.
 
     Args:
         td: the rows.
-        keys: with the key of the attention mask.
+        keys: keys of the columns, including the attention mask.
         stored: stored length of each row.
 
     Returns:
@@ -156,7 +156,7 @@ def _is_ragged(td: Any) -> bool:
 
 
 def positions(lengths: list[int]) -> Tensor:
-    """Index of each token in its row.
+    """Return the index of each token in its row.
 
     Args:
         lengths: ``B`` lengths.
@@ -221,7 +221,7 @@ class RowMasks:
         return self._last_turn() if mask is None else mask
 
     def _last_turn(self) -> Tensor:
-        """The last sampled turn, if it ends the row; used when only the prompts are padded."""
+        """Find the last sampled turn, if it ends the row; used when only the prompts are padded."""
         turn = self.keys.trace and self._read(_under(self.keys.trace, "turn"))
         if turn is None:
             raise DataError(
@@ -245,7 +245,7 @@ class RowMasks:
 
 
 def _behind(prompts: list[Tensor], rows: list[Tensor]) -> Tensor | None:
-    """The tokens of all rows after their prompts; ``None`` if a prompt is not a prefix."""
+    """Return the tokens of all rows after their prompts; ``None`` if a prompt is not a prefix."""
     starts, lengths = ([row.shape[0] for row in column] for column in (prompts, rows))
     if any(start > length for start, length in zip(starts, lengths, strict=True)):
         return None

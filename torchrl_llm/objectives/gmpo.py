@@ -18,16 +18,16 @@ class GMPOLoss(base.PolicyGradientLoss):
     negative one. A clipped token has no gradient; the others share the gradient of the sequence.
     The default range :math:`(e^{-0.4}, e^{0.4})` is the paper's.
 
-    A ``correction`` with weights per token gives the sequence their mean; the levels ``"sequence"``
-    and ``"geometric"`` suit this loss.
+    If a ``correction`` has a weight per token, the weight of a sequence is the mean of its tokens'
+    weights. The levels ``"sequence"`` and ``"geometric"`` suit this loss.
 
     In Ludic's code the lower bound has no effect: the upper bound acts on both signs, like
-    ``low=high`` here. Its docstring writes the bounds as :math:`1 \pm \epsilon`. TRL's code agrees
-    with the paper. For advantages that differ between the tokens of a row, see
+    ``low=high`` here. The docstring of Ludic writes the bounds as :math:`1 \pm \epsilon`. TRL's
+    code follows the paper. For advantages that differ between the tokens of a row, see
     :func:`~torchrl_llm.functional.gmpo`.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)`` in nats, or one number for both. May be assigned between
             steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token has the

@@ -1,6 +1,6 @@
 """GRPO: PPO's clip of each token's ratio, with group advantages.
 
-The loss does not use groups itself; :class:`~torchrl_llm.objectives.credit.MCAdvantage` writes the
+The loss itself does not read groups. :class:`~torchrl_llm.objectives.credit.MCAdvantage` writes the
 group advantages.
 """
 
@@ -16,34 +16,35 @@ from torchrl_llm.objectives import policy_loss as base
 
 
 class GRPOLossOutput(base.PolicyLossOutput):
-    """Output of :class:`GRPOLoss`; its fields are those of ``PolicyLossOutput``."""
+    """Output of :class:`GRPOLoss`, with the fields of ``PolicyLossOutput``."""
 
 
 @register("losses", "grpo")
 class GRPOLoss(base.PolicyGradientLoss):
     r"""The GRPO loss, :math:`-\min(r A, \mathrm{clip}(r, 1 - l, 1 + h) A)` per token.
 
-    arXiv:2402.03300 equation 3, with TorchRL's names and defaults: token mean, clip 0.2. The
-    paper's average is ``aggregation="sequence_mean"``. :math:`r` is the ratio of the current to the
-    *sampled* probability, so it is one in the first pass over fresh rows. With a ``correction``,
-    :math:`r` is the ratio to the probability under the trainer's policy before the update. KL terms
-    are averaged in the same way as the objective.
+    arXiv:2402.03300 equation 3, with TorchRL's names and defaults: a mean over tokens, and a clip
+    of 0.2. For the paper's average use ``aggregation="sequence_mean"``. :math:`r` is the ratio of
+    the current to the *sampled* probability, so it is one in the first pass over fresh rows. With a
+    ``correction``, :math:`r` is the ratio to the probability under the trainer's policy before the
+    update. KL terms are averaged in the same way as the objective.
 
-    Differences from TorchRL: the entropy is a metric, and a bonus only on request; means are over
-    counted tokens; ``clip_fraction`` counts the tokens whose gradient the clip removes.
+    Differences from TorchRL: the entropy is a metric, and becomes a bonus only on request; means
+    are over the tokens that count; ``clip_fraction`` counts the tokens whose gradient the clip
+    removes.
 
     Ludic's GRPO sums a row's tokens (``aggregation="sequence_sum"``). TRL's ``loss_type="grpo"`` is
-    ``aggregation="sequence_mean"``, and its default ``"dapo"`` is the token mean here. TRL's
-    ``"bnpo"``, a token mean per micro-batch, is not available because it depends on how the batch
-    is split.
+    ``aggregation="sequence_mean"``, and its default ``"dapo"`` is ``aggregation="token_mean"``.
+    TRL's ``"bnpo"``, a token mean per micro-batch, is not available because it depends on how the
+    batch is split.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: a number, or ``(low, high)`` as in DAPO. May be assigned between steps.
-        ratio_cap: ratios above it are set to the cap before the clip, for both signs of the
-            advantage, and have no gradient: Ludic's ``ratio_clip``, TRL's ``delta``. For a negative
-            advantage it bounds the loss like the dual clip of arXiv:1912.09729. It is not an
-            importance correction; use ``correction`` for that.
+        ratio_cap: larger ratios are set to this cap before the clip, for both signs of the
+            advantage, and have no gradient. This is Ludic's ``ratio_clip`` and TRL's ``delta``. For
+            a negative advantage, the cap bounds the loss like the dual clip of arXiv:1912.09729.
+            For an importance correction use ``correction``.
         aggregation: ``"token_mean"``, ``"sequence_mean"`` (TorchRL's ``"prompt_mean"``),
             ``"prompt_mean"`` (token mean within each ``group_id``), ``"sequence_sum"``,
             ``"constant"`` or ``"none"``.

@@ -14,24 +14,24 @@ from torchrl_llm.objectives import policy_loss as base
 class GSPOLoss(base.PolicyGradientLoss):
     r"""The GSPO loss, :math:`-\min(s A, \mathrm{clip}(s, 1 - l, 1 + h) A)` per sequence.
 
-    arXiv:2507.18071 equation 5, a mean over sequences, with the ratio of equation 7,
-    :math:`s = \exp(\frac{1}{n} \sum_t \log r_t)`, and the bounds of section 5.1. They are much
-    narrower than GRPO's, because a mean of log-ratios varies much less than a single one; many more
-    tokens are clipped.
+    arXiv:2507.18071 equation 5, a mean over sequences, with the ratio of equation 7, :math:`s =
+    \exp(\frac{1}{n} \sum_t \log r_t)`, and the bounds of section 5.1. The bounds are much narrower
+    than GRPO's, because a mean of log-ratios varies much less than a single log-ratio. Many more
+    tokens are clipped than with GRPO.
 
     A row is a sequence: in a conversation whose turns were joined, all sampled tokens share one
     ratio. If the tokens of a row have different advantages (an estimator with a distillation term),
     each token has :math:`\min(s A_t, \mathrm{clip}(s) A_t)`.
 
-    A ``correction`` with weights per token gives the sequence their mean; the levels ``"sequence"``
-    and ``"geometric"`` suit this loss.
+    If a ``correction`` has a weight per token, the weight of a sequence is the mean of its tokens'
+    weights. The levels ``"sequence"`` and ``"geometric"`` suit this loss.
 
-    Ludic's preset is this loss. Ludic's class does not divide the log-ratio by the length by
-    default, which is ``level="sequence"`` and needs different bounds. TRL has the paper's loss as
+    Ludic's preset is this loss. By default, Ludic's class does not divide the log-ratio by the
+    length; this is ``level="sequence"``, which needs different bounds. TRL has the paper's loss as
     ``importance_sampling_level="sequence"`` with ``loss_type="grpo"``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         level: ``"geometric"``, the paper's :math:`s`; ``"sequence"``, the product of the ratios.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`; each token has the
@@ -76,11 +76,11 @@ class GSPOLoss(base.PolicyGradientLoss):
 
 @register("losses", "gspo_token")
 class GSPOTokenLoss(GSPOLoss):
-    """GSPO's token variant: the value and clip of the sequence, the gradient of each token.
+    """GSPO's token variant: value and clip are per sequence, the gradient is per token.
 
-    arXiv:2507.18071 equations 13 and 14. With one advantage per row it is :class:`GSPOLoss` in
-    value and gradient; with an advantage per token, each token follows its own advantage. The
-    arguments are those of :class:`GSPOLoss`.
+    arXiv:2507.18071 equations 13 and 14. With one advantage per row, value and gradient equal those
+    of :class:`GSPOLoss`. With an advantage per token, each token uses its own advantage. The
+    arguments are the same as for :class:`GSPOLoss`.
 
     Example:
         >>> from transformers import Qwen2Config, Qwen2ForCausalLM

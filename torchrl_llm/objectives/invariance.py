@@ -1,8 +1,8 @@
-"""Checks that irrelevant changes of a batch do not change the value or the gradient of a loss.
+"""Checks that irrelevant changes to a batch do not change the value or the gradient of a loss.
 
-Most mistakes in a loss over ragged rows are silent: a mean over padding, an average per
-micro-batch, a value read at a token that was not sampled. Each breaks one of a few laws, which
-:func:`check_invariance` tests on a batch:
+Most mistakes in a loss over ragged rows raise no error. Examples are a mean over padding, an
+average per micro-batch, or a value read at a token that was not sampled. Each mistake breaks one of
+the following laws. :func:`check_invariance` tests them on a batch:
 
 - ``layouts``: every layout of the actor gives the same result (padded, bucketed, packed, shared
   prompts);
@@ -32,8 +32,8 @@ from torchrl_llm.errors import ConfigError, DataError
 from torchrl_llm.functional import Normalizer
 from torchrl_llm.objectives.token_loss import TokenLoss
 
-# Below this, gradients are compared absolutely: they are sums that cancel, so only rounding
-# remains.
+# Gradients below this number are compared absolutely: such gradients are sums that cancel, so only
+# rounding errors remain.
 _SMALL = 1e-3
 _ADVICE = {
     "layouts": "the model looks beyond its row: see CausalScorer.why_not_packed",
@@ -49,8 +49,9 @@ class InvarianceReport:
     """Result of :func:`check_invariance` for a loss that satisfies all laws.
 
     Attributes:
-        deviations: the largest deviation under each tested law, relative to the value (or gradient)
-            of the whole batch if that is above one (or 0.001).
+        deviations: the largest deviation for each tested law. It is relative to the value of the
+            whole batch if the value is above 1, and relative to its gradient if the gradient is
+            above 0.001.
         skipped: laws that could not be tested, with the reason.
     """
 
@@ -66,7 +67,7 @@ class InvarianceReport:
 def check_invariance(
     loss: TokenLoss, batch: TensorDictBase, *, tolerance: float = 1e-5, seed: int = 0
 ) -> InvarianceReport:
-    """Test on a batch that irrelevant changes do not change a loss, its metrics or gradients.
+    """Test that irrelevant changes to a batch do not change a loss, its metrics or gradients.
 
     The actor runs in evaluation mode, about twenty forwards and backwards in total; a few short
     rows of different lengths are enough. The function has no side effects: it does not accumulate
@@ -77,7 +78,7 @@ def check_invariance(
         batch: rows, a one-dimensional lazy stack or padded tensors, at least two.
         tolerance: the largest deviation allowed, see :class:`InvarianceReport`; about 1e-5 for
             float32 weights, 1e-2 for bfloat16.
-        seed: seed of the orders, splits and junk.
+        seed: seed of the random orders, splits and junk values.
 
     Returns:
         The largest deviation for each law that could be tested.
@@ -118,7 +119,7 @@ def check_invariance(
 
 
 class _Check:
-    """A loss on a batch, its result, and the deviations found so far."""
+    """A loss, a batch, the result of the loss, and the deviations found so far."""
 
     def __init__(self, loss: TokenLoss, batch: TensorDictBase, tolerance: float) -> None:
         self.loss, self.batch, self.tolerance = loss, batch, tolerance
@@ -139,7 +140,7 @@ class _Check:
     def outcome(
         self, pieces: Sequence[TensorDictBase], normalizer: Normalizer | None = None
     ) -> tuple[dict[str, float], Tensor]:
-        """Metrics and gradient of a batch that is given in parts."""
+        """Compute the metrics and the gradient of a batch that is given in parts."""
         whole, gradient = None, None
         for piece in pieces:
             output = self.loss(piece, normalizer=normalizer)
@@ -164,7 +165,7 @@ class _Check:
         }
         scale = max(float(expected.abs().max()), _SMALL)
         deviations["the gradient"] = float((gradient - expected).abs().max()) / scale
-        # Comparisons with NaN are false, so a maximum would not find it.
+        # Comparisons with NaN are false, so a maximum would not find a NaN.
         deviations = {name: math.inf if math.isnan(d) else d for name, d in deviations.items()}
         worst = max(deviations, key=deviations.__getitem__)
         if deviations[worst] > self.tolerance:
@@ -237,7 +238,7 @@ class _Check:
         if not columns or all(bool(mask.all()) for mask in counted):
             self.report.skipped["junk"] = "no column has values where nothing counts"
             return
-        # NaN reveals sums without a guard; large numbers reveal sums that guard only against NaN.
+        # NaN reveals sums that include junk; large numbers reveal sums that only skip NaN.
         for scale in (float("nan"), 100.0):
             junk = {
                 key: [scale * torch.randn(mask.shape, generator=generator) for mask in counted]
@@ -291,7 +292,7 @@ def _token_columns(rows: list[TensorDictBase], lengths: list[int]) -> list[Neste
 
 
 def _spoilt(row: TensorDictBase, junk: dict[NestedKey, Tensor], counted: Tensor) -> TensorDictBase:
-    """A copy of a row with junk in its columns at tokens that do not count."""
+    """Copy a row, with junk in its columns at tokens that do not count."""
     for key, column in junk.items():
         value = row.get(key)
         keep = counted.view(-1, *[1] * (value.ndim - 1)).to(value.device)
@@ -301,7 +302,7 @@ def _spoilt(row: TensorDictBase, junk: dict[NestedKey, Tensor], counted: Tensor)
 
 
 def _replaced(node: Any, path: tuple[str, ...], value: Tensor) -> Any:
-    """A node with a different value at a path; it shares everything else with the given node."""
+    """Replace the value at a path; the result shares everything else with the given node."""
     copy = node.copy()
     name, *rest = path
     copy.set(name, _replaced(node.get(name), tuple(rest), value) if rest else value)
@@ -310,7 +311,7 @@ def _replaced(node: Any, path: tuple[str, ...], value: Tensor) -> Any:
 
 @contextmanager
 def _evaluating(loss: TokenLoss) -> Iterator[None]:
-    """Dropout would draw anew in every forward."""
+    """Switch to evaluation mode, because dropout would draw new masks in every forward."""
     modes = [(module, module.training) for module in loss.modules()]
     loss.eval()
     try:

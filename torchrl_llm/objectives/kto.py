@@ -1,4 +1,4 @@
-"""KTO: single answers with a label, good or bad."""
+"""KTO: trains on single answers that are labelled good or bad."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ class KTOLossOutput(LLMLossOutput, TensorClass["nocast"]):
 class KTOLoss(AnswerLoss):
     r"""Kahneman-Tversky optimization of answers with a label, see ``functional.kto_loss``.
 
-    arXiv:2402.01306. Rows need ``"is_chosen"`` (the label), ``"ref_log_prob"`` and ``"kl"``. The
-    latter is the divergence of the policy from the reference before the update, one number for the
-    whole batch: the mean log-ratio of :func:`mismatched` answers.
+    arXiv:2402.01306. Rows need ``"is_chosen"`` (the label), ``"ref_log_prob"`` and ``"kl"``.
+    ``"kl"`` is the divergence of the policy from the reference before the update. It is one number
+    for the whole batch: the mean log-ratio of :func:`mismatched` answers.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         beta: slope; larger values keep the policy closer to the reference.
         good_weight: weight of good answers; TRL's ``desirable_weight``.
-        bad_weight: weight of bad answers. The paper recommends weights such that the weighted
+        bad_weight: weight of bad answers. The paper recommends weights for which the weighted
             numbers of good and bad answers have a ratio between 1:1 and 4:3.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs.
@@ -122,11 +122,11 @@ class KTOLoss(AnswerLoss):
 def mismatched(
     sequences: Sequence[Tensor], answers: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Pairs each prompt with the answer of the previous row (the first with the last).
+    """Pair each prompt with the answer of the previous row (the first prompt with the last answer).
 
-    The policy was not trained on these answers to these prompts, so their log-ratios measure how
-    far it is from its reference. Previous rows with the same prompt (the other answer of a pair)
-    are skipped. If all rows have the same prompt, no row is returned.
+    The policy was not trained on these combinations, so their log-ratios measure how far the policy
+    is from its reference. Previous rows with the same prompt (the other answer of a pair) are
+    skipped. If all rows have the same prompt, no row is returned.
 
     Args:
         sequences: ``B`` int64 tensors ``[T_b]``, prompts with answers.

@@ -1,13 +1,14 @@
-"""Reads rows for a loss: which tokens count, and the columns at these tokens.
+"""Reads rows for a loss: decides which tokens count, and reads the columns at these tokens.
 
 Rows come as a one-dimensional lazy stack (ragged) or as padded tensors with an attention mask.
-In both cases the columns are concatenated without padding, so a misaligned value is always an
-error. Nothing is inferred from token ids.
+In both cases the columns are concatenated without padding, so a misaligned value always raises an
+error. Token ids are never used to decide which tokens count.
 
-With top-k, top-p or min-p, a token is drawn from a few ids whose probabilities are renormalised. On
-these ids the ratio of an unchanged policy is one; over the whole vocabulary it is not. Policies
-record these ids with ``generate_kwargs={"record_support": True}``, :func:`read_support` reads them,
-and :func:`~torchrl_llm.functional.support_log_probs` scores on them.
+With top-k, top-p or min-p, a token is drawn from a few ids, and their probabilities are
+renormalised. If both policies are normalised over these ids, the ratio of an unchanged policy is
+one. Over the whole vocabulary the ratio is not one. Policies record these ids with
+``generate_kwargs={"record_support": True}``, :func:`read_support` reads them, and
+:func:`~torchrl_llm.functional.support_log_probs` scores on them.
 
 Shape legend: ``B`` rows, ``T_b`` tokens of row ``b``, ``L`` tokens of all rows, ``N`` tokens that
 count, ``S`` kept ids.
@@ -49,7 +50,7 @@ class TokenRows:
         mask: bool ``[L]``, the tokens that count.
 
     Attributes:
-        sequences: see above.
+        sequences: the argument of this name.
         select: ``B`` bool tensors ``[T_b]``, the tokens that count.
         counts: number of counted tokens per row.
         row: int64 ``[N]``, the row of each token that counts.
@@ -78,7 +79,7 @@ class TokenRows:
             )
 
     def normalizer(self, groups: Tensor | None = None, *, count_empty: bool = False) -> Normalizer:
-        """Counts of these rows as a whole batch.
+        """Count the tokens and rows, where these rows are a whole batch.
 
         Args:
             groups: int64 ``[B]``, the prompt group of each row, for ``prompt_mean``.
@@ -97,7 +98,7 @@ class TokenRows:
         return Normalizer.of(self.counts, ids, count_empty=count_empty)
 
     def column(self, td: Any, key: NestedKey, advice: str) -> Tensor:
-        """Values of a token-aligned column at the tokens that count, checked to be finite.
+        """Return the values of a token-aligned column at counted tokens; they must be finite.
 
         Args:
             td: the rows.
@@ -118,19 +119,19 @@ class TokenRows:
         return self._read[key]
 
     def flat(self, td: Any, key: NestedKey) -> Tensor:
-        """Values of a token-aligned column at all ``L`` tokens, as stored.
+        """Return the values of a token-aligned column at all ``L`` tokens, as stored.
 
         Args:
             td: the rows.
             key: the column, ``[T_b]`` per row.
 
         Raises:
-            DataError: when it is missing or misaligned.
+            DataError: when the column is missing or misaligned.
         """
         return self._flat(read_column(td, key, "it goes with the tokens"), key)
 
     def advantage(self, td: Any, key: NestedKey) -> Tensor:
-        """Advantage of each token that counts.
+        """Return the advantage of each token that counts.
 
         Args:
             td: the rows.
@@ -141,7 +142,8 @@ class TokenRows:
             float32 ``[N]``; float64 if it is stored as float64.
 
         Raises:
-            DataError: when it is missing, has a wrong shape, or is not finite at a counted token.
+            DataError: when the advantage is missing, has a wrong shape, or is not finite at a
+                counted token.
         """
         if key not in self._read:
             values = read_column(td, key, "MCAdvantage must run before sampling")
@@ -165,7 +167,7 @@ class TokenRows:
         return _real(self._flat(expanded, key))[self._index]
 
     def groups(self, td: Any, key: NestedKey) -> Tensor:
-        """Prompt group of each row.
+        """Return the prompt group of each row.
 
         Args:
             td: the rows.
@@ -175,7 +177,7 @@ class TokenRows:
             int64 ``[B]``.
 
         Raises:
-            DataError: when it is missing or not one integer per row.
+            DataError: when the column is missing or does not have one integer per row.
         """
         if key not in self._read:
             values = read_column(
@@ -191,7 +193,7 @@ class TokenRows:
         return self._read[key]
 
     def temperature(self, td: Any, key: NestedKey) -> float | Tensor:
-        """Temperature of each row, float32 ``[B]``; the number 1.0 if all have it."""
+        """Temperature of each row, float32 ``[B]``; the number 1.0 if all temperatures are 1."""
         values = optional_column(td, key)
         if values is None:
             return 1.0
@@ -248,7 +250,7 @@ class TokenRows:
         return pad_flat(values, self._stored, side="left")
 
     def stored_select(self) -> list[Tensor]:
-        """The counted tokens as bool ``[T]`` per row, at stored positions including padding."""
+        """Return bool ``[T]`` per row, true at counted tokens; positions include padding."""
         flat = torch.zeros(sum(self._stored), dtype=torch.bool)
         kept = slice(None) if self._kept is None else self._kept
         flat[kept] = torch.cat(self.select)
@@ -332,7 +334,7 @@ def _real(values: Tensor) -> Tensor:
 
 
 def read_support(tensordict: Any, rows: TokenRows, key: NestedKey) -> Support | None:
-    """The kept ids of the tokens that count.
+    """Read the kept ids of the tokens that count.
 
     Args:
         tensordict: the rows, ragged or padded.

@@ -1,6 +1,6 @@
 """Distillation on the student's own samples: the teacher grades every token.
 
-The expected gradient of each estimator is that of the reverse divergence.
+The expected gradient of each estimator is the gradient of the reverse divergence.
 
 Shape legend: ``N`` tokens that count.
 """
@@ -64,24 +64,25 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     Ludic's OPD differentiates :math:`\log \pi - \log \pi_T` on samples (``k1`` as a loss). This
     gives :math:`\nabla \log \pi`, which has mean zero and does not depend on the teacher.
 
-    As in the sources, none of them credits a token for its effect on later tokens (the discount is
-    0).
+    As in the papers, none of the estimators credits a token for its effect on later tokens (the
+    discount is 0).
 
-    **Teachers.** The first two read the teacher's log-probs from the rows, where
+    **Teachers.** ``"advantage"`` and ``"k2"`` read the teacher's log-probs from the rows.
     :class:`~torchrl_llm.envs.transforms.RetrieveTeacherLogProb` writes them, with a single teacher
-    or with the teacher that each row names (multi-teacher distillation, MOPD). The third calls the
-    teachers itself: a single one, or one of a mapping, chosen by the row's ``teacher_key``.
-    Teachers are frozen and not parameters of the loss; :meth:`to` does not move them.
+    or with the teacher that each row names (multi-teacher distillation, MOPD).
+    ``"full_vocabulary"`` calls the teacher in the loss: a single teacher, or the teacher that the
+    row's ``teacher_key`` names. Teachers are frozen and not parameters of the loss; :meth:`to` does
+    not move them.
 
     **Outcomes.** ``outcome_coeff`` adds the rows' own advantage: :math:`A = A_{distill} + \alpha
     A_{outcome}` (MOPD of arXiv:2601.02780 with several teachers and a ``correction`` of type
-    ``"mis"`` for the sampler). For the last two estimators it is a separate policy-gradient term.
-    To combine a teacher with any loss and advantage estimator, see
+    ``"mis"`` for the sampler). With ``"k2"`` and ``"full_vocabulary"``, the outcome is a separate
+    policy-gradient term. To combine a teacher with any loss and advantage estimator, see
     :class:`~torchrl_llm.objectives.credit.TeacherKL`.
 
     Args:
         actor_network: the student: a policy wrapper, or a ``CausalScorer``.
-        estimator: see above.
+        estimator: ``"advantage"``, ``"k2"`` or ``"full_vocabulary"``, see above.
         teachers: one scorer, or scorers by name, for ``"full_vocabulary"``. A teacher with a
             different vocabulary is rejected.
         divergence: ``"reverse"`` or, for ``"full_vocabulary"``, ``"forward"``.
@@ -90,8 +91,8 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         clip_epsilon: bounds of the ratio as in PPO; ``None`` for no clip.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`,
-            including a ``correction`` for a sampler that differs from the trainer. It weights only
-            the policy-gradient term.
+            including a ``correction`` for a sampler that differs from the trainer. The correction
+            weights only the policy-gradient term.
 
     Raises:
         ConfigError: for settings that are unknown, invalid or without effect.
@@ -170,7 +171,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
             self._names(tensordict)
 
     def advantage(self, tensordict: Any, rows: TokenRows) -> Tensor:
-        """The advantage of each token from the teacher and the outcome, as configured."""
+        """Return the advantage of each token, from the teacher, the outcome or both."""
         sampled = self.column(tensordict, rows, "sample_log_prob")
         advantage = torch.zeros_like(sampled)
         if self.estimator == "advantage":
@@ -185,7 +186,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         return base.Surrogate(*ppo_clip(tokens.log_ratio, tokens.advantage, *self.clip_epsilon))
 
     def extras(self, tensordict: Any, rows: TokenRows) -> scoring.ScoreExtras | None:
-        """The teachers' distributions, if the divergence is over the vocabulary."""
+        """Request the teachers' distributions, if the divergence is over the vocabulary."""
         extras = super().extras(tensordict, rows)
         if self.estimator != "full_vocabulary":
             return extras
@@ -213,7 +214,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """The divergence as a separate term, unless it is the advantage."""
+        """Return the divergence as a separate term, unless it is the advantage."""
         if self.estimator == "full_vocabulary":
             divergence = scores.divergence.to(tokens.log_probs.device)
             kl = divergence.detach()
@@ -230,7 +231,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
         return fields
 
     def _names(self, tensordict: Any) -> list[str]:
-        """The teacher of each row."""
+        """Return the name of each row's teacher."""
         key = self.tensor_keys.teacher
         values = read_rows(tensordict, key, None)
         if values is None:
@@ -247,7 +248,7 @@ class OnPolicyDistillationLoss(base.PolicyGradientLoss):
     def _states(
         self, tensordict: Any, rows: TokenRows
     ) -> tuple[tuple[scoring.HeadStates, ...], Tensor | None]:
-        """The hidden states of each teacher for its tokens, and the teacher of each token."""
+        """Return the hidden states of each teacher for its tokens, and each token's teacher."""
         if self._one_teacher:
             (teacher,) = self._teachers.values()
             return (_states_of(teacher, rows.sequences, rows.select),), None

@@ -27,7 +27,7 @@ class OnlineDPOLoss(DPOLoss):
     several rows if its turns could not be joined. The reference log-probs are per token, as
     :class:`~torchrl_llm.envs.transforms.RetrieveLogProb` writes them.
 
-    Arguments are those of :class:`~torchrl_llm.objectives.DPOLoss`.
+    The arguments are the same as for :class:`~torchrl_llm.objectives.DPOLoss`.
 
     Raises:
         ConfigError: for settings that are unknown, invalid or without effect.
@@ -76,7 +76,7 @@ class OnlineDPOLoss(DPOLoss):
         return Answers(sums[0], sums[1].clamp(min=1), sums[2])
 
     def _heads(self, tensordict: Any) -> Tensor:
-        """The first row of the trajectory of each row, int64 ``[B]``."""
+        """For each row, return the first row of its trajectory, int64 ``[B]``."""
         keys = (self.tensor_keys.pair_id, self.tensor_keys.is_chosen)
         sides = zip(
             *(self.numbers(tensordict, key, "BestWorst writes it").tolist() for key in keys),

@@ -1,11 +1,11 @@
-"""Base of the policy-gradient losses: ratios, corrections, KL terms, averages, checks.
+"""Base class of the policy-gradient losses: ratios, corrections, KL terms, averages, checks.
 
-A loss reads rows (``torchrl_llm.objectives.loss_rows``), asks a
-:class:`~torchrl_llm.data.scoring.TokenScorer` for the log-probs of the tokens that count, and
-averages the values of its ``surrogate``. A new loss is a subclass with a ``surrogate``; its
-mathematics belongs in :mod:`torchrl_llm.functional`. It takes ``**settings:
-Unpack[PolicyLossSettings]`` for the arguments that it only passes on; a mistyped name still fails.
-``extras`` requests more than log-probs from the forward, and ``further_terms`` adds terms to the
+A loss reads rows (``torchrl_llm.objectives.loss_rows``), gets the log-probs of the tokens that
+count from a :class:`~torchrl_llm.data.scoring.TokenScorer`, and averages the values of its
+``surrogate``. A new loss is a subclass with a ``surrogate``; put its mathematics into
+:mod:`torchrl_llm.functional`. The subclass takes ``**settings: Unpack[PolicyLossSettings]`` for the
+arguments that it only passes on. A mistyped name still raises an error. The method ``extras``
+requests more than log-probs from the forward, and the method ``further_terms`` adds terms to the
 objective.
 
 Shape legend: ``B`` rows, ``T`` tokens of a row, ``N`` tokens that count.
@@ -55,17 +55,18 @@ class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
     """Output of a policy-gradient loss; fields are float32 scalars.
 
     Attributes:
-        loss_objective: the surrogate, averaged according to ``aggregation``; ``[B, T, 1]`` per
-            token if that is ``"none"``.
+        loss_objective: the surrogate, averaged according to ``aggregation``; per token, ``[B, T,
+            1]``, with ``aggregation="none"``.
         clip_fraction: share of tokens whose gradient a bound removes.
-        kl_approx: mean of sampled (with a correction: proximal) minus current log-prob, nats.
+        kl_approx: mean of the sampled minus the current log-prob, nats; with a correction, of the
+            proximal minus the current log-prob.
         ess_moments: ``[3]``, sums from which ``ESS`` is computed.
         entropy: mean entropy, nats.
         loss_entropy: the entropy bonus; ``None`` if off.
         loss_kl_to_ref: weighted KL to the reference; ``None`` if off.
-        kl_to_ref: mean of this KL, nats.
+        kl_to_ref: mean KL to the reference, nats.
         loss_kl_to_inference: weighted KL to the sampler; ``None`` if off.
-        kl_to_inference: mean of this KL, nats.
+        kl_to_inference: mean KL to the sampler, nats.
         correction_masked: share of tokens whose correction weight is zero.
         mismatch_k1: mean of sampled minus proximal log-prob, nats: the divergence of the proximal
             policy from the sampler.
@@ -90,28 +91,28 @@ class PolicyLossOutput(LLMLossOutput, TensorClass["nocast"]):
     def ESS(self) -> Tensor:
         """Effective sample size of the ratios current / sampled, as a share.
 
-        Also exact for the sum of the outputs of micro-batches.
+        It is also exact for the sum of the outputs of micro-batches.
         """
         return ess_from_moments(self.ess_moments.detach())
 
     def metrics(self) -> dict[str, Tensor]:
-        """All scalars, including loss terms and ``ESS``, without gradient."""
+        """Return all scalars, including loss terms and ``ESS``, without gradient."""
         metrics = LLMLossOutput.metrics(self)
         del metrics["ess_moments"]
         return {**metrics, "ESS": self.ESS}
 
 
 class PolicyTokens(NamedTuple):
-    """The counted tokens, flat: input of a surrogate.
+    """The counted tokens of all rows, concatenated: the input of a surrogate.
 
     Attributes:
-        log_probs: float32 ``[N]`` under the current policy, with gradients, nats.
+        log_probs: float32 ``[N]``, log-prob under the current policy, with gradients, nats.
         log_ratio: float32 ``[N]``, current minus proximal log-prob, with gradients, nats. The
             proximal policy is the sampler, or the policy that the correction defines.
         advantage: float32 ``[N]``.
         row: int64 ``[N]``, the row of each token.
         num_rows: ``B``.
-        sample_log_probs: float32 ``[N]`` under the sampler, nats.
+        sample_log_probs: float32 ``[N]``, log-prob under the sampler, nats.
     """
 
     log_probs: Tensor
@@ -147,7 +148,7 @@ SUMS = "sums are aggregation='sequence_sum'"
 
 
 class PolicyGradientLoss(TokenLoss):
-    """Base of the policy-gradient losses over rows of sampled tokens.
+    """Base class of the policy-gradient losses over rows of sampled tokens.
 
     Subclasses define :meth:`surrogate`. ``masking_strategy`` selects the tokens that count:
     ``"sft"``, tokens after the row's prompt; ``"rlhf"``, tokens of the assistant mask;
@@ -159,7 +160,7 @@ class PolicyGradientLoss(TokenLoss):
     add up to the output of the batch.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         reduction: ``None`` or ``"mean"``: according to ``aggregation``; ``"none"``: like
             ``aggregation="none"``.
         aggregation: how the tokens' losses are averaged. ``"token_mean"``; ``"sequence_mean"``, a
@@ -171,32 +172,33 @@ class PolicyGradientLoss(TokenLoss):
         constant_length: divisor in tokens for ``"constant"``.
         count_empty_rows: count fully masked rows (stale, overlong, filtered) as sequences in the
             denominator, as Ludic and TRL do. By default they do not count, so that masking a row
-            equals leaving it out. (With ``"prompt_mean"``, also count prompts whose rows are all
-            empty.) An error with ``"token_mean"``, which divides by tokens here and in TRL.
-        correction: correction for a sampler that differs from the policy before the update; with
-            ``None`` ratios are taken to the sampler.
-        kl_mask_threshold: tokens whose ``log_ratio ** 2 / 2`` (current over sampled) is above it
-            add nothing to the objective. They still count in the denominators, because these must
-            be known before the forward.
+            equals leaving it out. (With ``"prompt_mean"``, prompts whose rows are all empty also
+            count.) With ``"token_mean"`` this raises an error, because that divides by tokens, also
+            in TRL.
+        correction: correction for a sampler that differs from the policy before the update. With
+            ``None``, ratios are current over sampled probability.
+        kl_mask_threshold: tokens whose ``log_ratio ** 2 / 2`` (current over sampled) is above this
+            threshold add nothing to the objective. They still count in the denominators, because
+            these must be known before the forward.
         entropy_bonus: subtract ``entropy_coeff`` times the entropy from the loss. By default only
             if ``entropy_coeff`` is given; the entropy is always a metric.
         entropy_coeff: weight of the bonus; 0.01 if ``entropy_bonus=True`` is given without it.
         kl_to_ref_coeff: weight of the KL to the reference policy; ``None`` or 0 for none.
         kl_to_inference_coeff: weight of the KL to the sampler; ``None`` or 0 for none.
-        kl_estimator: how both are estimated, see :mod:`torchrl_llm.functional.kl`. As a loss,
-            ``"k1"`` is useless and logs a warning: on samples of the current policy its gradient
-            has mean zero for every other policy. Put it into the reward instead. ``"weighted_k3"``
-            (TRL's default) is multiplied by the ratio to the sampler, so value and gradient are
-            also correct for rows of an older policy. (With a ``correction``, TRL multiplies by the
-            ratio to the proximal policy.)
-        masking_strategy: see above.
+        kl_estimator: how both KL terms are estimated, see :mod:`torchrl_llm.functional.kl`. As a
+            loss, ``"k1"`` is useless and logs a warning: on samples of the current policy its
+            gradient has mean zero for every other policy. Put the KL into the reward instead.
+            ``"weighted_k3"`` (TRL's default) is multiplied by the ratio to the sampler, so value
+            and gradient are also correct for rows of an older policy. (With a ``correction``, TRL
+            multiplies by the ratio to the proximal policy.)
+        masking_strategy: ``"sft"``, ``"rlhf"`` or ``"generic"``, see above.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs. The actor is not moved.
         gamma: no effect, as in TorchRL: the advantage estimator discounts.
-        clip_value: no effect, as in TorchRL: there is no value.
+        clip_value: no effect, as in TorchRL: the loss has no critic.
         samples_mc_entropy: no effect: the entropy of tokens is exact.
         ref_log_prob_padding_side: no effect: log-probs are aligned with their tokens.
-        ref_log_prob_padding_value: no effect, for the same reason.
+        ref_log_prob_padding_value: no effect: log-probs are aligned with their tokens.
 
     Raises:
         ConfigError: for settings that are unknown, invalid or without effect.
@@ -304,7 +306,7 @@ class PolicyGradientLoss(TokenLoss):
 
     @abstractmethod
     def surrogate(self, tokens: PolicyTokens) -> Surrogate:
-        """Loss of each token, unreduced.
+        """Return the loss of each token, not averaged.
 
         Args:
             tokens: the ``N`` tokens that count.
@@ -319,7 +321,7 @@ class PolicyGradientLoss(TokenLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """Further terms and metrics, named as fields of ``output_type``.
+        """Return further terms and metrics, named as fields of ``output_type``.
 
         Args:
             tensordict: the rows.
@@ -335,7 +337,7 @@ class PolicyGradientLoss(TokenLoss):
         return {}
 
     def advantage(self, tensordict: Any, rows: TokenRows) -> Tensor:
-        """The advantage for :meth:`surrogate`: by default the advantage column of the rows.
+        """Return the advantage for :meth:`surrogate`: by default the advantage column of the rows.
 
         Args:
             tensordict: the rows.
@@ -345,12 +347,12 @@ class PolicyGradientLoss(TokenLoss):
             ``[N]``, constants.
 
         Raises:
-            DataError: when it is missing, has a wrong shape or is not finite.
+            DataError: when the advantage is missing, has a wrong shape or is not finite.
         """
         return rows.advantage(tensordict, self.tensor_keys.advantage)
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """The support of truncated sampling, if the rows recorded it.
+        """Request the support of truncated sampling, if the rows recorded it.
 
         A subclass extends this with its own requests.
 
@@ -497,8 +499,7 @@ class PolicyGradientLoss(TokenLoss):
 
     def _estimate(self, log_ratio: Tensor, tokens: PolicyTokens) -> Tensor:
         if self.kl_estimator == "weighted_k3":
-            # The sampler drew the tokens, also if a correction takes the ratio to a different
-            # policy.
+            # The sampler drew the tokens, even if a correction compares with a different policy.
             return weighted_k3(log_ratio, tokens.log_probs - tokens.sample_log_probs)
         return KL_ESTIMATORS[self.kl_estimator](log_ratio)
 
@@ -578,7 +579,7 @@ class PolicyLossSettings(TypedDict, total=False):
 class Bounds:
     """An attribute ``(low, high)`` of a loss that may be assigned between steps.
 
-    A single number sets both.
+    A single number sets both bounds.
 
     Args:
         max_low: ``low`` may be at most this; ``None`` for no limit.
@@ -604,11 +605,11 @@ class Bounds:
         self.name = name
 
     def __get__(self, loss: Any, owner: type | None = None) -> Any:
-        """The pair ``(low, high)``."""
+        """Return the pair ``(low, high)``."""
         return self if loss is None else loss.__dict__[f"_{self.name}"]
 
     def __set__(self, loss: Any, value: float | tuple[float | None, float]) -> None:
-        """Check and store."""
+        """Check the bounds and store them."""
         pair = tuple(value) if isinstance(value, tuple | list) else (value, value)
         if not (len(pair) == 2 and self._low(pair[0]) and _at_least_zero(pair[1])):
             limit = "" if self.max_low is None else f" <= {self.max_low}"

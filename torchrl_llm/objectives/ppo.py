@@ -53,12 +53,12 @@ class PPOLoss(GRPOLoss):
 
     The value loss is averaged like the objective. ``value_clip`` is not in the paper but in
     OpenAI's code (0.2), see :func:`~torchrl_llm.functional.value_loss`; it is off by default. TRL
-    1.16 and Ludic have no PPO.
+    1.16 and Ludic have no PPO loss.
 
     Args:
-        actor_network: scores tokens, and also values them if there is no critic.
-        critic_network: a scorer with a value head that values the tokens instead; its parameters
-            belong to the loss.
+        actor_network: model that scores tokens, and also computes values if there is no critic.
+        critic_network: a scorer with a value head that computes the values instead; its parameters
+            become parameters of the loss.
         clip_epsilon: a number, or ``(low, high)``. May be assigned between steps.
         value_coeff: weight ``c`` of the value loss.
         value_clip: how far a value may move from the stored one, ``("values", "full")``; ``None``
@@ -132,7 +132,7 @@ class PPOLoss(GRPOLoss):
         self._value_columns(tensordict, rows)
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """The requests of every loss, plus values if there is no separate critic."""
+        """Request also values, if there is no separate critic."""
         extras = super().extras(tensordict, rows)
         if self.critic_network is not None:
             return extras
@@ -147,7 +147,7 @@ class PPOLoss(GRPOLoss):
         reduce: Callable[[Tensor], Tensor],
         share: float,
     ) -> dict[str, Tensor]:
-        """The value loss and the metrics of the critic."""
+        """Return the value loss and the metrics of the critic."""
         device = tokens.log_probs.device
         values = self._values(rows, scores).to(device)
         targets, old = (
@@ -181,7 +181,7 @@ class PPOLoss(GRPOLoss):
         return values
 
     def _value_columns(self, tensordict: Any, rows: TokenRows) -> tuple[Tensor, Tensor | None]:
-        """Value targets, and the old values if the clip needs them."""
+        """Return the value targets, and the old values if the clip needs them."""
         targets = self.column(tensordict, rows, "value_target")
         if self.value_clip is None:
             return targets, None

@@ -12,7 +12,7 @@ from torchrl_llm._registry import register
 from torchrl_llm.errors import ConfigError
 from torchrl_llm.objectives import policy_loss as base
 
-# Larger weights are set to this, 5e8: an infinite weight times an advantage of 0 is NaN.
+# The largest weight, 5e8: an infinite weight times an advantage of 0 would be NaN.
 _MAX_WEIGHT = 2.0**29
 
 
@@ -22,16 +22,16 @@ class ReinforceLoss(base.PolicyGradientLoss):
 
     Williams (1992), with a weight that makes it correct for rows of an older policy. The gradient
     is summed over a sequence's tokens and averaged over sequences. On rows of the current policy
-    all weights are one, and the gradient equals that of every clipped loss of this package.
+    all weights are one, and the gradient equals the gradient of every clipped loss in torchrl_llm.
 
-    Ludic's preset has ``level="sequence"``: the product of a sequence's ratios. It is unbiased but
-    unbounded on long responses, so set a ``truncation``. RLOO (arXiv:2402.14740) is this loss on
-    leave-one-out advantages.
+    Ludic's preset has ``level="sequence"``: the product of a sequence's ratios. This weight is
+    unbiased but unbounded on long responses, so set a ``truncation``. RLOO (arXiv:2402.14740) is
+    this loss with leave-one-out advantages.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
-        level: the ratio of current to sampled probability that is the weight: ``"token"``, the
-            token's ratio; ``"sequence"``, the product over its row; ``"none"``, no weight.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
+        level: the weight: ``"token"``, the token's ratio of current to sampled probability;
+            ``"sequence"``, the product of the ratios of its row; ``"none"``, no weight.
         truncation: largest weight; ``None`` for no bound.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.

@@ -13,14 +13,14 @@ from torchrl_llm.objectives.grpo import GRPOLoss
 class ReinforcePlusPlusLoss(GRPOLoss):
     """The loss of REINFORCE++: PPO's clipped surrogate, a mean over each response's tokens.
 
-    arXiv:2501.03262, the objective of section 3. REINFORCE++ differs in its advantage: it has no
-    critic, is normalised over the whole batch instead of a group
+    arXiv:2501.03262, the objective of section 3. REINFORCE++ differs from PPO in the advantage. The
+    advantage needs no critic, is normalised over the whole batch
     (:class:`~torchrl_llm.objectives.credit.BatchNormalizedReturn`), and has the KL to the reference
     in the reward. The variant with a baseline subtracts the group's mean first and has the KL in
     the loss, as ``k2``: ``kl_to_ref_coeff=..., kl_estimator="k2"``.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         clip_epsilon: ``(low, high)``, or one number for both. May be assigned between steps.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.GRPOLoss`.

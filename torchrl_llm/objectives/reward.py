@@ -44,15 +44,15 @@ class RewardLoss(AnswerLoss):
     """Bradley-Terry loss of the scores of pairs.
 
     See :func:`~torchrl_llm.functional.bradley_terry`. The score of a row is the value at its last
-    token, so rows need no mask of answers. The optional column ``"margin"`` tells how much better
-    the chosen answer is. TRL's ``RewardTrainer`` computes the same loss.
+    token, so rows need no mask of answers. The optional column ``"margin"`` contains how much
+    better the chosen answer is. TRL's ``RewardTrainer`` computes the same loss.
 
     Args:
         actor_network: computes values: a ``ClassifierScorer``, or a scorer with a value head.
-        centering: weight of the square of the two scores' sum, which keeps scores around 0
-            (arXiv:2312.09244 has 0.01); 0 for none.
-        pad_id: padding id; the last token of a row that differs from it is scored. By default the
-            model's, if it has one.
+        centering: weight of the squared sum of the two scores. It keeps scores around 0
+            (arXiv:2312.09244 uses 0.01); 0 for none.
+        pad_id: padding id; the score is read at the last token that is not padding. By default the
+            padding id of the model, if it has one.
         device: device on which the loss is computed from the scores; by default the device of the
             scores.
 
@@ -92,7 +92,7 @@ class RewardLoss(AnswerLoss):
         self._forward_value_estimator_keys()
 
     def select(self, tensordict: Any) -> TokenRows:
-        """The rows; all their tokens count."""
+        """Read the rows; all their tokens count."""
         return read_token_rows(tensordict, self.tensor_keys, "generic")
 
     def check(self, tensordict: Any, rows: TokenRows) -> None:
@@ -108,7 +108,7 @@ class RewardLoss(AnswerLoss):
         return self.numbers(tensordict, key, "").float()
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
-        """Counts of tokens, and of pairs as sequences.
+        """Count the tokens, and the pairs (as sequences).
 
         Args:
             tensordict: the rows.
@@ -117,7 +117,7 @@ class RewardLoss(AnswerLoss):
         return Normalizer(sum(rows.counts), len(self.places(tensordict)[0]))
 
     def score(self, tensordict: Any, rows: TokenRows) -> TokenScores:
-        """The value of each row, ``[B]``.
+        """Return the value of each row, ``[B]``.
 
         Args:
             tensordict: the rows.

@@ -17,15 +17,16 @@ class SAPOLoss(base.PolicyGradientLoss):
     r"""The SAPO loss, :math:`-\frac{4}{\tau} \sigma(\tau (r - 1)) A` per token.
 
     arXiv:2511.20347 section 3, a mean over each sequence's tokens and then over sequences. The
-    temperature :math:`\tau` is ``tau_pos`` for a positive advantage and ``tau_neg`` otherwise; the
-    latter is larger, because pushing one token down raises many unlikely ones. At ratio one the
-    gradient is that of REINFORCE; it falls smoothly on both sides. ``clip_fraction`` is always 0.
+    temperature :math:`\tau` is ``tau_pos`` for a positive advantage and ``tau_neg`` otherwise.
+    ``tau_neg`` is larger, because a lower probability of one token raises the probability of many
+    unlikely tokens. At ratio one, the gradient equals the gradient of REINFORCE; it becomes smaller
+    smoothly on both sides. ``clip_fraction`` is always 0.
 
     Ludic sums over a sequence's tokens: ``aggregation="sequence_sum"``. TRL's
     ``loss_type="sapo"`` is this loss.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         tau_pos: temperature where the advantage is positive.
         tau_neg: temperature of the other tokens.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.

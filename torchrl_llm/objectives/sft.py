@@ -37,7 +37,7 @@ SFTReduction = Literal["mean", "sum", "none", "token_mean"]
 
 
 def sft_loss(summed_log_probs: Tensor, reduction: Reduction) -> Tensor:
-    """Negative log-likelihood of responses.
+    """Compute the negative log-likelihood of responses.
 
     Args:
         summed_log_probs: ``[B]``, log-prob of each response (or its mean per token), nats.
@@ -61,10 +61,10 @@ def minor_sft_loss(
 ) -> Tensor:
     r"""MinorSFT, :math:`-\log \sigma(\beta (\log \pi - \log \pi_\mathrm{ref}))`.
 
-    arXiv:2408.10642, in TorchRL's form. The further the log-prob of a response is above the
-    reference, the smaller its gradient: it is the gradient of the negative log-likelihood times
-    :math:`\beta\, \sigma(-\beta (\log \pi - \log \pi_\mathrm{ref}))`. The paper's gradient, with
-    log-probs of whole responses of ``m`` tokens, is :math:`2 / (\beta m)` times as large.
+    arXiv:2408.10642, in TorchRL's form. The gradient is the gradient of the negative log-likelihood
+    times :math:`\beta\, \sigma(-\beta (\log \pi - \log \pi_\mathrm{ref}))`. It is smaller for a
+    response whose log-prob is above the reference. The paper's gradient, with log-probs of whole
+    responses of ``m`` tokens, is :math:`2 / (\beta m)` times as large.
 
     Args:
         log_probs: ``[B]``, log-prob of each response under the trained policy, nats.
@@ -102,7 +102,7 @@ class SFTLossOutput(LLMLossOutput, TensorClass["nocast"]):
     Attributes:
         loss_sft: the objective; ``[B]`` if the reduction is ``"none"``.
         loss_kl_to_ref: weighted KL to the reference; ``None`` if off.
-        kl_to_ref: its mean over the assistant's tokens, nats.
+        kl_to_ref: mean KL over the assistant's tokens, nats.
     """
 
     loss_sft: Tensor
@@ -127,13 +127,13 @@ class SFTLoss(TokenLoss):
     .. math:: \frac{\sum_b w_b \ell_b}{\sum_b w_b}
         \quad\text{and}\quad \frac{\sum_b w_b \sum_t \ell_{bt}}{\sum_b w_b n_b}
 
-    over rows, and over tokens for ``"token_mean"`` and the KL term. So equal weights of any value
-    change nothing, and a row of weight 2 counts as two rows. ``"sum"`` and ``"none"`` multiply by
-    the weight and divide by nothing. (Ludic multiplies by the weight and divides by the number of
-    rows, so its weights also scale the loss.)
+    over rows, and over tokens for ``"token_mean"`` and the KL term. So equal weights have no
+    effect, and a row of weight 2 counts as two rows. ``"sum"`` and ``"none"`` multiply by the
+    weight and divide by nothing. (Ludic multiplies by the weight and divides by the number of rows,
+    so its weights also scale the loss.)
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         tokenizer: encodes conversations; by default the tokenizer of the actor. Not needed for rows
             that have ids.
         tokenizer_kwargs: keyword arguments of :class:`~torchrl_llm.data.text.ChatFormatter`,
@@ -175,7 +175,7 @@ class SFTLoss(TokenLoss):
         history: NestedKey = ("history", "full")
         loss_weight: NestedKey = "loss_weight"
         ref_log_prob: NestedKey = ("next", "ref_log_probs", "full")
-        # TorchRL's name; here the loss calls the actor for log-probs, and they are not written into
+        # TorchRL's name. This loss gets the log-probs from the actor and does not write them into
         # the rows.
         log_probs: NestedKey = ("log_probs", "full")
 
@@ -271,7 +271,7 @@ class SFTLoss(TokenLoss):
     ) -> SFTLossOutput:
         """See :meth:`TokenLoss.from_scores`.
 
-        The means and the KL term read the normalizer.
+        The means and the KL term use the normalizer.
         """
         normalizer = normalizer or self.count(tensordict, rows)
         log_probs = check_scores(scores.log_probs, rows)

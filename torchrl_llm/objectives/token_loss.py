@@ -1,4 +1,4 @@
-"""Base of the losses over rows of tokens: reads rows, scores tokens, computes loss terms.
+"""Base class of losses over rows of tokens: reads rows, scores tokens, computes loss terms.
 
 The three steps are separate methods, so that several losses can share one forward
 (:class:`~torchrl_llm.objectives.CompositeLoss`): ``read`` rejects bad rows before anything is
@@ -43,7 +43,7 @@ class LLMLossOutput:
     """
 
     def total_loss(self) -> Tensor:
-        """The sum of the ``loss_*`` terms; call ``backward`` on it.
+        """Return the sum of the ``loss_*`` terms; call ``backward`` on it.
 
         If a term has one value per row, terms that are a single number are added to each row.
         """
@@ -56,11 +56,11 @@ class LLMLossOutput:
         return [value for key, value in self.items() if key.startswith("loss_")]
 
     def mean(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With ``reduce=True`` the loss as one number, otherwise the mean of each field.
+        """Return the mean of each field; with ``reduce=True``, return the loss as one number.
 
         TorchRL's recipes call ``loss.mean(reduce=True).backward()``. In TorchRL this averages loss
-        terms and metrics together, so each metric makes the step smaller. Here it is the mean of
-        :meth:`total_loss`, and a message is logged once.
+        terms and metrics together, so each metric makes the step smaller. In torchrl_llm this call
+        returns the mean of :meth:`total_loss`, and a message is logged once.
 
         Args:
             args: as in ``TensorDict.mean``.
@@ -79,10 +79,10 @@ class LLMLossOutput:
         return super().mean(*args, reduce=reduce, **kwargs)
 
     def sum(self, *args: Any, reduce: bool | None = None, **kwargs: Any) -> Any:
-        """With ``reduce=True`` the loss as one number, otherwise the sum of each field.
+        """Return the sum of each field; with ``reduce=True``, return the loss as one number.
 
-        The gradient equals that of TorchRL's ``loss.sum(reduce=True)``, whose value also contains
-        the metrics.
+        The gradient equals the gradient of TorchRL's ``loss.sum(reduce=True)``. TorchRL's value
+        also contains the metrics.
 
         Args:
             args: as in ``TensorDict.sum``.
@@ -102,22 +102,23 @@ class LLMLossOutput:
         return torch.stack([getattr(term, name)(*args, **kwargs) for term in self._terms()]).sum(0)
 
     def metrics(self) -> dict[str, Tensor]:
-        """All fields that are set, including loss terms, without gradient."""
+        """Return all fields that are set, including loss terms, without gradient."""
         return {key: value.detach() for key, value in self.items()}
 
     def leaves(self) -> list[Tensor]:
-        """All tensors of the output; adding outputs adds each of them."""
+        """Return all tensors of the output; adding outputs adds each of them."""
         return [value for _, value in self.items()]
 
 
 class TokenLoss(LossModule):
-    """Base of the losses that score tokens of rows.
+    """Base class of the losses that score tokens of rows.
 
-    Modules are not changed: no parameters are moved, and ``state_dict`` is the actor's.
+    The actor is not changed: its parameters are not moved, and the ``state_dict`` of the loss is
+    the actor's.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``. Any other module that
-            returns logits or a distribution also works, see ``ModuleScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``. Any other
+            module that returns logits or a distribution also works, see ``ModuleScorer``.
         device: device on which the loss is computed from the log-probs; by default the device of
             the log-probs. The actor is not moved.
 
@@ -152,7 +153,7 @@ class TokenLoss(LossModule):
 
     @abstractmethod
     def select(self, tensordict: Any) -> TokenRows:
-        """The tokens of the rows and which of them count; no other column is read.
+        """Read the tokens of the rows and decide which count; read no other column.
 
         Args:
             tensordict: rows, a one-dimensional lazy stack or padded tensors with masks.
@@ -166,14 +167,14 @@ class TokenLoss(LossModule):
 
         Args:
             tensordict: the rows.
-            rows: their tokens. Columns that are read here are cached there.
+            rows: their tokens; caches the columns that this method reads.
 
         Raises:
             DataError: when a column is missing or misaligned, or a value that counts is not finite.
         """
 
     def count(self, tensordict: Any, rows: TokenRows) -> Normalizer:
-        """Counts of rows as a whole batch.
+        """Return the counts of the rows, where the rows are a whole batch.
 
         Args:
             tensordict: the rows.
@@ -193,7 +194,7 @@ class TokenLoss(LossModule):
         *,
         normalizer: Normalizer | None = None,
     ) -> Any:
-        """The loss terms, from the scores of the tokens that count.
+        """Compute the loss terms from the scores of the tokens that count.
 
         Args:
             tensordict: the rows.
@@ -206,7 +207,7 @@ class TokenLoss(LossModule):
         """
 
     def column(self, tensordict: Any, rows: TokenRows, name: str) -> Tensor:
-        """Values at the counted tokens of the column that a key of the loss names.
+        """Return the values of a column at the counted tokens.
 
         Args:
             tensordict: the rows.
@@ -224,7 +225,7 @@ class TokenLoss(LossModule):
         return rows.column(tensordict, getattr(self.tensor_keys, name), advice)
 
     def normalizer(self, tensordict: Any) -> Normalizer:
-        """Counts of a whole batch, for the ``normalizer`` argument of its micro-batches.
+        """Return the counts of a whole batch, for the ``normalizer`` argument of its micro-batches.
 
         Args:
             tensordict: the rows of the whole batch.
@@ -248,7 +249,7 @@ class TokenLoss(LossModule):
         return rows
 
     def extras(self, tensordict: Any, rows: TokenRows) -> ScoreExtras | None:
-        """Further requests to the actor in the same forward; none by default.
+        """Return further requests to the actor in the same forward; none by default.
 
         Args:
             tensordict: the rows.
@@ -257,7 +258,7 @@ class TokenLoss(LossModule):
         return None
 
     def score(self, tensordict: Any, rows: TokenRows) -> TokenScores:
-        """Scores of the tokens that count, from one forward of the actor.
+        """Score the tokens that count, with one forward of the actor.
 
         Args:
             tensordict: the rows.
@@ -272,7 +273,7 @@ class TokenLoss(LossModule):
         )
 
     def forward(self, tensordict: Any, *, normalizer: Normalizer | None = None) -> Any:
-        """The loss of a batch, or of a micro-batch of it.
+        """Compute the loss of a batch or of a micro-batch.
 
         Args:
             tensordict: rows, a one-dimensional lazy stack or padded tensors with masks.
@@ -295,8 +296,8 @@ class TokenLoss(LossModule):
 def check_scores(log_probs: Tensor, rows: TokenRows) -> Tensor:
     """Reject log-probs of the current policy if their number is wrong or one is not finite.
 
-    On a GPU the second check would wait for the forward in every micro-batch. There
-    :func:`~torchrl_llm.trainers.optimize` checks it at the end of the update.
+    On a GPU, the check for finite values would wait for the forward in every micro-batch. Therefore
+    :func:`~torchrl_llm.trainers.optimize` checks them at the end of the update.
 
     Args:
         log_probs: output of the actor, must be float32 ``[N]``.

@@ -1,4 +1,4 @@
-"""TOPR: bounds of the sequence's ratio that depend on the sign of its advantage."""
+"""TOPR: bounds a sequence's ratio; the bounds depend on the sign of the advantage."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ class TOPRLoss(base.PolicyGradientLoss):
     r"""The TOPR loss, :math:`-\mathrm{sg}[\rho]_a^b A \log \pi`, summed over a sequence.
 
     arXiv:2503.14286, the gradient of section 3, with the ratio :math:`\rho` of the whole sequence.
-    Rows with a positive advantage have weight one, as in supervised learning. Rows with a negative
-    advantage have their ratio as weight, at most one, which falls as they become unlikely. The loss
-    needs no KL term and stays stable on rows of much older policies. Because the sign of the
-    advantage decides, the baseline of the advantage estimator defines which rows are good (see the
-    paper's section on baselines).
+    Rows with a positive advantage have weight one, as in supervised learning. The weight of rows
+    with a negative advantage is their ratio, at most one. It falls as the rows become unlikely. The
+    loss needs no KL term and stays stable on rows of much older policies. The sign of the advantage
+    selects the bounds, so the baseline of the advantage estimator defines which rows are good (see
+    the paper's section on baselines).
 
     ``clip_fraction`` is the share of tokens whose weight is not the ratio itself.
 
     Args:
-        actor_network: scores tokens; a policy wrapper, or a ``CausalScorer``.
+        actor_network: model that scores tokens: a policy wrapper or a ``CausalScorer``.
         positive_bounds: ``(a, b)`` for the weight of rows whose advantage is at least 0.
-        negative_bounds: ``(a, b)`` for the weight of the other rows. ``(0, 1)`` for both is
-            truncated importance sampling.
+        negative_bounds: ``(a, b)`` for the weight of the other rows. With ``(0, 1)`` for both
+            arguments, the loss is truncated importance sampling.
         aggregation: see :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
         **settings: further arguments of :class:`~torchrl_llm.objectives.PolicyGradientLoss`.
 

@@ -1,4 +1,4 @@
-"""Rewards: a base class that turns failures into data, parsers per task, and components."""
+"""Rewards: a base class that records failures as data, parsers for tasks, and components."""
 
 from torchrl_llm._imports import lazy
 

@@ -1,8 +1,8 @@
-"""Splits responses, and is the base of rewards for tasks with an ``<answer>`` block.
+"""Splits responses, and defines the base class of rewards for an ``<answer>`` block.
 
 :func:`~torchrl_llm.rewards.reward_parser.extract_tags` returns the last block of each kind;
-:func:`split_response` is for rewards that count the blocks. GSM8K, MATH and Countdown are
-:class:`AnswerBlockParser`.
+:func:`split_response` is for rewards that count the blocks. The rewards of GSM8K, MATH and
+Countdown are subclasses of :class:`AnswerBlockParser`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torchrl_llm.rewards.reward_scorer import RewardScore
 
 
 class ResponseParts(NamedTuple):
-    """Parts of a response, each stripped.
+    """Parts of a response, without white space around them.
 
     Attributes:
         think: contents of the blocks of reasoning.
@@ -32,10 +32,11 @@ class ResponseParts(NamedTuple):
 
 
 def extract_blocks(text: str, tag: str) -> list[str]:
-    """The contents of all complete ``<tag>...</tag>`` blocks, stripped.
+    """Return the contents of all complete ``<tag>...</tag>`` blocks, stripped.
 
     Args:
-        text: any text; time is linear in its length (unlike with a lazy pattern).
+        text: any text; the run time is linear in its length (unlike with a lazy regular
+            expression).
         tag: name of the tag.
 
     Example:
@@ -48,11 +49,11 @@ def extract_blocks(text: str, tag: str) -> list[str]:
 
 
 def split_response(response: str) -> ResponseParts:
-    """The parts of a response.
+    """Split a response into its parts.
 
     Args:
-        response: text of the model; it may begin inside the reasoning, if the prompt opened the
-            block.
+        response: text of the model. It may begin inside the reasoning, if the prompt contains the
+            opening tag.
 
     Example:
         >>> split_response("2+2</think>So: <answer>4</answer>")
@@ -68,19 +69,19 @@ def split_response(response: str) -> ResponseParts:
 class AnswerBlockParser(RewardParser):
     """1.0 for a correct ``<answer>`` block, 0.1 for a wrong one, 0.0 for none or an empty one.
 
-    ``reward_right`` is the same number, as in TorchRL. Subclasses define :meth:`read_truth` and
-    :meth:`is_right`.
+    ``reward_right`` is the same number as the reward, as in TorchRL. Subclasses define
+    :meth:`read_truth` and :meth:`is_right`.
 
     Args:
         tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
-        in_keys: see there.
-        out_keys: see there.
-        eos_token: see there.
-        set_done_if_answer: see there.
-        input_mode: see there.
+        in_keys: see :class:`~torchrl_llm.rewards.RewardParser`.
+        out_keys: see :class:`~torchrl_llm.rewards.RewardParser`.
+        eos_token: see :class:`~torchrl_llm.rewards.RewardParser`.
+        set_done_if_answer: see :class:`~torchrl_llm.rewards.RewardParser`.
+        input_mode: see :class:`~torchrl_llm.rewards.RewardParser`.
         format_reward: reward of an answer block with a wrong answer.
         correct_reward: reward of the correct answer.
-        num_threads: see there.
+        num_threads: see :class:`~torchrl_llm.rewards.RewardParser`.
 
     Example:
         >>> class Spelling(AnswerBlockParser):
@@ -121,23 +122,23 @@ class AnswerBlockParser(RewardParser):
 
     @staticmethod
     def extract_tags(text: str) -> tuple[str, str]:
-        """Reasoning and answer of a response; empty if there is none."""
+        """Return the reasoning and the answer of a response; empty if there is none."""
         think, answer = extract_tags(text)
         return think or "", answer or ""
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response; by default the text between the tags."""
+        """Split a response into reasoning and answer; by default at the tags."""
         return extract_tags(response)
 
     @abstractmethod
     def read_truth(self, answer: Any) -> Any:
-        """The row's answer in the form that :meth:`is_right` compares.
+        """Convert the row's answer to the form that :meth:`is_right` compares.
 
         Args:
             answer: the row's answer.
 
         Raises:
-            RewardError: the row's answer is not valid; the row's reward is then invalid for every
+            RewardError: when the row's answer is not valid; then the reward is invalid for every
                 response.
         """
 
@@ -154,7 +155,7 @@ class AnswerBlockParser(RewardParser):
         """See :class:`AnswerBlockParser`.
 
         Raises:
-            RewardError: the row's own answer cannot be read.
+            RewardError: when the row's answer cannot be read.
         """
         truth = self.read_truth(answer)
         think, block = self.read_response(response)

@@ -1,8 +1,9 @@
-r"""Finds the answer to a word problem in a response: by tags, marks, the last number, or filters.
+r"""Finds the answer to a word problem in a response, by tags, marks, filters or the last number.
 
-A model that was asked for an ``<answer>`` block writes one. Base models and few-shot prompts end in
-``#### 18`` or ``The answer is 18.``, others in ``\boxed{18}``. Many published accuracies of GSM8K
-use the filters of lm-evaluation-harness; these are available here under the same names.
+If the prompt asks for an ``<answer>`` block, the model writes it. Base models and models with
+few-shot prompts write ``#### 18`` or ``The answer is 18.``; some models write ``\boxed{18}``. Many
+published accuracies of GSM8K use the filters of lm-evaluation-harness; this module has them under
+the same names.
 
 The module only finds the answer. :class:`~torchrl_llm.rewards.GSM8KRewardParser` and
 :class:`~torchrl_llm.rewards.MATHRewardParser` decide whether it is correct.
@@ -19,12 +20,12 @@ from torchrl_llm.rewards.reward_parser import extract_block
 AnswerFormat = Literal["tags", "auto", "flexible-extract", "strict-match"]
 HARNESS_FORMATS = ("flexible-extract", "strict-match")
 
-# No boxed answer is longer.
+# Largest length of a boxed answer.
 _MAX_BOX = 2000
-# Most boxes that are searched from the end for a complete one.
+# Largest number of boxes that are searched, from the end, for a complete box.
 _MAX_BOXES = 32
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*+(?=[{\d])")
-# Generation ends at these in lm-evaluation-harness, before its filters see the response.
+# lm-evaluation-harness ends the generation at these strings, before its filters read the response.
 _HARNESS_STOPS = re.compile(r"Question:|</s>|<\|im_end\|>")
 _STRICT = re.compile(r"#### (-?[0-9.,]+)")
 _FLEXIBLE = re.compile(r"(-?[$0-9.,]{2,})|(-?[0-9]+)")
@@ -40,7 +41,7 @@ _MARK = re.compile(
     rf"[\s*_:=]{{0,6}}{_TO_NUMBER})",
     re.IGNORECASE,
 )
-# The rest of a sentence that changes the meaning of the number.
+# Text after a number that changes the meaning of the number.
 _REST = re.compile(
     r"[,;:(.]\s+(?![\d$-]|or\b|and\b)|"
     r"\s(?:after|as|at|because|each|every|for|from|in|of|per|since|so|which|with)\s"
@@ -48,11 +49,11 @@ _REST = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The contents of the last ``\boxed{...}`` of a text, or ``None``.
+    r"""Return the contents of the last ``\boxed{...}`` of a text, or ``None``.
 
     Args:
-        text: any text. Braces inside the box must match; escaped ones do not count. A box without
-            braces (``\boxed 5``) holds one digit, as TeX has it.
+        text: any text. Braces inside the box must match; escaped braces do not count. A box without
+            braces (``\boxed 5``) holds one digit, as in TeX.
 
     Example:
         >>> last_boxed(r"so \boxed{1}, no, \boxed{\frac{1}{2}} it is")
@@ -77,12 +78,12 @@ def _closing_brace(text: str, start: int) -> int | None:
 
 
 def harness_answer(response: str, answer_format: str) -> str | None:
-    """Answer that a filter of lm-evaluation-harness extracts from a response to GSM8K.
+    """Extract the answer to a GSM8K problem, like a filter of lm-evaluation-harness.
 
-    These are the filters of its task ``gsm8k``, version 3. ``strict-match`` takes the first ``####
-    `` that is followed by a number; ``flexible-extract`` takes the last text that looks like a
-    number. Both also search the reasoning. Both ignore text after a string at which the harness
-    stops generation (``Question:``).
+    These are the filters of the harness's task ``gsm8k``, version 3. ``strict-match`` takes the
+    first ``#### `` that is followed by a number; ``flexible-extract`` takes the last text that
+    looks like a number. Both filters also search the reasoning, and ignore text after a string at
+    which the harness stops generation (``Question:``).
 
     Args:
         response: what the model wrote.
@@ -107,10 +108,10 @@ def harness_answer(response: str, answer_format: str) -> str | None:
 
 
 def harness_spelling(answer: str) -> str:
-    r"""An answer as lm-evaluation-harness compares it, digit for digit: ``18`` is not ``18.00``.
+    r"""Return an answer as lm-evaluation-harness compares it: ``18`` is not ``18.00``.
 
     Args:
-        answer: answer of a model, or a solution of the dataset.
+        answer: an answer of a model, or a solution in the dataset.
 
     Example:
         >>> harness_spelling("It is 2 * 9 = $18.\n#### 1,018.")
@@ -120,20 +121,21 @@ def harness_spelling(answer: str) -> str:
 
 
 def marked_answer(response: str) -> tuple[str, bool]:
-    r"""The text after the last answer mark of a response.
+    r"""Return the text after the last answer mark of a response.
 
-    Marks are ``<answer>``, ``####``, ``\boxed`` and words such as ``The answer is`` or
-    ``Answer:``, the last two kinds only before a number. The last mark counts, so a response with
-    several answers gives one. If the last mark is incomplete, there is no answer. Text that a base
-    model writes after its answer (a new ``Question:``) is ignored, and so is the reasoning (up to
+    Marks are ``<answer>``, ``####``, ``\boxed`` and words such as ``The answer is`` or ``Answer:``;
+    the last two kinds count only before a number. If a response has several marks, the last mark
+    counts. If the last mark is incomplete, there is no answer. The search ignores text that a base
+    model writes after its answer (a new ``Question:``). It also ignores the reasoning (up to
     ``</think>``, or after an unclosed ``<think>``).
 
     Args:
         response: what the model wrote.
 
     Returns:
-        The text and ``True``; the text is empty for an incomplete mark. Without a mark, all
-        searched text and ``False``: its last number is the answer.
+        With a mark, the text after it and ``True``; the text is empty for an incomplete mark.
+        Without a mark, the searched text and ``False``; then the last number of this text is the
+        answer.
 
     Example:
         >>> marked_answer("#### 1 and then #### 18 eggs")

@@ -1,11 +1,11 @@
 """Rewards for code: run the model's program against tests in a sandbox.
 
-The code never runs in this process. Its tests run in a different process from the code
-(``torchrl_llm.rewards.code_judge``), so the code can reach neither. Every effect of the code is
-recorded in a :class:`CodeResult` as a failure of the code. A failure of the sandbox makes the
-reward invalid instead.
+The code never runs in this process. The tests run in a different process from the code
+(``torchrl_llm.rewards.code_judge``), so the code cannot change this process or the tests. A
+:class:`CodeResult` records every error that the code causes as a failure of the code. A failure of
+the sandbox makes the reward invalid.
 
-Next: :class:`torchrl_llm.envs.datasets.hub_tasks.HumanEvalEnv` is a task.
+Next: :class:`torchrl_llm.envs.datasets.hub_tasks.HumanEvalEnv` is a task with this reward.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ RunStatus = Literal[
 ]
 _BARE_BLOCK = re.compile(r"^[ \t]*(```|~~~)[ \t]*\n(.*?)^[ \t]*\1[ \t]*$", re.M | re.S)
 _FENCE = re.compile(r"^[ \t]*(?:```|~~~)[ \t]*$", re.M)
-# Results that may differ in a repeated run are not cached.
+# Results that may be different in a repeated run are not cached.
 _LASTING = ("success", "wrong", "runtime", "not_run")
 
 
@@ -51,7 +51,7 @@ class CodeProblem(NamedTuple):
     Attributes:
         entry_point: name of the function.
         tests: Python source that defines ``check(function)``, or that calls the function by its
-            name; each statement with an ``assert`` in it is a case.
+            name. Each statement that contains an ``assert`` is a case.
         prelude: Python source that the code and the tests may use (imports, other functions).
     """
 
@@ -61,10 +61,10 @@ class CodeProblem(NamedTuple):
 
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> CodeProblem:
-        """The problem in a row with these names, or those of HumanEval (``test``, ``prompt``).
+        """Read the problem in a row with these names or HumanEval's (``test``, ``prompt``).
 
         Raises:
-            DataError: a name is missing or not a string, or there is no test.
+            DataError: when a name is missing or not a string, or when there is no test.
 
         Example:
             >>> row = {"entry_point": "f", "tests": "assert f(1) == 2"}
@@ -92,12 +92,12 @@ class CodeResult(NamedTuple):
     """Result of running a program.
 
     Attributes:
-        compile_status: result of compiling and loading it: ``success``, ``syntax``, ``import`` (a
-            missing module), ``timeout``, ``unknown`` (it raised, exited, or lacks the function),
-            ``not_run`` (there was no code).
-        run_status: the first failure: ``wrong`` (an assertion), ``runtime`` (it raised or exited),
-            ``timeout``, ``memory``, ``killed``, ``not_run`` (nothing was run), or ``sandbox_error``
-            (not a failure of the program); otherwise ``success``.
+        compile_status: result of compiling and loading the program: ``success``, ``syntax``,
+            ``import`` (a missing module), ``timeout``, ``unknown`` (the program raised, exited, or
+            lacks the function), ``not_run`` (there was no code).
+        run_status: the first failure: ``wrong`` (an assertion), ``runtime`` (the program raised or
+            exited), ``timeout``, ``memory``, ``killed``, ``not_run`` (nothing was run), or
+            ``sandbox_error`` (not a failure of the program); otherwise ``success``.
         passed: number of cases that passed; cases that were not run count as failed.
         total: number of cases.
         message: message of the first failure.
@@ -119,7 +119,7 @@ class CodeResult(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _cases(tests: str) -> tuple[str, int]:
-    """Tests that report each of their cases, and the number of cases."""
+    """Change the tests so that they report each case; also return the number of cases."""
     try:
         tree = ast.parse(tests)
     except (SyntaxError, ValueError, RecursionError) as error:
@@ -156,19 +156,20 @@ def _asserts(statement: ast.stmt) -> bool:
 
 
 def extract_code(response: str, entry_point: str) -> str | None:
-    r"""The Python code of a response.
+    r"""Extract the Python code of a response.
 
     Text before ``</think>`` is ignored. If there is an ``<answer>`` block, only its contents are
-    searched. Among several Python blocks, the last one that defines the function is used, otherwise
-    the last one. Without Python blocks, the same rule applies to blocks without a language. Without
-    any block, the whole text is the code, up to or from a single unmatched fence.
+    searched. Among several Python blocks, the last block that defines the function is used; if none
+    defines it, the last block is used. Without Python blocks, the same rule applies to blocks
+    without a language. Without any block, the whole text is the code. If the text has a single
+    unmatched fence, only the part before or after it is the code.
 
     Args:
         response: what the model wrote.
         entry_point: name of the requested function.
 
     Returns:
-        ``None`` if there is only white space.
+        The code; ``None`` if there is only white space.
 
     Example:
         >>> extract_code("Sure!\n```python\ndef f():\n    return 1\n```", "f")
@@ -192,7 +193,7 @@ def defines(code: str, name: str) -> bool:
 
     Args:
         code: source; it is not parsed, because it may be hostile.
-        name: of a function or class.
+        name: name of a function or class.
     """
     name = re.escape(name)
     return bool(re.search(rf"^(?:(?:async )?def {name}\b|{name} *=|class {name}\b)", code, re.M))
@@ -206,18 +207,18 @@ def _judge_source() -> str:
 class CodeRunner:
     r"""Runs programs against tests, several at once, and caches the results.
 
-    Results are cached by code and tests, except for time and memory limits, killed processes and
-    failures of the sandbox. If several threads request the same result at the same time, the
-    program runs once.
+    The cache keys are the code and the tests. Results with an exceeded time or memory limit, a
+    killed process or a failure of the sandbox are not cached. If several threads request the same
+    result at the same time, the program runs once.
 
     Args:
         sandbox: where programs run; by default the strongest sandbox of the machine.
         timeout_s: time limit in seconds for loading a program and running all its cases.
-        memory_bytes: address space of each of its processes.
+        memory_bytes: address space of each process of a program.
         cache_size: number of cached results; 0 for no cache.
 
     Raises:
-        ConfigError: a limit that is not above zero.
+        ConfigError: for a limit that is not above zero.
 
     Example:
         >>> problem = CodeProblem("double", "assert double(2) == 4")
@@ -235,7 +236,7 @@ class CodeRunner:
         cache_size: Annotated[int, Ge(0)] = 4096,
     ) -> None:
         self.timeout_s = timeout_s
-        # One second more, so that the judge ends first and reports the progress of the program.
+        # One second longer, so that the judge ends first and reports the progress of the program.
         self.limits = Limits(wall_s=timeout_s + 1.0, memory_bytes=memory_bytes)
         self.cache_size = cache_size
         self._sandbox = sandbox
@@ -254,7 +255,7 @@ class CodeRunner:
         self._clear()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CodeRunner:
-        # Sandboxes keep no state of a program, so copies share one.
+        # Sandboxes keep no state of a program, so copies share one sandbox.
         other = copy.copy(self)
         memo[id(self)] = other
         return other
@@ -277,7 +278,7 @@ class CodeRunner:
         Thread-safe.
 
         Args:
-            code: the program, or several candidates; the first that compiles is used.
+            code: the program, or several candidates; the first candidate that compiles is used.
             problem: the function to write, with tests.
             stop_early: stop at the first case that fails.
 
@@ -285,7 +286,7 @@ class CodeRunner:
             The result.
 
         Raises:
-            RewardError: the sandbox failed, or the problem has no case.
+            RewardError: when the sandbox failed, or the problem has no case.
         """
         if not problem.num_cases:
             raise RewardError(f"the tests of {problem.entry_point!r} assert nothing")
@@ -341,7 +342,7 @@ class CodeRunner:
 
 
 def _without_verdict(sandboxed: SandboxResult, passed: int, total: int) -> CodeResult:
-    """A program that ended its judge, or kept it from ending, has failed."""
+    """Return a failure, for a program that ended its judge or kept it from ending."""
     ends: dict[str, RunStatus] = {"timeout": "timeout", "cpu": "timeout", "memory": "memory"}
     status = ends.get(sandboxed.status, "killed")
     message = f"the tests were ended before the last case ({sandboxed.status})"
@@ -349,7 +350,7 @@ def _without_verdict(sandboxed: SandboxResult, passed: int, total: int) -> CodeR
 
 
 class CodeRewardParser(RewardParser):
-    """The reward of a function: do all tests pass?
+    """The reward of a function: whether all tests pass.
 
     A row's ``answer`` is a mapping that :meth:`CodeProblem.of` reads. Missing code and code that
     cannot be loaded get ``compile_failure_reward``. A program that fails a case gets 0, unless
@@ -357,13 +358,13 @@ class CodeRewardParser(RewardParser):
 
     Args:
         tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
-        runner: runs the programs; one with default limits in ``make_sandbox()`` if not given.
-        partial_credit: the reward is the fraction of the cases that pass. Then all cases are run;
-            otherwise the run stops at the first failure.
+        runner: runs the programs; by default a runner with default limits in ``make_sandbox()``.
+        partial_credit: the reward is the fraction of the cases that pass, and all cases are run.
+            Without it, the run stops at the first failure.
         correct_reward: reward if all cases pass.
         compile_failure_reward: reward if there is no code or it cannot be loaded.
-        timeout_reward: reward if the time limit was hit before any case earned more.
-        num_threads: number of programs that run at a time.
+        timeout_reward: reward if the time limit was exceeded and no case earned partial credit.
+        num_threads: number of programs that run at the same time.
         kwargs: further arguments of :class:`~torchrl_llm.rewards.RewardParser`.
     """
 
@@ -387,19 +388,19 @@ class CodeRewardParser(RewardParser):
         self.timeout_reward = timeout_reward
 
     def sources(self, code: str, problem: CodeProblem) -> list[str]:
-        """Candidates for the code, best first; here only the code itself."""
+        """Return candidates for the code, best first; by default only the code itself."""
         return [code]
 
     def judge(self, response: str, answer: Any) -> CodeResult:
-        """Result of the code in a response.
+        """Run the code in a response.
 
         Args:
             response: what the model wrote.
             answer: the row's answer.
 
         Raises:
-            RewardError: the sandbox failed.
-            DataError: the answer is not a code problem.
+            RewardError: when the sandbox failed.
+            DataError: when the answer is not a code problem.
         """
         if not isinstance(answer, Mapping):
             raise DataError(f"the answer of a row with code is a mapping, got {answer!r}")
@@ -431,12 +432,12 @@ _CODE_LINE = re.compile(r"^(?:import |from \w|def |async def |class |@)", re.MUL
 
 
 class HumanEvalRewardParser(CodeRewardParser):
-    """Runs a function, or the continuation of a prompt that began it, against HumanEval's tests.
+    """Runs a function, or the continuation of the prompt's function, against HumanEval's tests.
 
-    A response may contain the whole function, in a fenced block or plain, or continue the prompt,
-    as a model without a chat template does. If a continuation does not compile, the text after the
-    body is removed. If a plain function does not compile, the words before and after it are
-    removed.
+    A response may contain the whole function, in a fenced block or as plain text. It may also
+    continue the prompt, as a model without a chat template does. If a continuation does not
+    compile, the text after the body is removed. If a plain function does not compile, the words
+    before and after it are removed.
 
     Args:
         kwargs: see :class:`~torchrl_llm.rewards.code.CodeRewardParser`.
@@ -449,13 +450,14 @@ class HumanEvalRewardParser(CodeRewardParser):
         body = code.lstrip("\n")
         bodies = [body]
         if not body[:1].isspace():
-            # Decoding takes the indentation of the first line, a fenced block that of all lines.
+            # Decoding removes the indentation of the first line; a fenced block removes the
+            # indentation of all lines.
             bodies = ["    " + body, indent(body, "    ")]
         return [problem.prelude + each for each in (*bodies, _first_part(bodies[0]))]
 
 
 def _without_words(code: str, name: str) -> list[str]:
-    """The code from its first code-like line, and the same up to the end of a function."""
+    """Return the code from its first code-like line, and this code up to the end of a function."""
     begin = _CODE_LINE.search(code)
     if begin is None:
         return []
@@ -467,7 +469,7 @@ def _without_words(code: str, name: str) -> list[str]:
 
 
 def _first_part(body: str) -> str:
-    """The text before the next line without indentation."""
+    """Return the text before the next line without indentation."""
     lines = body.split("\n")
     end = next((i for i, line in enumerate(lines) if i and line[:1].strip()), len(lines))
     return "\n".join(lines[:end])
@@ -484,11 +486,11 @@ from {module} import {entry_point}
 
 
 class FilesRewardParser(CodeRewardParser):
-    """Tests a function in the row's files, in their state after the last shell command.
+    """Tests a function in the row's files, as they are after the last shell command.
 
     The reward ignores the text of the model and reads the column ``files``
-    (:class:`~torchrl_llm.tools.shell.ShellTransform`). A row's ``answer`` is that of a
-    :class:`CodeRewardParser`, plus the ``module`` that contains the function.
+    (:class:`~torchrl_llm.tools.shell.ShellTransform`). A row's ``answer`` has the same keys as for
+    a :class:`CodeRewardParser`, plus the ``module`` that contains the function.
 
     Args:
         compile_failure_reward: reward if the function cannot be loaded.
@@ -508,15 +510,16 @@ class FilesRewardParser(CodeRewardParser):
         return [json.dumps(dict(files)) for files in needed_column(td, "files")]
 
     def judge(self, response: str, answer: Any) -> CodeResult:
-        """Result of the function in the files.
+        """Run the function in the files.
 
         Args:
-            response: path to text, as JSON; ``null`` for a missing file.
+            response: a JSON object that maps each path to the file's text; ``null`` for a missing
+                file.
             answer: the row's answer.
 
         Raises:
-            RewardError: the sandbox failed.
-            DataError: the answer is no problem of code.
+            RewardError: when the sandbox failed.
+            DataError: when the answer is not a code problem.
         """
         problem = CodeProblem.of(answer)
         files = {path: text for path, text in json.loads(response).items() if text is not None}

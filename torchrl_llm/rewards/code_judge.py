@@ -1,10 +1,10 @@
 """The program that tests code inside a sandbox; it needs only the standard library.
 
-It is two processes. The *candidate* runs the code that a model wrote; the *judge* holds the tests
-and a secret, and sends the candidate one call after the other. Results come back as plain data, so
-an object that claims to equal everything is not accepted. The tests and the secret are never in a
-process, a file or an environment variable that the code can read. A verdict counts only if its line
-begins with the secret, so printing a verdict or calling ``os._exit(0)`` has no effect.
+It runs in two processes. The *candidate* runs the code that a model wrote. The *judge* holds the
+tests and a secret, and sends one call after the other to the candidate. Results come back as plain
+data, so an object that claims to equal everything is not accepted. The tests and the secret are
+never in a process, a file or an environment variable that the code can read. A verdict counts only
+if its line begins with the secret, so printing a verdict or calling ``os._exit(0)`` has no effect.
 
 Do not import this module for its functions: :class:`torchrl_llm.rewards.code.CodeRunner` sends its
 source to a sandbox and reads the printed lines.
@@ -57,7 +57,7 @@ def _plain(value: Any) -> Any:
 def _write(fd: int, message: Any) -> None:
     try:
         data = pickle.dumps(message, protocol=5)
-    except (pickle.PicklingError, AttributeError, TypeError):  # of classes of the tests
+    except (pickle.PicklingError, AttributeError, TypeError):  # classes of the tests
         data = pickle.dumps(_plain(message), protocol=5)
     data = len(data).to_bytes(8, "little") + data
     while data:
@@ -80,7 +80,7 @@ def _read_exactly(fd: int, size: int, deadline: float | None = None) -> bytes:
 
 
 def _load(sources: list[str], prelude: str, entry_point: str) -> tuple[str, str, Any]:
-    """Compile status, message, and the function."""
+    """Return the compile status, a message, and the function."""
     code, message = None, ""
     for source in sources:
         try:
@@ -171,7 +171,7 @@ class _Judge:
             raise _Over("runtime", f"no reply that can be read: {_describe(error)}") from None
 
     def _death(self) -> tuple[str, str]:
-        for _ in range(100):  # its pipe may close a moment before it ends
+        for _ in range(100):  # the pipe of the process may close a moment before the process ends
             pid, status = os.waitpid(self.pid, os.WNOHANG)
             if pid:
                 break
@@ -193,7 +193,7 @@ class _Judge:
         kind = kind if isinstance(kind, type) and issubclass(kind, Exception) else Exception
         try:
             error = kind(str(reply[2]))
-        except TypeError:  # UnicodeDecodeError and others take more than a message
+        except TypeError:  # some exceptions, such as UnicodeDecodeError, take more than a message
             error = Exception(str(reply[2]))
         error.from_code = str(reply[1])
         raise error
@@ -236,7 +236,7 @@ class _Judge:
                 namespace["check"](self.call)
         except _Over as over:
             self._fail(*over.args)
-        except BaseException as error:  # of a statement that is no case by itself
+        except BaseException as error:  # raised by a statement that is not a case
             self._fail("runtime", _describe(error))
         self.say(compile="success", run=self.status, passed=self.passed, message=self.message)
 
@@ -245,11 +245,11 @@ _LOAD_KEYS = ("sources", "prelude", "entry_point")
 
 
 def _hide() -> None:
-    """Keep other processes of this user out of this one's memory and files.
+    """Deny other processes of this user access to this process's memory and files.
 
     Raises:
-        ImportError: this Python lacks ``ctypes``.
-        OSError: the kernel refuses.
+        ImportError: when this Python lacks ``ctypes``.
+        OSError: when the kernel refuses.
     """
     if not sys.platform.startswith("linux"):
         return
@@ -260,7 +260,7 @@ def _hide() -> None:
 
 
 def _pair(candidate: Callable[[int, int], None]) -> tuple[int, int, int]:
-    """Start the candidate; its process, the end to write to and the end to read from."""
+    """Start the candidate; return its process, and the pipes to write to and to read from."""
     requests, replies = os.pipe(), os.pipe()
     pid = os.fork()
     if not pid:
@@ -278,10 +278,10 @@ def _pair(candidate: Callable[[int, int], None]) -> tuple[int, int, int]:
 def main() -> None:
     """Read a job from standard input, judge, and write the verdict to standard output."""
     _hide()
-    # What the tests import must not come from the folder that the code can write to.
+    # The tests must not import modules from the folder that the code can write to.
     here = os.path.realpath(os.getcwd())
     sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
-    # Before the job is read: the candidate's memory holds neither tests nor secret.
+    # Started before the job is read, so the candidate's memory holds neither tests nor secret.
     pid, requests, replies = _pair(_candidate)
     judge = _Judge(json.loads(sys.stdin.buffer.read()), pid, requests, replies)
     judge.say(ready=True)

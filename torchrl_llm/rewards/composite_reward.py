@@ -1,4 +1,4 @@
-"""Weighted sums of reward components; each has a value, a validity, an error and its seconds.
+"""Weighted sums of reward components; each component has a value, a validity and an error.
 
 :class:`WrittenReward` is a component for a reward that the environment has already written;
 :class:`TokenRewards` makes a replay buffer train on rewards per token.
@@ -45,21 +45,22 @@ _TOKEN_NODE = "token_reward"
 class CompositeReward(RewardParser):
     """The weighted sum of several components; also writes the value of each.
 
-    The components of a step run in parallel, each in the place that it configures. The keys of
-    :class:`~torchrl_llm.rewards.RewardParser` hold the sum. In addition, for each component:
+    The components of a step run in parallel; each component's ``run`` says where. The keys of
+    :class:`~torchrl_llm.rewards.RewardParser` hold the sum. In addition, each component writes:
 
-    - ``("rewards", name, "value")``: float32 ``[B, 1, 1]``, NaN where it failed;
+    - ``("rewards", name, "value")``: float32 ``[B, 1, 1]``, NaN where the component failed;
     - ``("rewards", name, "valid")``: bool ``[B]``;
     - ``("rewards", name, "seconds")``: float32 ``[B]``, wall-clock time;
     - ``("rewards", name, "error")``: the error, empty if there was none;
-    - ``("rewards", name, "failure")``: the same with the keys of ``"error"``, for a component that
-      is optional or has weight 0, because such failures leave no error in the row.
+    - ``("rewards", name, "failure")``: the failure with the keys of ``"error"``, for a component
+      that is optional or has weight 0, because such failures leave no error in the row.
 
-    If a component fails, the row's reward is invalid, unless the component is optional: then the
-    weights of the others grow in proportion (``weighted_total``). A failure never counts as zero.
+    If a component fails, the row's reward is invalid. If the failed component is optional, the
+    weights of the other components grow in proportion instead (``weighted_total``). A failure never
+    counts as zero.
 
-    The first component is the task: ``success``, ``reward_answer``, ``reward_think``,
-    ``reward_right`` and the end of the episode follow its score.
+    The first component is the task: its score determines ``success``, ``reward_answer``,
+    ``reward_think``, ``reward_right`` and the end of the episode.
 
     If a component scores tokens, the reward of the row is the sum over the tokens.
     ``("token_reward", "total")``, float32 ``[R_b]`` per row, aligned with the tokens of the
@@ -70,18 +71,18 @@ class CompositeReward(RewardParser):
     :class:`~torchrl_llm.rewards.WrittenReward`.
 
     Args:
-        components: name to a :class:`~torchrl_llm.rewards.Component`, or to a scorer, which then
-            has weight 1.
+        components: maps a name to a :class:`~torchrl_llm.rewards.Component`, or to a scorer (with
+            weight 1).
         tokenizer: see :class:`~torchrl_llm.rewards.RewardParser`.
-        in_keys: see there.
-        out_keys: see there.
-        eos_token: see there.
-        set_done_if_answer: see there.
-        input_mode: see there.
+        in_keys: see :class:`~torchrl_llm.rewards.RewardParser`.
+        out_keys: see :class:`~torchrl_llm.rewards.RewardParser`.
+        eos_token: see :class:`~torchrl_llm.rewards.RewardParser`.
+        set_done_if_answer: see :class:`~torchrl_llm.rewards.RewardParser`.
+        input_mode: see :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:
-        ConfigError: no component; the first component is optional; or weights are not positive
-            while a component is optional.
+        ConfigError: when there is no component, when the first component is optional, or when a
+            component is optional and a weight is not positive.
 
     Example:
         >>> from torchrl_llm.envs import GSM8KEnv
@@ -142,7 +143,7 @@ class CompositeReward(RewardParser):
         """Score a single response without a row.
 
         Raises:
-            RewardError: a component that is not optional failed.
+            RewardError: when a component that is not optional failed.
         """
         samples = [Sample(response, answer)]
         written = {name: self.components[name].outcomes(samples) for name in self._written}
@@ -172,12 +173,12 @@ class CompositeReward(RewardParser):
         lengths = response_lengths(td) if self.per_token else None
         if self.per_token and lengths is None:
             raise DataError("a reward per token needs ('tokens', 'response'), which the rows lack")
-        # Before anything is written, because the composite writes its reward to the same key.
+        # Read before anything is written, because the composite writes its reward to the same key.
         written = {name: part.outcomes(next_td) for name, part in self._written.items()}
         results = self._run(samples) | written
         for column in results.values():
-            # Logged here, because failures of optional components and of weight 0 leave no error in
-            # their row.
+            # Logged here, because failures of optional components and of components with weight 0
+            # leave no error in their row.
             tell_failures([outcome.failure for outcome in column], td.__getitem__, len(column))
         total = self._weighted(results)
         self._write_components(results, next_td)
@@ -186,7 +187,7 @@ class CompositeReward(RewardParser):
         return self._totals(results, total)
 
     def _run(self, samples: Sequence[Sample | Exception | None]) -> dict[str, list[Outcome]]:
-        """Outcomes of the components, which run in parallel."""
+        """Run the components in parallel, and return their outcomes."""
         results: dict[str, list[Outcome]] = {}
 
         def run(name: str) -> None:
@@ -221,7 +222,7 @@ class CompositeReward(RewardParser):
                 outcomes.append(self._invalid(column)._replace(seconds=seconds))
                 continue
             score = column[0].value
-            if score is None:  # of weight 0, and failed
+            if score is None:  # a failed component with weight 0
                 score = RewardScore(value)
             elif isinstance(score, Tensor):
                 score = RewardScore(value, success=value > 0, has_answer=True)
@@ -232,12 +233,12 @@ class CompositeReward(RewardParser):
         return outcomes
 
     def _invalid(self, column: Sequence[Outcome]) -> Outcome:
-        """The failure that makes a row's reward invalid."""
+        """Return the failure that makes a row's reward invalid."""
         parts = zip(self.components.items(), column, strict=True)
         failed = [(name, part, o) for (name, part), o in parts if o.value is None and part.weight]
         if not failed:
             return Outcome.failed(RewardError("the weighted sum is too large for float32"))
-        # If all are optional and all failed, none is left.
+        # If all components are optional and all failed, no component is left.
         name, _, outcome = min(failed, key=lambda each: each[1].optional)
         message = f"component {name!r}: {outcome.message}"
         return outcome._replace(failure=outcome.failure._replace(message=message))
@@ -287,7 +288,7 @@ class CompositeReward(RewardParser):
         next_td.set(_TOKEN_NODE, ragged_rows({"total": rewards}))
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the components."""
+        """Add the specs of the components."""
         reward_spec = super().transform_reward_spec(reward_spec)
         size, device = reward_spec.shape, reward_spec.device
         parts = {
@@ -333,12 +334,12 @@ class WeightedTotal(NamedTuple):
 
 
 def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> WeightedTotal:
-    r"""The weighted sum of components; some may have failed.
+    r"""Compute the weighted sum of components, some of which may have failed.
 
     :math:`r_n = s_n \sum_{k \in V_n} w_k v_{kn}` over the valid components :math:`V_n` of a row,
-    where :math:`s_n` is 1 if none failed, otherwise :math:`\sum_k w_k / \sum_{k \in V_n} w_k`. A
-    row is invalid if a component with a weight failed that is not optional, if no component with a
-    weight is left, or if the sum overflows float32.
+    where :math:`s_n` is 1 if no component failed, otherwise :math:`\sum_k w_k / \sum_{k \in V_n}
+    w_k`. A row is invalid if a component failed that has a weight and is not optional, if no
+    component with a weight is left, or if the sum overflows float32.
 
     Args:
         values: float ``[K, N]``, NaN if a component failed.
@@ -366,10 +367,10 @@ def weighted_total(values: Tensor, weights: Tensor, optional: Tensor) -> Weighte
 
 
 class WrittenReward(Scorer):
-    """Component that returns the reward that a task, a game or a server wrote for the step.
+    """A component that returns the reward that a task, a game or a server wrote for the step.
 
-    For a :class:`~torchrl_llm.rewards.CompositeReward` that is appended to an environment with its
-    own reward. Success, validity and error of that reward become those of the component. The
+    Use it in a :class:`~torchrl_llm.rewards.CompositeReward` that is appended to an environment
+    with its own reward. The component takes over success, validity and error of that reward. The
     environment ends its episodes itself, so pass ``set_done_if_answer=False``.
 
     Example:
@@ -389,7 +390,7 @@ class WrittenReward(Scorer):
     """
 
     def score(self, sample: Sample) -> float:
-        """Not possible: the written reward is not known from a response alone.
+        """Raise an error, because a response alone does not contain the written reward.
 
         Raises:
             RewardError: always.
@@ -397,7 +398,7 @@ class WrittenReward(Scorer):
         raise RewardError("a WrittenReward is read from the rows of an environment's step")
 
     def outcomes(self, next_td: TensorDictBase) -> list[Outcome]:
-        """The rewards that were written for a step.
+        """Return the rewards that were written for a step.
 
         Args:
             next_td: rows ``[B]`` with ``reward``, ``reward_valid`` and the related keys.
@@ -406,7 +407,7 @@ class WrittenReward(Scorer):
             ``B`` outcomes whose values are scores; a turn that a gate rejected also has a failure.
 
         Raises:
-            DataError: no reward has been written before.
+            DataError: when no reward has been written before.
         """
         size = next_td.batch_size.numel()
         valid = next_td.get("reward_valid", None)
@@ -434,7 +435,7 @@ class WrittenReward(Scorer):
 
 
 def _flat(values: Tensor | None, size: int) -> Tensor:
-    """One number per row; 0 if it is missing or NaN."""
+    """Return one number per row; 0 if it is missing or NaN."""
     return torch.zeros(size) if values is None else values.reshape(size, -1)[:, 0].nan_to_num()
 
 
@@ -442,9 +443,10 @@ class TokenRewards(RowTransform):
     """Replaces the row's reward by the rewards of its tokens, in a replay buffer.
 
     An environment's rewards have one shape for all rows, so
-    :class:`~torchrl_llm.rewards.CompositeReward` writes ``[1, 1]`` there and stores the tokens'
-    rewards separately. Append this transform last, so that it runs first in a buffer: turns are
-    then joined and advantages computed with rewards ``[R, 1]``.
+    :class:`~torchrl_llm.rewards.CompositeReward` writes rewards ``[1, 1]`` in the environment and
+    stores the tokens' rewards separately. Append this transform last, so that it runs first in a
+    buffer. Then the following transforms, which join turns and compute advantages, read rewards
+    ``[R, 1]``.
 
     Args:
         reward_key: key of the reward, ``[1, 1]`` per row; it becomes ``[R, 1]``, aligned with the
@@ -452,7 +454,7 @@ class TokenRewards(RowTransform):
         token_key: key of the reward of each token, ``[R]`` per row.
 
     Raises:
-        DataError: rows without rewards per token.
+        DataError: when rows have no rewards per token.
 
     Example:
         >>> from tensordict import TensorDict
@@ -475,11 +477,11 @@ class TokenRewards(RowTransform):
 
     @property
     def written(self) -> Path:
-        """A mark next to the tokens' rewards; joined turns no longer have all of them."""
+        """A mark next to the tokens' rewards; joined turns do not have it for all turns."""
         return (*self.token_key[:-1], "in_place")
 
     def columns(self, rows: RowView) -> dict[Path, list[Tensor]]:
-        """The reward of each token."""
+        """Return the reward of each token."""
         advice = "a CompositeReward with a component per token writes it"
         rewards = [row.unsqueeze(-1) for row in rows.read(self.token_key, advice)]
         return {self.reward_key: rewards, self.written: [torch.ones(1)] * len(rewards)}

@@ -18,19 +18,19 @@ from torchrl_llm.rewards.reward_scorer import Sample, Scorer
 
 @register("rewards", "format")
 class FormatReward(Scorer):
-    """1.0 for a response that consists of the given blocks, each once and in this order.
+    """Reward 1.0 for a response that consists of the given blocks, each once and in this order.
 
-    Only white space is allowed between them, and no block may be empty. Any other response gets
-    ``partial`` times the share of the blocks that occur exactly once.
+    Only white space is allowed between the blocks, and no block may be empty. Any other response
+    gets ``partial`` times the share of the blocks that occur exactly once.
 
     Args:
         blocks: names of the tags.
-        partial: largest reward of a response in a different form, 0 to 1.
+        partial: largest reward of a response with a different form, 0 to 1.
         opened_by_prompt: whether the prompt ends with the first opening tag, so that the response
             begins inside the block.
 
     Raises:
-        ConfigError: no blocks, or ``partial`` outside of 0 to 1.
+        ConfigError: when there are no blocks, or ``partial`` is outside of 0 to 1.
 
     Example:
         >>> reward = FormatReward(partial=0.5)
@@ -54,7 +54,7 @@ class FormatReward(Scorer):
         self.opened_by_prompt = opened_by_prompt
 
     def score(self, sample: Sample) -> float:
-        """See :class:`FormatReward`; time is linear in the length of the response."""
+        """See :class:`FormatReward`; the run time is linear in the length of the response."""
         text = sample.response
         if self.opened_by_prompt:
             text = f"<{self.blocks[0]}>{text}"
@@ -87,11 +87,11 @@ _WORD = re.compile(r"\S+")
 
 @register("rewards", "length")
 class LengthReward(Scorer):
-    r"""1.0 for a length between two limits; outside it falls linearly to 0.0.
+    r"""Reward 1.0 for a length between two limits; outside the limits it falls linearly to 0.0.
 
     With ``shortest`` :math:`a`, ``longest`` :math:`b` and ``cushion`` :math:`c`, a response of
-    length :math:`n` gets :math:`\max(0, 1 - \max(a - n, n - b, 0) / c)`; with a cushion of 0 it is
-    1 or 0.
+    length :math:`n` gets :math:`\max(0, 1 - \max(a - n, n - b, 0) / c)`; with a cushion of 0 the
+    reward is 1 or 0.
 
     Args:
         longest: the upper limit.
@@ -125,10 +125,10 @@ class LengthReward(Scorer):
         self.longest, self.shortest, self.cushion, self.unit = longest, shortest, cushion, unit
 
     def length(self, sample: Sample) -> int:
-        """The length of a response in the unit.
+        """Return the length of a response in the unit.
 
         Raises:
-            RewardError: the unit is tokens and the rows have none.
+            RewardError: when the unit is ``"tokens"`` and the rows have no tokens.
         """
         if self.unit == "words":
             return sum(1 for _ in _WORD.finditer(sample.response))

@@ -1,6 +1,6 @@
-"""Rewards from plain functions, and :func:`as_reward`, which turns any valid object into a reward.
+"""Rewards from plain functions; :func:`as_reward` converts functions and scorers to rewards.
 
-Next: :mod:`torchrl_llm.rewards.composite_reward` for several of them with weights.
+Next: :mod:`torchrl_llm.rewards.composite_reward` adds several rewards with weights.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from torchrl_llm.rewards.reward_scorer import Sample, Scorer, as_scorer
 class FunctionReward(RewardParser):
     """A reward computed by a function of a response and its row's answer, or of the whole row.
 
-    The answer is ``None`` if the rows have none. A value above zero counts as success; to decide
-    this yourself, return a :class:`~torchrl_llm.rewards.RewardScore`.
+    The answer is ``None`` if the rows have no answer. A value above zero counts as success. To set
+    success yourself, return a :class:`~torchrl_llm.rewards.RewardScore`.
 
     Args:
         function: ``f(response, answer)``; ``f(response, row)``; ``f(response)``; or ``f(sample)``
@@ -31,7 +31,7 @@ class FunctionReward(RewardParser):
         options: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:
-        ConfigError: the function cannot be called in any of these ways.
+        ConfigError: when the function cannot be called in any of these ways.
 
     Example:
         >>> FunctionReward(lambda response, answer: response == answer).score("4", "4")
@@ -52,10 +52,10 @@ class FunctionReward(RewardParser):
 
 
 def of_program(response: str) -> float:
-    """Placeholder for runs whose programs must return their reward.
+    """Placeholder for runs in which the program must return the reward.
 
     Args:
-        response: the last answer of a program that has returned nothing.
+        response: the last answer of a program that returned no reward.
 
     Raises:
         RewardError: always.
@@ -70,11 +70,11 @@ def as_reward(reward: Any) -> RewardParser:
     """Turn a reward given by a user into a transform.
 
     Args:
-        reward: a :class:`~torchrl_llm.rewards.RewardParser`; a function as of
+        reward: a :class:`~torchrl_llm.rewards.RewardParser`; a function for
             :class:`FunctionReward`; a :class:`~torchrl_llm.rewards.Scorer` or
-            :class:`~torchrl_llm.rewards.Component`; a class of one of these that needs no
-            arguments; or a mapping of names to several of these, each alone or as ``(reward,
-            weight)``; the first is the task.
+            :class:`~torchrl_llm.rewards.Component`; or a class of one of these kinds that needs no
+            arguments. Or a mapping from names to several rewards, each alone or as ``(reward,
+            weight)``; the first reward is the task.
 
     Raises:
         ConfigError: for anything else.
@@ -112,7 +112,7 @@ def _made(cls: type) -> Any:
         return cls()
     except TorchRLLLMError:
         raise
-    except (Exception, SystemExit) as error:  # a class of the user may raise anything
+    except (Exception, SystemExit) as error:  # a class of the user may raise any exception
         raise ConfigError(
             f"{cls.__name__}() raised {type(error).__name__}: {error} at {place_of(error)}"
         ) from error

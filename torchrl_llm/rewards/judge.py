@@ -1,7 +1,7 @@
 """A language model as the judge of responses.
 
-A score is parsed from the judge's text. If the text has no score, or the judge does not answer, the
-reward is invalid, never low. Answers are cached. The judge is a
+The reward parses a score from the judge's text. If the text has no score, or the judge does not
+answer, the reward is invalid; it does not count as a low score. Answers are cached. The judge is a
 :class:`~torchrl_llm.rewards.TextModel`: a model in this process, a server, or a function.
 """
 
@@ -27,7 +27,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 # ASCII digits only, because float() must read the result.
 _NUMBER = r"[-+]?(?:[0-9]+(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)(?![.,]?[0-9]|e[-+]?[0-9])"
 _OUT_OF = rf"(?:[\s*_]*(?:/|\(?out of\b)[\s*_]*({_NUMBER})|\s*(%))?"
-# The scale may stand in between: "Score (0-10): 7".
+# The scale may come before the score: "Score (0-10): 7".
 _SCALE = r"(?:\s*\([^()\n]{0,40}\)(?=\W{0,10}\d))?"
 _SCORE = re.compile(rf"\bscore\b{_SCALE}\W{{0,10}}?({_NUMBER}){_OUT_OF}", re.IGNORECASE)
 _TAG = re.compile(rf"<score>\s*({_NUMBER}){_OUT_OF}\s*</score>", re.IGNORECASE)
@@ -38,7 +38,7 @@ PROMPT = Path(__file__).with_name("judge_prompt.txt").read_text(encoding="utf-8"
 
 
 def read_score(text: str) -> tuple[float, float | None]:
-    """The last score that a text states.
+    """Read the last score in a text.
 
     ``Score: 7``, ``score (0-10): 7``, ``Score: **7**/10``, ``7 out of 10``, ``Score: 70%`` and
     ``<score>7</score>`` are read.
@@ -47,10 +47,10 @@ def read_score(text: str) -> tuple[float, float | None]:
         text: text of the judge.
 
     Returns:
-        The number, and its maximum if the text states one.
+        The score, and its maximum if the text contains it.
 
     Raises:
-        RewardError: the text states no score.
+        RewardError: when the text has no score.
 
     Example:
         >>> read_score("A score of 5 is too low. Score: 7.5"), read_score("Score: **3/4**")
@@ -65,16 +65,16 @@ def read_score(text: str) -> tuple[float, float | None]:
 
 
 def read_verdict(text: str) -> tuple[float, float]:
-    """The last verdict of a text, ``Verdict: correct`` or ``VERDICT: INCORRECT``, as 1 or 0.
+    """Read the last verdict of a text, ``Verdict: correct`` or ``VERDICT: INCORRECT``.
 
     Args:
         text: text of the judge.
 
     Returns:
-        1.0 or 0.0, out of 1.0.
+        The score, 1.0 or 0.0, and its maximum, 1.0.
 
     Raises:
-        RewardError: the text has no verdict.
+        RewardError: when the text has no verdict.
 
     Example:
         >>> read_verdict("Well reasoned. VERDICT: CORRECT"), read_verdict("Verdict: incorrect.")
@@ -89,7 +89,8 @@ def read_verdict(text: str) -> tuple[float, float]:
 class JudgeReward(BatchScorer):
     """Asks a judge about each response and parses a score between 0 and 1 from its text.
 
-    All responses of a step are sent at once, and equal ones only once. Parsed answers are cached.
+    All responses of a step are sent at once; equal responses are sent only once. Parsed answers are
+    cached.
 
     Args:
         grader: the judge, a :class:`~torchrl_llm.rewards.TextModel`; or a function that takes a
@@ -97,7 +98,7 @@ class JudgeReward(BatchScorer):
         prompt: the question to the judge, with ``{response}``, ``{answer}``, and names of further
             columns of the rows in braces, for example ``{query}``. Braces in inserted texts are not
             interpreted.
-        system_prompt: a first message to the judge.
+        system_prompt: first message to the judge.
         read: function from the judge's text to a score and its maximum (``None`` means
             ``highest``); raises if there is no score.
         highest: the best score; scores outside 0 to this are invalid.
@@ -105,7 +106,7 @@ class JudgeReward(BatchScorer):
         cache_size: number of cached answers; with 0 the judge is asked every time.
 
     Raises:
-        ConfigError: a prompt without ``{response}``, or invalid numbers.
+        ConfigError: for a prompt without ``{response}``, or invalid numbers.
 
     Example:
         >>> judge = JudgeReward(lambda conversations: ["Fine. Score: 8"] * len(conversations))
@@ -142,9 +143,9 @@ class JudgeReward(BatchScorer):
         self.__dict__.update(state, _lock=threading.Lock())
 
     def conversation(self, sample: Sample) -> _Key:
-        """The messages to the judge about a row: roles and contents."""
+        """Build the messages to the judge about a row: roles and contents."""
         values = {**sample.columns, "response": sample.response, "answer": sample.answer}
-        # In one pass, so that braces in a response are not interpreted.
+        # All names are replaced in one pass, so that braces in a response are not interpreted.
         text = _FIELD.sub(lambda match: str(values[match[1]]), self.prompt)
         messages = [("user", text)]
         if self.system_prompt is not None:
@@ -180,7 +181,7 @@ class JudgeReward(BatchScorer):
         ask = self.grader.ask if isinstance(self.grader, TextModel) else self.grader
         try:
             texts = list(ask(conversations))
-        except Exception as error:  # a failing judge is data
+        except Exception as error:  # a failing judge makes the reward invalid
             return [error] * len(asked)
         if len(texts) != len(asked):
             error = RewardError(f"the judge was asked {len(asked)} times and answered {len(texts)}")
@@ -196,7 +197,7 @@ class JudgeReward(BatchScorer):
             value = score / highest
             if not (math.isfinite(value) and 0 <= value <= 1):
                 raise RewardError(f"the judge's score is not between 0 and {highest:g}: {score:g}")
-        except Exception as error:  # a text without a score is data
+        except Exception as error:  # a text without a score makes the reward invalid
             return error
         return value
 
@@ -206,7 +207,7 @@ def _is_known(scores: Mapping[_Key, float | Exception], key: _Key) -> bool:
 
 
 def _shown(text: str) -> str:
-    """The end of a text, where a score would be."""
+    """Return the end of a text, where a score would be."""
     return text if len(text) <= _SHOWN else f"...{text[-_SHOWN:]}"
 
 
@@ -230,25 +231,26 @@ def endpoint_judge(
     request_timeout: float = 60.0,
     concurrency: int = 32,
 ) -> JudgeReward:
-    """A judge behind a URL, from settings that fit into a configuration file.
+    """Make a judge that uses a server, from settings of a configuration file.
 
     Args:
         url: see :class:`~torchrl_llm.rewards.EndpointTextModel`.
-        model: see there.
+        model: see :class:`~torchrl_llm.rewards.EndpointTextModel`.
         prompt: see :class:`~torchrl_llm.rewards.JudgeReward`.
-        system_prompt: see there.
-        read: what to parse from its answers: ``"score"`` (``Score: 7``) or ``"verdict"``
-            (``Verdict: correct``).
+        system_prompt: see :class:`~torchrl_llm.rewards.JudgeReward`.
+        read: which text to parse from the judge's answers: ``"score"`` (``Score: 7``) or
+            ``"verdict"`` (``Verdict: correct``).
         highest: the best score; no effect on verdicts.
         retries: see :class:`~torchrl_llm.rewards.JudgeReward`.
-        cache_size: see there.
-        api_key_variable: environment variable that holds the key, so that no file contains it.
+        cache_size: see :class:`~torchrl_llm.rewards.JudgeReward`.
+        api_key_variable: environment variable that holds the API key, so that no file contains the
+            key.
         options: see :class:`~torchrl_llm.rewards.EndpointTextModel`.
         request_timeout: timeout of a request in seconds.
         concurrency: number of parallel requests.
 
     Raises:
-        ConfigError: an unknown ``read``, a variable that is not set, or arguments that the two
+        ConfigError: for an unknown ``read``, a variable that is not set, or arguments that the two
             classes reject.
 
     Example:

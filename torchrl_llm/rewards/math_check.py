@@ -1,8 +1,9 @@
 """Decides whether two answers are mathematically equal; runs in a separate process.
 
-It imports nothing of this package, so the process loads neither torch nor TorchRL. The process
-calls :func:`load_library` for the other imports before anything is timed. A comparison may run
-forever or need too much memory: :mod:`torchrl_llm.rewards.math_reward` sets the limits.
+The module imports nothing from torchrl_llm, so the process loads neither torch nor TorchRL. The
+process calls :func:`load_library` for its other imports before the first time limit starts. A
+comparison may run forever or need too much memory: :mod:`torchrl_llm.rewards.math_reward` sets the
+limits.
 """
 
 from __future__ import annotations
@@ -12,16 +13,16 @@ from functools import cache
 from types import ModuleType
 from typing import Any
 
-# Decimals that differ in an earlier digit are different numbers: 0.333333 is not 1/3.
+# Decimals that differ before this digit are different numbers: 0.333333 is not 1/3.
 _DECIMALS = 12
 
 
 @cache
 def load_library() -> ModuleType:
-    """Import ``math_verify`` and SymPy in advance: it takes a second, outside any time limit."""
+    """Import ``math_verify`` and SymPy before any time limit starts; this takes a second."""
     import math_verify
 
-    # It warns about a missing time limit; the process has one.
+    # The package warns about a missing time limit; the process has a time limit.
     logging.getLogger("math_verify").setLevel(logging.ERROR)
     return math_verify
 
@@ -30,12 +31,12 @@ def same_mathematics(answer: str, truth: str) -> bool:
     """Whether an answer is mathematically equal to the reference.
 
     Args:
-        answer: LaTeX or plain text, without the mark of an answer around it.
+        answer: LaTeX or plain text, without an answer mark around it.
         truth: the reference, in the same form; the comparison is not symmetric (``5`` is an answer
             to ``x = 5``).
 
     Raises:
-        MemoryError: the memory limit was reached.
+        MemoryError: when the memory limit was reached.
     """
     library = load_library()
     latex = library.LatexExtractionConfig(boxed_match_priority=0)
@@ -51,7 +52,7 @@ def same_mathematics(answer: str, truth: str) -> bool:
 
 
 def _with_imaginary_unit(parsed: Any) -> Any:
-    """The expression with ``i`` as the imaginary unit instead of a real variable."""
+    """Replace the variable ``i`` of an expression by the imaginary unit."""
     import sympy
 
     if not isinstance(parsed, sympy.Expr):

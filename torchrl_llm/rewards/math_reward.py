@@ -1,8 +1,8 @@
 r"""The reward of MATH: whether the answer is mathematically equal to the reference.
 
-Equal texts and different whole numbers are decided here. Everything else is compared by the package
-``math-verify`` in a worker process, because a model writes ``9^{9^{9^9}}`` sooner or later, and
-neither a signal nor a thread can stop that computation.
+This module decides equal texts and different whole numbers. The package ``math-verify`` compares
+everything else in a worker process. The reason is that a model will sometimes write
+``9^{9^{9^9}}``, and neither a signal nor a thread can stop that computation.
 """
 
 from __future__ import annotations
@@ -105,27 +105,27 @@ _UNIT_SIGNS = (
 
 @register("rewards", "math")
 class MATHRewardParser(AnswerBlockParser):
-    r"""1.0 for the correct answer in an ``<answer>`` block, 0.1 for a wrong one, 0.0 for none.
+    r"""Reward 1.0 for the correct answer in an ``<answer>`` block, 0.1 for a wrong one, else 0.0.
 
     An answer may be in a ``\boxed{}`` inside the block. It is correct if it equals the reference as
-    text, up to spaces and spelling (``√2``, ``**5**``, ``the answer is 5``), or mathematically by
-    the package ``math-verify``: ``1/2`` equals ``\frac{2}{4}``. Some pairs that ``math-verify``
-    accepts are rejected: a tuple and a set, different units (one may be left out), and decimals
-    that differ in the first 12 places (``0.333333`` is not ``1/3``). If the comparison exceeds its
-    time limit or 2 GiB of memory, the reward is invalid. An answer of more than 2,000 characters is
-    wrong.
+    text, up to spaces and spelling (``√2``, ``**5**``, ``the answer is 5``). It is also correct if
+    the package ``math-verify`` finds both mathematically equal: ``1/2`` equals ``\frac{2}{4}``.
+    Some pairs that ``math-verify`` accepts are wrong: a tuple and a set, different units (one unit
+    may be left out), and decimals that differ in the first 12 places (``0.333333`` is not ``1/3``).
+    If the comparison exceeds its time limit or 2 GiB of memory, the reward is invalid. An answer of
+    more than 2,000 characters is wrong.
 
     Args:
         args: arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
-        boxed: if there is no answer block, take a ``\boxed{}`` after the reasoning as the answer,
-            for models trained to answer in this form.
+        boxed: without an answer block, use a ``\boxed{}`` after the reasoning as the answer; for
+            models that were trained to answer in this form.
         num_workers: number of processes that compare answers, about 80 MB each; parsers of this
             process with the same number share them.
         timeout: time limit of one comparison in seconds.
-        kwargs: as ``args``, by name.
+        kwargs: keyword arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
 
     Raises:
-        MissingExtraError: ``math-verify`` is not installed.
+        MissingExtraError: when ``math-verify`` is not installed.
 
     Example:
         >>> parser = MATHRewardParser()
@@ -149,12 +149,12 @@ class MATHRewardParser(AnswerBlockParser):
         require("math_verify", extra="math", feature="MATHRewardParser")
         super().__init__(*args, num_threads=num_workers, **kwargs)
         self.boxed = boxed
-        # A thread waits for its process, which enforces the limit.
+        # A thread waits for its process; the process enforces the limit.
         self.comparison_timeout = timeout
 
     @staticmethod
     def extract_boxed(text: str) -> str:
-        r"""The contents of the last ``\boxed{...}``, or the stripped text if there is none."""
+        r"""Return the contents of the last ``\boxed{...}``, or the stripped text without one."""
         boxed = last_boxed(text)
         return text.strip() if boxed is None else boxed
 
@@ -162,8 +162,8 @@ class MATHRewardParser(AnswerBlockParser):
     def normalize_answer(answer: str) -> str:
         r"""Normalise an answer: remove TeX that does not change its meaning.
 
-        Spaces, ``\left``, dollar, degree and percent signs, a full stop at the end and ``x =`` are
-        left out; ``\dfrac`` is ``\frac``.
+        Removes spaces, ``\left``, dollar, degree and percent signs, a full stop at the end and ``x
+        =``. Replaces ``\dfrac`` by ``\frac``.
 
         Example:
             >>> MATHRewardParser.normalize_answer(r"x = \left( 3, \dfrac12 \right).")
@@ -187,8 +187,8 @@ class MATHRewardParser(AnswerBlockParser):
             num_workers: see :class:`MATHRewardParser`.
 
         Raises:
-            RewardTimeoutError: it took longer.
-            RewardError: the comparison failed.
+            RewardTimeoutError: when the comparison took longer.
+            RewardError: when the comparison failed.
 
         Example:
             >>> MATHRewardParser.answers_match("0.5", r"\frac{1}{2}")
@@ -217,31 +217,31 @@ class MATHRewardParser(AnswerBlockParser):
         return _same_mathematics(answer, truth, timeout, num_workers)
 
     def read_truth(self, answer: Any) -> str:
-        """The reference.
+        """Return the reference.
 
         Raises:
-            RewardError: it is not a text.
+            RewardError: when the reference is not a text.
         """
         if not isinstance(answer, str) or not answer.strip():
             raise RewardError(f"the answer of the row must be a text, got {answer!r}")
         return answer
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, including boxed answers if they count."""
+        """Split a response into reasoning and answer; boxed answers may count."""
         think, block = super().read_response(response)
         if block is None and self.boxed:
             block = last_boxed(response.rpartition("</think>")[2])
         return think, block
 
     def is_right(self, block: str, truth: str) -> bool:
-        """Whether the block is mathematically equal."""
+        """Whether the block is mathematically equal to the reference."""
         return self.answers_match(
             block, truth, timeout=self.comparison_timeout, num_workers=self.num_threads
         )
 
 
 def _as_latex(answer: str) -> str:
-    """An answer without Markdown and introductory words, with signs as LaTeX."""
+    """Remove Markdown and introductory words from an answer, and write signs as LaTeX."""
     answer = answer.translate(_SIGNS)
     for pattern, latex in _WORDS:
         answer = pattern.sub(latex, answer)
@@ -249,7 +249,7 @@ def _as_latex(answer: str) -> str:
 
 
 def _quantity(answer: str) -> tuple[str, str]:
-    """An answer without its unit, and the unit (empty if there is none)."""
+    """Split an answer into its quantity and its unit (empty if there is no unit)."""
     found = _QUANTITY.fullmatch(answer)
     words = (
         [] if found is None else (found["text"] or found["word"]).lower().replace(".", "").split()
@@ -289,5 +289,5 @@ def _pool(num_workers: int) -> WorkerPool:
 
 @lru_cache(maxsize=8192)
 def _same_mathematics(answer: str, truth: str, timeout: float, num_workers: int) -> bool:
-    """Cached, because the responses of a group often end in the same answer."""
+    """Compare, with a cache, because the responses of a group often have the same answer."""
     return call_reward(_pool(num_workers), answer, truth, timeout=timeout)

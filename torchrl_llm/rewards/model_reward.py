@@ -1,7 +1,7 @@
-"""A reward model as a reward: one score per conversation.
+"""The score of a reward model as a reward.
 
-Any sequence classifier with one output works: from ``torchrl-llm train reward``, from TRL, or from
-the hub. Next: :class:`torchrl_llm.modules.HFRewardModelWrapper` scores rows of token ids.
+Any sequence classifier with one output can be used: from ``torchrl-llm train reward``, from TRL, or
+from the hub. Next: :class:`torchrl_llm.modules.HFRewardModelWrapper` scores rows of token ids.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ from torchrl_llm.rewards.reward_scorer import BatchScorer, Sample
 class ModelReward(BatchScorer):
     """The score of a reward model for the conversation up to the response.
 
-    The conversation is rendered with the chat template of the reward model, not with the policy's.
-    All rows of a step are scored together, without gradients. A row that is too long, or whose
-    score is not finite, gets an invalid reward, never zero. The configuration in the folder is
-    checked at construction; the weights are loaded at the first score.
+    The conversation is rendered with the chat template of the reward model, not of the policy. All
+    rows of a step are scored together, without gradients. A row that is too long, or whose score is
+    not finite, gets an invalid reward, never zero. The constructor checks the configuration in the
+    folder; the weights are loaded at the first score.
 
     Args:
         name: a folder or a hub name of a classifier with ``num_labels=1``.
         token_budget: tokens per forward, including padding; the score does not depend on it.
-        max_seq_len: most tokens of a conversation; by default the context length of the model.
-        dtype: of the weights.
+        max_seq_len: largest number of tokens of a conversation; by default the context length of
+            the model.
+        dtype: dtype of the weights.
         device: device of the model; ``"auto"`` uses CUDA if available.
         chat_template_name: a family of templates to use instead of the tokenizer's own.
-        tools: schemas of the tools in the prompts; recipes pass those that their prompts describe.
-            They are ignored if the template does not support tools.
+        tools: schemas of the tools in the prompts; recipes pass the tools that their prompts
+            describe. They are ignored if the template does not support tools.
 
     Raises:
-        ConfigError: the model does not exist, or is not a reward model.
+        ConfigError: when the model does not exist, or is not a reward model.
 
     Example:
         >>> import tempfile
@@ -100,17 +101,17 @@ class ModelReward(BatchScorer):
         return HFRewardModelWrapper(model, inference_mode=True)
 
     def score_batch(self, samples: Sequence[Sample]) -> list[float | Exception]:
-        """The scores; see :class:`ModelReward`."""
+        """Compute the scores; see :class:`ModelReward`."""
         return self.score_chats([sample.columns["history"].full.chats[0] for sample in samples])
 
     def score_chats(self, chats: Sequence[Any]) -> list[float | Exception]:
-        """Scores of conversations.
+        """Score conversations.
 
         Args:
             chats: messages, the last of them the response.
 
         Returns:
-            A number for each, or the failure.
+            For each conversation, a number or the failure.
         """
         with self._lock:
             encoded = [self._encoded(chat) for chat in chats]

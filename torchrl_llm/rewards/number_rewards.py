@@ -1,6 +1,6 @@
-"""Rewards whose answer is a number: sums, GSM8K, Countdown.
+"""Rewards for tasks whose answer is a number: sums, GSM8K, Countdown.
 
-:mod:`torchrl_llm.tools.calculator` evaluates Countdown expressions; text of a model is never
+:mod:`torchrl_llm.tools.calculator` evaluates Countdown expressions; the text of a model is never
 evaluated as Python.
 """
 
@@ -41,7 +41,7 @@ _NUMBER = re.compile(
 )
 _BODY = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d+)?(?:\.\d+)?")
 _PADDED = re.compile(r"0\d")
-# No answer is longer; Python refuses to convert longer numbers.
+# Largest length of an answer; Python refuses to convert longer numbers.
 _MAX_LENGTH = 1000
 _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9}
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{(-?\d+)\}\{(\d+)\}")
@@ -63,15 +63,15 @@ _NOISE = str.maketrans({"*": " ", "`": " ", "_": " ", "{": " ", "}": " ", "−":
 
 
 def parse_number(text: str) -> Fraction | None:
-    r"""The one number that a short answer states.
+    r"""Parse the number in a short answer.
 
     Markdown, LaTeX, currency and percent signs, thousands separators and units are ignored; ``1.5
     million``, ``3 1/2``, ``2e-3`` and ``3 x 10^4`` are numbers. In an equation or a chain of
-    equations, the last right-hand side counts. An answer with two different numbers, or with more
-    than 1,000 characters, gives ``None``.
+    equations, the last right-hand side counts. For an answer with two different numbers, or with
+    more than 1,000 characters, the result is ``None``.
 
     Args:
-        text: the answer, ``"x = 72"`` or ``"**$1,234.50**"`` for example.
+        text: the answer, for example ``"x = 72"`` or ``"**$1,234.50**"``.
 
     Returns:
         The exact value, or ``None``.
@@ -84,10 +84,10 @@ def parse_number(text: str) -> Fraction | None:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number of a text of any length; ``None`` if there is none or it is malformed.
+    """Return the last number of a text; ``None`` if there is none or it is malformed.
 
     Args:
-        text: parsed as by ``parse_number``, except for equations.
+        text: a text of any length. It is parsed like in ``parse_number``, except for equations.
 
     Example:
         >>> last_number("3 boxes of 6 eggs make **$1,018.50** in all.")
@@ -116,7 +116,7 @@ def _parsed(text: str) -> Fraction | None:
 
 
 def _without_markup(text: str) -> str:
-    """A text without Markdown and LaTeX around and inside its numbers."""
+    """Remove Markdown and LaTeX around and inside the numbers of a text."""
     text = _LATEX_FRACTION.sub(r" \1/\2", text.replace("\\$", "$").replace("\\%", "%"))
     text = _TIMES_TEN.sub(_in_e_notation, _SMALL_DIGITS.sub(_in_full_size, text))
     text = _THIN_SPACE.sub("", _LATEX_COMMA.sub(",", text))
@@ -141,7 +141,7 @@ def _as_fraction(found: re.Match[str]) -> str:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The value of one number; ``None`` if it is malformed (``1,2``, ``5/0``, ``2^10``)."""
+    """Return the value of one number; ``None`` if it is malformed (``1,2``, ``5/0``, ``2^10``)."""
     body, below = match["body"].rstrip(".,"), match["below"]
     if not _BODY.fullmatch(body):
         return None
@@ -154,7 +154,7 @@ def _value(match: re.Match[str]) -> Fraction | None:
 
 
 def _true_number(answer: Any) -> Fraction:
-    """The number of a row's answer; ``####`` may precede it."""
+    """Return the number of a row's answer; ``####`` may precede it."""
     if isinstance(answer, float) and math.isfinite(answer):
         return Fraction(str(answer))  # also 1e+20
     value = parse_number(str(answer).rpartition("####")[2])
@@ -165,12 +165,12 @@ def _true_number(answer: Any) -> Fraction:
 
 @register("rewards", "gsm8k")
 class GSM8KRewardParser(AnswerBlockParser):
-    r"""1.0 for the correct number, 0.1 for a wrong answer, 0.0 for none.
+    r"""Reward 1.0 for the correct number, 0.1 for a wrong answer, 0.0 without an answer.
 
-    ``answer_format`` selects what counts as the answer. Models trained here write an ``<answer>``
-    block; base models do not, and neither do models whose accuracy is compared with published
-    numbers. If a response has several answers, the format selects one. A response without a number
-    has no answer.
+    ``answer_format`` selects what counts as the answer. Models trained with torchrl_llm write an
+    ``<answer>`` block. Base models, and models whose accuracy is compared with published numbers,
+    write no ``<answer>`` block. If a response has several answers, the format selects one answer. A
+    response without a number has no answer.
 
     ======================  =======================================================================
     ``answer_format``       the answer
@@ -185,11 +185,11 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     Args:
         args: arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
-        answer_format: see the table.
-        kwargs: as ``args``, by name.
+        answer_format: a value of the table.
+        kwargs: keyword arguments of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
 
     Raises:
-        ConfigError: for another ``answer_format``.
+        ConfigError: for an unknown ``answer_format``.
 
     Example:
         >>> parser = GSM8KRewardParser()
@@ -210,17 +210,17 @@ class GSM8KRewardParser(AnswerBlockParser):
 
     @staticmethod
     def normalize_answer(answer: str) -> Fraction | None:
-        """The value of an answer, see ``parse_number``; ``####`` may precede it."""
+        """Return the value of an answer, see ``parse_number``; ``####`` may precede it."""
         return parse_number(answer.rpartition("####")[2])
 
     @classmethod
     def answers_match(cls, answer: str, truth: str) -> bool:
-        """Whether two answers state the same number."""
+        """Whether two answers have the same number."""
         value = cls.normalize_answer(answer)
         return value is not None and value == cls.normalize_answer(truth)
 
     def read_response(self, response: str) -> tuple[str | None, str | None]:
-        """Reasoning and answer of a response, the answer by ``answer_format``."""
+        """Return the reasoning of a response, and the answer that ``answer_format`` selects."""
         think, block = super().read_response(response)
         if self.answer_format in HARNESS_FORMATS:
             block = harness_answer(response, self.answer_format)
@@ -231,16 +231,16 @@ class GSM8KRewardParser(AnswerBlockParser):
         return think, block
 
     def read_truth(self, answer: Any) -> Fraction | str:
-        """The row's number; with a filter of lm-evaluation-harness, in its spelling.
+        """Return the row's number; with a filter of lm-evaluation-harness, in its spelling.
 
         Raises:
-            RewardError: the row's own answer is not a number.
+            RewardError: when the row's answer is not a number.
         """
         truth = _true_number(answer)
         return harness_spelling(str(answer)) if self.answer_format in HARNESS_FORMATS else truth
 
     def is_right(self, block: str, truth: Fraction | str) -> bool:
-        """Whether the block states that number."""
+        """Whether the block has that number."""
         return (block if isinstance(truth, str) else parse_number(block)) == truth
 
 
@@ -248,11 +248,11 @@ _ANSWER = re.compile(r"target=(?P<target>-?[0-9]+), numbers=(?P<numbers>[0-9]+(?
 
 
 class CountdownProblem(NamedTuple):
-    """A target, and the numbers from which to reach it.
+    """A target, and the numbers for an expression that equals it.
 
     Attributes:
         target: value of the expression.
-        numbers: each may be used as often as it occurs in the list.
+        numbers: the numbers; each may be used as often as it occurs in the list.
     """
 
     target: int
@@ -260,10 +260,10 @@ class CountdownProblem(NamedTuple):
 
 
 class CountdownRewardParser(AnswerBlockParser):
-    """1.0 for an expression that equals the target, 0.1 for a wrong answer block, 0.0 for none.
+    """Reward 1.0 for an expression that equals the target, 0.1 for a wrong answer, else 0.0.
 
-    The answer of a row is a string such as ``"target=24, numbers=2,3,4"``. The arguments are those
-    of :class:`~torchrl_llm.rewards.AnswerBlockParser`.
+    The answer of a row is a string such as ``"target=24, numbers=2,3,4"``. The arguments are the
+    same as for :class:`~torchrl_llm.rewards.AnswerBlockParser`.
 
     Example:
         >>> parser = CountdownRewardParser()
@@ -276,7 +276,7 @@ class CountdownRewardParser(AnswerBlockParser):
 
     @staticmethod
     def normalize_answer(answer: str) -> CountdownProblem | None:
-        """The problem that a row's answer describes; ``None`` if it is malformed."""
+        """Parse the problem in a row's answer; ``None`` if it is malformed."""
         found = _ANSWER.fullmatch(answer.strip())
         if found is None:
             return None
@@ -290,7 +290,7 @@ class CountdownRewardParser(AnswerBlockParser):
         Args:
             expression: see :func:`evaluate_expression`.
             target: exact value of the expression.
-            numbers: numbers that it may use.
+            numbers: numbers that the expression may use.
 
         Example:
             >>> CountdownRewardParser.validate_expression("99 ** 98 ** 97", 1, [97, 98, 99])
@@ -305,10 +305,10 @@ class CountdownRewardParser(AnswerBlockParser):
         return problem is not None and cls.validate_expression(answer, *problem)
 
     def read_truth(self, answer: Any) -> CountdownProblem:
-        """The row's problem.
+        """Return the row's problem.
 
         Raises:
-            RewardError: the row's answer is malformed.
+            RewardError: when the row's answer is malformed.
         """
         problem = self.normalize_answer(str(answer))
         if problem is None:
@@ -324,10 +324,10 @@ class CountdownRewardParser(AnswerBlockParser):
 
 @register("rewards", "last_number")
 class ArithmeticRewardParser(RewardParser):
-    """1.0 if the last number of the response equals the answer; otherwise 0.0.
+    """Reward 1.0 if the last number of the response equals the answer; otherwise 0.0.
 
     Numbers are parsed by ``last_number``. Explanations are allowed ("37+85 is 122."); leading zeros
-    are not.
+    are not allowed.
 
     Example:
         >>> reward = ArithmeticRewardParser()
@@ -347,7 +347,7 @@ class ArithmeticRewardParser(RewardParser):
             answer: a number or its text.
 
         Raises:
-            RewardError: the answer is no number.
+            RewardError: when the answer is not a number.
         """
         truth, found = _true_number(answer), _last_match(response)
         right = found is not None and _value(found) == truth and not _PADDED.match(found["body"])

@@ -1,6 +1,6 @@
 """Components of a reward: a scorer, its weight, and where it runs.
 
-Next: :class:`~torchrl_llm.rewards.composite_reward.CompositeReward` adds them up.
+Next: :class:`~torchrl_llm.rewards.composite_reward.CompositeReward` adds components up.
 """
 
 from __future__ import annotations
@@ -38,17 +38,18 @@ class Component:
 
     Args:
         scorer: a :class:`Scorer`, a :class:`BatchScorer`, a
-            :class:`~torchrl_llm.rewards.RewardParser`, or a function as of :func:`as_scorer`.
-        weight: factor of its value. With 0 the value is only recorded, and failures have no effect.
-        optional: if it fails, leave it out and scale the weights of the others up; otherwise its
-            failure makes the whole reward invalid.
+            :class:`~torchrl_llm.rewards.RewardParser`, or a function for :func:`as_scorer`.
+        weight: factor of the scorer's value. With 0 the value is only recorded, and failures have
+            no effect.
+        optional: if an optional component fails, it is left out, and the weights of the other
+            components grow. If any other component fails, the whole reward is invalid.
         run: ``"inline"``, row by row; ``"threads"``, for scorers that wait (for a server);
             ``"processes"``, for scorers that use much CPU or may not end. A scorer for processes
             must be importable by name.
-        num_workers: number of threads, 8 by default; or of processes, by default the number of CPUs
-            but at most 4.
+        num_workers: number of threads (8 by default), or number of processes (by default the number
+            of CPUs, at most 4).
         timeout: time limit per row in seconds (for a :class:`BatchScorer`, for all rows); needs
-            threads or processes. Only a process is stopped at the limit.
+            threads or processes. Processes are stopped at the limit; threads are not stopped.
 
     Raises:
         ConfigError: for settings that are invalid or have no effect.
@@ -74,7 +75,7 @@ class Component:
         check_limits(0 if self.run == "inline" else self.num_workers, self.timeout)
 
     def make_pool(self) -> WorkerPool | None:
-        """The pool of processes that it needs, not yet started."""
+        """Make the pool of processes that the component needs; the pool is not started."""
         if self.run != "processes":
             return None
         return WorkerPool(self.scorer.score, num_workers=self.num_workers)
@@ -87,10 +88,10 @@ class Component:
         Args:
             samples: ``N`` rows. An exception stands for a row without a response, and ``None`` for
                 a row that is not scored, whose score is 0.
-            pool: of :meth:`make_pool`.
+            pool: result of :meth:`make_pool`.
 
         Returns:
-            ``N`` outcomes; a value is a score, or a float32 tensor ``[R]``.
+            ``N`` outcomes; the value of an outcome is a score, or a float32 tensor ``[R]``.
         """
         outcomes = [
             _NEUTRAL if sample is None or isinstance(sample, Sample) else Outcome.failed(sample)
@@ -107,7 +108,7 @@ class Component:
             return self._run_batch(samples, min(threads, 1)) if samples else []
         rows = [(sample,) for sample in samples]
         if pool is not None:
-            # Each thread waits for a process, which enforces the limit.
+            # Each thread waits for a process; the process enforces the limit.
             return run_rows(partial(self._score_there, pool), rows, num_threads=threads)
         return run_rows(self._score, rows, num_threads=threads, timeout=self.timeout)
 
@@ -117,7 +118,7 @@ class Component:
 
     def _score_there(self, pool: WorkerPool, sample: Sample) -> RewardScore | Tensor:
         value = call_reward(pool, sample, timeout=self.timeout)
-        # The only named tuples are those of scores.
+        # All named tuples are scores.
         return self._checked(RewardScore(**value) if isinstance(value, dict) else value, sample)
 
     def _run_batch(self, samples: Sequence[Sample], num_threads: int) -> list[Outcome]:

@@ -1,11 +1,11 @@
 """Base class of rewards as transforms: a subclass defines only :meth:`RewardParser.score`.
 
 ``score`` gets one response and one answer, without the prompt, so an example in the system prompt
-cannot be mistaken for the response. A failing score becomes data: a row with a NaN reward and
-``reward_valid`` false. Advantage estimators exclude it and never count it as zero.
+cannot be mistaken for the response. If ``score`` fails, the row gets a NaN reward and
+``reward_valid`` false. Advantage estimators exclude the row and never count it as zero.
 
-Next: :mod:`torchrl_llm.rewards.answer_block` for tasks with an answer block,
-:mod:`torchrl_llm.rewards.composite_reward` for rewards of several parts.
+Next: :mod:`torchrl_llm.rewards.answer_block` has rewards for tasks with an answer block;
+:mod:`torchrl_llm.rewards.composite_reward` adds several rewards.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ _ROW_KEYS = ("reward_valid", "reward_seconds", "error")
 
 
 def extract_block(text: str, tag: str) -> str | None:
-    """The contents of the last complete ``<tag>...</tag>`` block, stripped.
+    """Return the contents of the last complete ``<tag>...</tag>`` block, stripped.
 
     Args:
-        text: any text; time is linear in its length.
+        text: any text; the run time is linear in its length.
         tag: name of the tag.
 
     Returns:
-        ``None`` if no block is complete.
+        The contents; ``None`` if no block is complete.
 
     Example:
         >>> extract_block("<answer>1</answer> no: <answer> 2 </answer>", "answer")
@@ -60,14 +60,14 @@ def extract_block(text: str, tag: str) -> str | None:
 
 
 def extract_tags(response: str) -> tuple[str | None, str | None]:
-    """Reasoning and answer of a response.
+    """Extract the reasoning and the answer of a response.
 
     An answer inside the reasoning does not count: the search starts after ``</think>``.
 
     Returns:
-        Contents of the last ``<think>`` block and of the last ``<answer>`` block, each ``None`` if
-        it is missing. If a response begins inside the reasoning (the prompt opened the block),
-        everything before its first ``</think>`` is reasoning.
+        The contents of the last ``<think>`` block and of the last ``<answer>`` block, each ``None``
+        if missing. If a response begins inside the reasoning (the prompt contains the opening tag),
+        everything before the first ``</think>`` is reasoning.
 
     Example:
         >>> extract_tags("<think>2+2</think><answer>4</answer>")
@@ -83,47 +83,51 @@ def extract_tags(response: str) -> tuple[str | None, str | None]:
 class RewardParser(Transform):
     """Base class of rewards: a subclass defines only :meth:`score`.
 
-    At each step, the responses of all stepped rows are scored and these keys are written:
+    At each step, the transform scores the responses of all stepped rows and writes these keys:
 
     - ``reward``, ``reward_answer``, ``reward_think``, ``reward_right``: float32 ``[B, 1, 1]``; the
-      last three are 1.0 or 0.0 for an answer block, a reasoning block, and a correct answer (with
-      an :class:`~torchrl_llm.rewards.AnswerBlockParser`, the reward of the answer);
+      last three are 1.0 or 0.0: whether the response has an answer block, has a reasoning block,
+      and is correct (with an :class:`~torchrl_llm.rewards.AnswerBlockParser`, ``reward_right`` is
+      the reward of the answer);
     - ``success``: bool ``[B, 1, 1]``; ``reward_valid``: bool ``[B]``; ``reward_seconds``: float32
       ``[B]``, wall-clock time of the score;
     - ``("error", "type")``, ``("error", "message")``, ``("error", "place")`` (file, line and
-      function), ``("error", "source")`` (what failed) and ``("error", "traceback")``: strings,
+      function), ``("error", "source")`` (the failed part) and ``("error", "traceback")``: strings,
       empty without an error.
 
     Rows that are not stepped, and turns that only called tools (``("tools", "auxiliary")``), are
     not scored: their reward is 0.0 and valid, and the episode continues. Turns that an earlier gate
     rejected (``"reward_refused"``) are not scored either and keep the values of the gate.
 
-    Rewards add up, as in TorchRL: if a row already has a reward of this step, from a different
-    parser or from the environment, floats and seconds are added, success is true if either is true,
-    and the row is valid only if both are valid. A :class:`~torchrl_llm.rewards.CompositeReward`
-    adds weights and records the value of each component.
+    Rewards add up, as in TorchRL. A row may already have a reward of this step, from a different
+    parser or from the environment. Then floats and seconds are added, success is true if either is
+    true, and the row is valid only if both are valid. A
+    :class:`~torchrl_llm.rewards.CompositeReward` adds weights and records the value of each
+    component.
 
-    If ``score`` raises, or does not return one finite number, that row gets NaN in every float key,
+    If ``score`` raises, or does not return one finite number, the row gets NaN in every float key,
     ``reward_valid=False`` and the error; other rows are not affected. The log shows the first error
     of each kind with its traceback and row.
 
     Args:
-        tokenizer: decodes responses in tokens mode, if no environment does.
+        tokenizer: tokenizer that decodes responses in tokens mode, if no environment decodes them.
         in_keys: the key of the completion, whose first part names the input mode, and the key of
             the answer; ``[(input_mode, "full"), "answer"]`` by default.
         out_keys: new names for ``reward_answer, reward_think, reward_right, reward, success``, in
             this order.
-        eos_token: removed from the end of a response before it is scored; by default the token of
-            ``tokenizer`` or of the environment's tokenizer.
+        eos_token: token that is removed from the end of a response before it is scored; by default
+            the token of ``tokenizer`` or of the environment's tokenizer.
         set_done_if_answer: end the episode (``done`` and ``terminated``) of rows whose response
             contains an answer block.
         input_mode: ``"history"``, ``"text"`` or ``"tokens"``; by default the environment's.
-        num_threads: number of threads for scoring, for scores that wait (a judge, a sandbox).
+        num_threads: number of threads for scoring; useful for scores that wait (a judge, a
+            sandbox).
         timeout: time limit per row in seconds, after which the row is invalid; needs threads.
 
-    Outside an environment the transform can be called on rows with a response. It then writes
+    The transform can also be called on rows with a response, outside an environment. It then writes
     ``("next", ...)``, replaces an existing reward (so rows may be scored again), and does not
-    change ``done``. If a replay buffer has several, each adds to the rewards before it.
+    change ``done``. If a replay buffer has several reward transforms, each adds to the rewards of
+    the earlier ones.
 
     Example:
         >>> from torchrl_llm.envs import DatasetChatEnv
@@ -140,7 +144,7 @@ class RewardParser(Transform):
     """
 
     needs_answer = False
-    """Whether it compares with an answer, so that rows must have one."""
+    """Whether the reward compares with an answer, so that rows must have an answer."""
     _adds = True  # to an existing reward of the step
 
     def __init__(
@@ -186,22 +190,22 @@ class RewardParser(Transform):
     def score(self, response: str, answer: Any) -> float | RewardScore:
         """Score one response.
 
-        With ``num_threads`` it is called from several threads at once, so it must not change
-        ``self``.
+        With ``num_threads``, the method is called from several threads at once, so it must not
+        change ``self``.
 
         Args:
             response: text of the model, without the prompt.
             answer: the row's answer.
 
         Returns:
-            A finite number, or a :class:`RewardScore`. A plain number above zero counts as success,
-            and counts as an answer in every case.
+            A finite number, or a :class:`RewardScore`. A plain number always counts as an answer,
+            and as success if it is above zero.
         """
 
     # Reading
 
     def set_container(self, container: Any) -> None:
-        """Set the keys that were left to the environment."""
+        """Set the keys that depend on the environment."""
         super().set_container(container)
         if not self.in_keys and self.input_mode is not None:
             self.in_keys = [(self.input_mode, "full"), self._answer_key]
@@ -223,12 +227,12 @@ class RewardParser(Transform):
         return response_reader(self._input_mode, self.tokenizer)
 
     _columns: Sequence[str] | None = None
-    """Columns that a score reads; ``None`` for only the response and the answer."""
+    """Columns that a score reads; ``None`` if it reads only the response and the answer."""
 
     def _samples(
         self, td: TensorDictBase, next_td: TensorDictBase
     ) -> list[Sample | Exception | None]:
-        """The samples to score: one per acting row, or an exception if it has no response."""
+        """Return one sample per acting row, or an exception if the row has no response."""
         eos, responses = self._eos(), self._responses(td)
         answers = self._answers(td)
         more = repeat(()) if self._columns is None else self._more(td, self._columns)
@@ -249,7 +253,7 @@ class RewardParser(Transform):
         return read_column(td, self._answer_key) or [None] * td.batch_size.numel()
 
     def _more(self, td: TensorDictBase, columns: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-        """Further inputs of a scorer: tokens, how the response ended, columns."""
+        """Return further inputs of a scorer: tokens, how the response ended, columns."""
         asked = [self._asked(td, name) for name in columns]
         rows = zip(*asked, strict=True) if asked else repeat(())
         lengths = response_lengths(td) or [None] * td.batch_size.numel()
@@ -257,7 +261,7 @@ class RewardParser(Transform):
             yield length, reason, dict(zip(columns, cells, strict=True))
 
     def _asked(self, td: TensorDictBase, name: str) -> list[Any]:
-        """A column that a scorer reads; ``row`` is a dict of all columns of the data per row."""
+        """Return a column that a scorer reads; ``row`` is a dict of all data columns per row."""
         column = read_column(td, name)
         if column is None and name == "row":
             primer = None if self.parent is None else getattr(self.container, "primer", None)
@@ -286,7 +290,7 @@ class RewardParser(Transform):
         td: TensorDictBase,
         next_td: TensorDictBase,
     ) -> list[Outcome]:
-        """The outcome of each row; its value is a score."""
+        """Return the outcome of each row; the value of an outcome is a score."""
         part = Component(
             self._scorer(),
             run="threads" if self.num_threads else "inline",
@@ -296,7 +300,7 @@ class RewardParser(Transform):
         return part.outcomes(samples)
 
     def _scorer(self) -> Any:
-        """The object that scores, if it is not :meth:`score`."""
+        """The object that scores, if :meth:`score` is not used."""
         return self
 
     def _write(self, td: TensorDictBase, next_td: TensorDictBase, *, ends: bool) -> None:
@@ -333,7 +337,7 @@ class RewardParser(Transform):
         set_errors(next_td, failures)
 
     def _right(self, score: RewardScore) -> float:
-        """Value of ``reward_right`` for a score."""
+        """Return the value of ``reward_right`` for a score."""
         return score.success
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
@@ -341,7 +345,7 @@ class RewardParser(Transform):
         return next_tensordict
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Score rows outside an environment, in a replay buffer for example.
+        """Score rows outside an environment, for example in a replay buffer.
 
         Args:
             tensordict: a row, or rows ``[B]``, with response and answer, or a rollout ``[B, T]``.
@@ -375,7 +379,7 @@ class RewardParser(Transform):
 
     def _follows_another(self) -> bool:
         """Whether a different reward precedes this one in the same replay buffer."""
-        # The public property raises for chains outside an environment.
+        # The public property raises an error if the transform is in no environment.
         container = (self.__dict__.get("_container") or (lambda: None))()
         for transform in getattr(container, "transforms", ()):
             if transform is self:
@@ -387,7 +391,7 @@ class RewardParser(Transform):
     # Specs
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the reward's keys."""
+        """Add the specs of the reward's keys."""
         shape, device = reward_spec.shape, reward_spec.device
         reward_spec["reward_seconds"] = Unbounded(shape=shape, device=device)
         floats = [key for name, key in self._names.items() if name != "success"]
@@ -395,11 +399,11 @@ class RewardParser(Transform):
 
 
 def read_column(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
-    """The values of a column, one per row; ``None`` if it is missing.
+    """Return the values of a column, one per row; ``None`` if it is missing.
 
     Args:
         td: rows ``[B]``.
-        key: key key of the column.
+        key: key of the column.
     """
     values = td.get(key, None)
     if values is None or not is_non_tensor(values):
@@ -408,14 +412,14 @@ def read_column(td: TensorDictBase, key: NestedKey) -> list[Any] | None:
 
 
 def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
-    """The values of a column, one per row.
+    """Return the values of a column, one per row.
 
     Args:
         td: rows ``[B]``.
-        key: of the column.
+        key: key of the column.
 
     Raises:
-        DataError: it is missing.
+        DataError: when the column is missing.
     """
     column = read_column(td, key)
     own = read_column(td, "row")  # the user's rows, with all their columns
@@ -430,7 +434,7 @@ def needed_column(td: TensorDictBase, key: NestedKey) -> list[Any]:
 
 
 def finish_reasons(td: TensorDictBase) -> list[FinishReason | None]:
-    """How each response ended; ``None`` if not known.
+    """Return how each response ended; ``None`` if unknown.
 
     Args:
         td: rows ``[B]`` after the policy.
@@ -442,7 +446,7 @@ def finish_reasons(td: TensorDictBase) -> list[FinishReason | None]:
 
 
 def response_lengths(td: TensorDictBase) -> list[int] | None:
-    """Tokens of each response, without the padding of dense rows; ``None`` without tokens.
+    """Return each response's number of tokens, without padding; ``None`` without tokens.
 
     Args:
         td: rows after the policy.
@@ -466,9 +470,9 @@ def add_reward_specs(
     """Add the specs of rewards, of their validity and of their errors.
 
     Args:
-        spec: of the rewards of ``B`` rows.
-        floats: names of float32 ``[B, 1, 1]``.
-        success: name of the bool ``[B, 1, 1]``; ``None`` for no such key.
+        spec: spec of the rewards of ``B`` rows.
+        floats: names of the float32 keys ``[B, 1, 1]``.
+        success: name of the bool key ``[B, 1, 1]``; ``None`` for no such key.
     """
     size, device = spec.shape, spec.device
     cell = (*size, 1, 1)
@@ -482,10 +486,10 @@ def add_reward_specs(
 
 
 def error_spec(size: torch.Size, device: torch.device | None) -> Composite:
-    """The spec of the keys that :func:`set_errors` writes.
+    """Return the spec of the keys that :func:`set_errors` writes.
 
     Args:
-        size: size of the batch.
+        size: batch size.
         device: device of the rows.
     """
     text = {name: ColumnSpec((*size, -1), example_data="") for name in ERROR_KEYS}
@@ -522,7 +526,7 @@ def set_errors(td: TensorDictBase, failures: Sequence[Failure], name: str = "err
 def _first_failures(
     td: TensorDictBase, valid: Sequence[bool], failures: Sequence[Failure]
 ) -> list[Failure]:
-    """The failures of an earlier reward if it failed, otherwise the given ones."""
+    """Return the failures of an earlier reward where it failed, otherwise the given failures."""
     refused = td.get("reward_refused", None)
     if (all(valid) and refused is None) or td.get("error", None) is None:
         return list(failures)
@@ -554,11 +558,11 @@ def _added(td: TensorDictBase, name: NestedKey, values: Tensor) -> Tensor:
 
 
 def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
-    """Set flags in addition to the existing ones.
+    """Set flags in addition to the flags that are already set.
 
     Args:
         td: rows.
-        flags: name to bool tensor.
+        flags: maps a name to a bool tensor.
     """
     for name, flag in flags.items():
         before = td.get(name, None)
@@ -566,7 +570,7 @@ def raise_flags(td: TensorDictBase, **flags: Tensor) -> None:
 
 
 def acting_rows(td: TensorDictBase, next_td: TensorDictBase) -> list[int]:
-    """The stepped rows whose turn was not rejected and did not only call tools.
+    """Return the stepped rows whose turn was not rejected and did not only call tools.
 
     Args:
         td: all rows after the policy.

@@ -1,7 +1,7 @@
 """Runs a reward function over rows, sequentially or in threads, with an optional time limit.
 
-Every call becomes an :class:`Outcome`: a value or an error, and the seconds it took. This module
-does not use tensordicts.
+The result of every call is an :class:`Outcome`: a value or an error, and the seconds of the call.
+This module does not use tensordicts.
 
 Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` runs a function in processes that can be
 stopped.
@@ -34,7 +34,7 @@ SLOW_S = 60.0
 
 
 class RemoteRewardError(RewardError):
-    """An exception of a reward in a different process.
+    """An exception that a reward raised in a different process.
 
     Args:
         kind: name of the exception type.
@@ -48,21 +48,21 @@ class RemoteRewardError(RewardError):
 
 
 def call_reward(pool: WorkerPool, *arguments: Any, timeout: float | None = None) -> Any:
-    """Call a reward function in one of a pool's processes.
+    """Call a reward function in a process of a pool.
 
     Args:
-        pool: pool of processes that call it.
+        pool: pool of processes.
         arguments: arguments of the function.
-        timeout: time limit in seconds, without the wait for a free process; then its process is
-            killed.
+        timeout: time limit in seconds, not including the wait for a free process. After it the
+            process is killed.
 
     Returns:
-        Its value, as :meth:`~torchrl_llm.sandbox.workers.worker_pool.WorkerPool.call` returns it.
+        The result of :meth:`~torchrl_llm.sandbox.workers.worker_pool.WorkerPool.call`.
 
     Raises:
-        RewardTimeoutError: no result within the time limit.
-        RemoteRewardError: the function raised.
-        RewardError: the process died, or could not start.
+        RewardTimeoutError: when there is no result within the time limit.
+        RemoteRewardError: when the function raised.
+        RewardError: when the process died or could not start.
 
     Example:
         >>> import operator
@@ -95,7 +95,7 @@ class Outcome(NamedTuple):
 
     @classmethod
     def failed(cls, error: BaseException, seconds: float = 0.0) -> Outcome:
-        """The outcome of an exception.
+        """Make the outcome of an exception.
 
         Example:
             >>> outcome = Outcome.failed(ZeroDivisionError("by zero"))
@@ -107,7 +107,7 @@ class Outcome(NamedTuple):
         return cls(None, seconds, Failure.of(error))
 
     def of(self, source: str) -> Outcome:
-        """The same outcome, with the name of the failed part."""
+        """Return the outcome with the name of the failed part."""
         return self._replace(failure=self.failure._replace(source=source)) if self.error else self
 
     @property
@@ -130,20 +130,20 @@ def run_rows(
 ) -> list[Outcome]:
     """Call a function once per row.
 
-    A row that exceeds its limit gets a ``RewardTimeoutError``, and the others continue. Its thread
-    cannot be stopped; it ends when the function returns.
+    A row that exceeds its limit gets a ``RewardTimeoutError``, and the other rows continue. Its
+    thread cannot be stopped; the thread ends when the function returns.
 
     Args:
         function: called with the row's arguments. In threads it is called for several rows at once.
         rows: arguments of each call.
         num_threads: number of threads; 0 uses the calling thread.
-        timeout: time limit per row in seconds, from its own start; needs threads.
+        timeout: time limit per row in seconds, from the start of the row; needs threads.
 
     Returns:
         One outcome per row, in order.
 
     Raises:
-        ConfigError: a time limit without threads, or one that is not above zero.
+        ConfigError: for a time limit without threads, or a time limit that is not above zero.
 
     Example:
         >>> outcomes = run_rows(lambda a, b: a / b, [(1, 2), (1, 0)])
@@ -215,7 +215,7 @@ def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
     begun = time.perf_counter()
     try:
         value = function(*row)
-    except BaseException as error:  # also SystemExit: a score must not end the run
+    except BaseException as error:  # includes SystemExit: a score must not end the run
         return Outcome.failed(error, time.perf_counter() - begun)
     return Outcome(value, time.perf_counter() - begun)
 
@@ -223,8 +223,8 @@ def _timed(function: Callable[..., Any], row: tuple[Any, ...]) -> Outcome:
 class _Interrupts:
     """Records the exceptions that the handlers of Ctrl-C and SIGTERM raise.
 
-    So a ``KeyboardInterrupt`` that a score raises is distinguished from Ctrl-C, even if the score
-    swallowed the latter.
+    This distinguishes Ctrl-C from a ``KeyboardInterrupt`` that a score raises, even if the score
+    catches the exception of Ctrl-C.
     """
 
     def __init__(self) -> None:
@@ -232,7 +232,7 @@ class _Interrupts:
         self._before: dict[int, Callable[..., Any]] = {}
 
     def __enter__(self) -> _Interrupts:
-        if threading.current_thread() is threading.main_thread():  # other threads get no signals
+        if threading.current_thread() is threading.main_thread():  # only it gets signals
             for number in (signal.SIGINT, signal.SIGTERM):
                 handler = signal.getsignal(number)
                 if callable(handler):
@@ -260,13 +260,13 @@ class _Run:
     ) -> None:
         self.function, self.rows, self.timeout = function, rows, timeout
         self.outcomes: list[Any] = [None] * len(rows)
-        self.running: dict[int, float] = {}  # row to its start time
+        self.running: dict[int, float] = {}  # maps a row to its start time
         self.num_open = len(rows)
         self.closed = self.told = False
         self.changed = threading.Condition()
 
     def work(self, index: int) -> bool:
-        """Run one row; true if its time limit expired meanwhile."""
+        """Run one row, and return whether its time limit expired meanwhile."""
         with self.changed:
             if self.closed:
                 return False
@@ -292,7 +292,7 @@ class _Run:
             self.closed = True
 
     def _give_up(self, threads: DaemonThreads) -> float:
-        """Time out rows over their limit; returns the seconds until the next check."""
+        """Time out rows over their limit, and return the seconds until the next check."""
         now = time.monotonic()
         for index, begun in list(self.running.items()):
             if now - begun >= self.timeout:

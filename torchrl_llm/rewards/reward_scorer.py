@@ -1,4 +1,4 @@
-"""Scorers: objects with ``score(sample)``, made from classes, functions or reward parsers.
+"""Scorers: objects with ``score(sample)``; classes, functions or reward parsers.
 
 A :class:`Scorer` takes a :class:`Sample` and returns a number or a :class:`RewardScore`.
 :func:`as_scorer` converts a function or a :class:`~torchrl_llm.rewards.RewardParser`.
@@ -51,11 +51,11 @@ class Sample(NamedTuple):
 
     Attributes:
         response: what the model wrote, without the prompt.
-        answer: the row's answer; ``None`` if it has none.
+        answer: the row's answer; ``None`` if the row has no answer.
         num_tokens: tokens of the response, including the token that ended it; ``None`` if the rows
             have no tokens.
-        finish_reason: how the response ended; ``None`` if not known.
-        columns: the columns that the scorer requests, by name.
+        finish_reason: how the response ended; ``None`` if unknown.
+        columns: the columns that the scorer requested, by name.
     """
 
     response: str
@@ -69,9 +69,9 @@ class Scorer(ABC):
     """Scores one response at a time; a subclass defines :meth:`score`.
 
     Attributes:
-        columns: names of the columns that it reads, for example ``"query"``.
+        columns: names of the columns that the scorer reads, for example ``"query"``.
         per_token: whether a score is a sequence of numbers, one for each token of the response.
-        needs_answer: whether it compares with an answer, so that rows must have one.
+        needs_answer: whether the scorer compares with an answer, so that rows must have an answer.
 
     Example:
         >>> class Polite(Scorer):
@@ -89,8 +89,9 @@ class Scorer(ABC):
     def score(self, sample: Sample) -> float | RewardScore | Sequence[float]:
         """Score a response.
 
-        If the component runs in threads, it is called from several threads at once, so it must not
-        change ``self``. An exception makes its component invalid, never zero.
+        If the component runs in threads, the method is called from several threads at once, so it
+        must not change ``self``. An exception makes the component invalid; it does not count as
+        zero.
 
         Args:
             sample: the row.
@@ -119,7 +120,7 @@ class BatchScorer(Scorer):
         """
 
     def score(self, sample: Sample) -> float | RewardScore:
-        """Score one response; raises if it failed."""
+        """Score one response; raise an error if scoring failed."""
         (score,) = self.score_batch([sample])
         if isinstance(score, BaseException):
             raise score
@@ -131,11 +132,11 @@ class FunctionScorer(Scorer):
 
     Args:
         function: the function.
-        takes: its inputs; by default read from its argument names.
+        takes: inputs of the function; by default read from its argument names.
         needs_answer: as in :class:`Scorer`.
 
     Raises:
-        ConfigError: it cannot be called with any of these inputs.
+        ConfigError: when the function cannot be called with any of these inputs.
     """
 
     def __init__(
@@ -165,8 +166,9 @@ def as_scorer(scorer: Any) -> Scorer:
     """Convert a scorer, a :class:`RewardParser` or a function to a scorer.
 
     Args:
-        scorer: a function is called according to its argument names: ``(response, answer)``,
-            ``(response, row)``, ``(response)``, or with a :class:`Sample`.
+        scorer: a scorer, a :class:`RewardParser` or a function. The argument names of a function
+            select its inputs: ``(response, answer)``, ``(response, row)``, ``(response)``, or a
+            :class:`Sample`.
 
     Raises:
         ConfigError: for anything else.
@@ -183,13 +185,13 @@ def as_scorer(scorer: Any) -> Scorer:
 
 
 def _taken(function: Callable[..., Any]) -> _Takes:
-    """The inputs of a user's function."""
+    """Return the inputs of a user's function."""
     name = getattr(function, "__name__", repr(function))
     if inspect.iscoroutinefunction(function):
         raise ConfigError(f"the reward {name} is a coroutine; return the number, not a promise")
     try:
         parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError):  # a builtin may have no signature
+    except (TypeError, ValueError):  # builtin functions may have no signature
         return "sample"
     kinds = inspect.Parameter
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -230,7 +232,7 @@ def checked_flag(name: str, value: Any) -> bool:
 
     Args:
         name: meaning of the flag, for the error message.
-        value: a value with a truth value.
+        value: a value that can be converted to a bool.
 
     Raises:
         RewardError: for ``None`` and texts.

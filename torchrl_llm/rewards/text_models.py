@@ -1,9 +1,9 @@
-"""Text models: one interface for judges, critics, and actors whose policy is a text.
+"""Text models: one interface for judges, critics, and agents whose policy is a text.
 
-A :class:`TextModel` answers conversations and reports the cost of each answer. It is a model in
-this process (:class:`WrapperTextModel`), a server with the chat completions protocol
-(:class:`EndpointTextModel`) or a function (:class:`ScriptedTextModel`). Answers have no token ids;
-to sample for training, use a wrapper directly.
+A :class:`TextModel` answers conversations and reports the cost of each answer. There are three
+kinds: a model in this process (:class:`WrapperTextModel`), a server with the chat completions
+protocol (:class:`EndpointTextModel`), and a function (:class:`ScriptedTextModel`). Answers have no
+token ids; to sample for training, use a wrapper directly.
 
 Next: :mod:`torchrl_llm.rewards.judge` parses scores from the text of a model.
 """
@@ -39,8 +39,8 @@ class Usage(NamedTuple):
     """Cost of an answer.
 
     Attributes:
-        input_tokens: of the conversation.
-        output_tokens: of the answer.
+        input_tokens: number of tokens of the conversation.
+        output_tokens: number of tokens of the answer.
         seconds: wall-clock time; for a batch, the time of the batch.
         model: name of the model.
         num_retries: number of retries of the request.
@@ -61,8 +61,8 @@ class TextAnswer(NamedTuple):
     Attributes:
         text: the answer; may be empty.
         usage: its cost.
-        finish_reason: why it ended: ``"stop"``, ``"length"`` or a different word of the server;
-            ``None`` if not known.
+        finish_reason: why the answer ended: ``"stop"``, ``"length"`` or a different word of the
+            server; ``None`` if unknown.
     """
 
     text: str
@@ -71,14 +71,13 @@ class TextAnswer(NamedTuple):
 
 
 OnCall = Callable[[int, "TextAnswer | Exception | None"], None]
-"""Is told the place of a conversation when its call begins, with ``None``, and when there is an
-answer, in any thread. Of answers that come together only the begin is told."""
+"""Callback ``(index, answer)``; ``answer`` is ``None`` when the call begins."""
 
 
 def estimated_usage(
     messages: Sequence[Mapping[str, Any]], text: str, *, seconds: float = 0.0, model: str = ""
 ) -> Usage:
-    """Estimated cost of an answer: one token per four characters.
+    """Estimate the cost of an answer: one token per four characters.
 
     Args:
         messages: the conversation.
@@ -96,13 +95,13 @@ def estimated_usage(
 
 
 class TextModel:
-    """Something that answers conversations: a model here, a server, a function in a test.
+    """Base class: answers conversations with a model in this process, a server or a function.
 
     A subclass defines :meth:`ask`, or :meth:`answer` if it knows the cost of an answer.
     """
 
     concurrency: int = 32
-    """Number of conversations to send at once."""
+    """Number of conversations to send at the same time."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -113,10 +112,10 @@ class TextModel:
         """Answer conversations with texts only.
 
         Args:
-            conversations: each a tuple of messages with ``role`` and ``content``.
+            conversations: conversations; each is a tuple of messages with ``role`` and ``content``.
 
         Returns:
-            An answer for each, or the exception if it failed.
+            For each conversation, an answer or the exception if it failed.
         """
         found = self.answer(conversations)
         return [each if isinstance(each, Exception) else each.text for each in found]
@@ -131,19 +130,19 @@ class TextModel:
     ) -> Sequence[TextAnswer | Exception]:
         """Answer conversations and report the cost.
 
-        The default uses the texts of :meth:`ask` and estimates the numbers of tokens.
+        By default, this method uses the texts of :meth:`ask` and estimates the numbers of tokens.
 
         Args:
-            conversations: as for :meth:`ask`.
-            max_tokens: most tokens of an answer; by default the model's own limit.
+            conversations: see :meth:`ask`.
+            max_tokens: largest number of tokens of an answer; by default the model's own limit.
             seed: seed of sampling, for a model in this process.
             on_call: see :data:`OnCall`.
 
         Returns:
-            An answer for each, or the exception where there is none.
+            For each conversation, an answer or the exception if it failed.
 
         Raises:
-            ConfigError: a ``max_tokens`` that cannot be honoured.
+            ConfigError: when the model cannot apply ``max_tokens``.
         """
         if max_tokens is not None:
             raise ConfigError(f"{type(self).__name__} takes no max_tokens: it defines ask only")
@@ -160,17 +159,17 @@ class TextModel:
 
 
 class WrapperTextModel(TextModel):
-    """A language model behind one of this package's wrappers, in history mode.
+    """A language model in a wrapper of torchrl_llm, in history mode.
 
     Args:
-        wrapper: a :class:`~torchrl_llm.modules.TransformersWrapper`, for example, with
-            ``generate=True``; the wrapper's settings control sampling (temperature 0 gives the same
-            text each time).
-        batch_size: conversations at a time; all by default.
+        wrapper: for example a :class:`~torchrl_llm.modules.TransformersWrapper` with
+            ``generate=True``. Its settings control sampling (with temperature 0, the text is the
+            same each time).
+        batch_size: number of conversations per batch; all by default.
         name: name of the model in the usage.
 
     Raises:
-        ConfigError: a wrapper that does not read conversations, or an invalid number.
+        ConfigError: for a wrapper that does not read conversations, or an invalid number.
     """
 
     @checked
@@ -212,7 +211,8 @@ class WrapperTextModel(TextModel):
         step = self.batch_size or max(len(conversations), 1)
         answers: list[TextAnswer | Exception] = []
         for start in range(0, len(conversations), step):
-            # Equal conversations in two batches are sampled independently.
+            # Each batch has a different seed, so equal conversations in two batches get independent
+            # samples.
             more = {} if seed is None else {"seed": seed + start}
             with self._lock:
                 answers += self._batch(conversations[start : start + step], {**options, **more})
@@ -265,7 +265,7 @@ def _reasons(td: TensorDictBase) -> list[str | None]:
 
 
 class _OneByOne(TextModel):
-    """Base of models with one request per conversation, at most ``concurrency`` at a time."""
+    """Base class of models with one request per conversation, at most ``concurrency`` at a time."""
 
     def answer(
         self,
@@ -301,26 +301,26 @@ class _OneByOne(TextModel):
 
 
 class EndpointTextModel(_OneByOne):
-    """A server with OpenAI's chat completions protocol: vLLM's, or a provider's.
+    """A server with OpenAI's chat completions protocol, such as vLLM or a provider's server.
 
-    A request that the server rejected, or whose connection broke, is retried; a request that
-    exceeds its time limit is not.
+    A request is retried if the server rejected it or the connection broke. A request that exceeds
+    its time limit is not retried.
 
     Args:
         url: ``http://host:port``, with or without ``/v1``.
-        model: name of the model there.
-        api_key: sent as a bearer token.
+        model: name of the model on the server.
+        api_key: API key, sent as a bearer token.
         options: further fields of the request; by default ``{"temperature": 0, "max_tokens":
             512}``.
         timeout: time limit of a request in seconds, including retries.
-        max_retries: most retries.
+        max_retries: largest number of retries.
         concurrency: number of parallel requests.
-        path: path of the protocol, if it is not ``/v1/chat/completions``; the URL is then used
+        path: path of the requests, if it is not ``/v1/chat/completions``; then the URL is used
             unchanged.
-        max_tokens_field: name of the field that limits an answer.
+        max_tokens_field: name of the request field for the largest number of tokens of an answer.
 
     Raises:
-        ConfigError: a malformed URL, reserved options, or invalid numbers.
+        ConfigError: for a malformed URL, reserved options, or invalid numbers.
 
     Example:
         >>> EndpointTextModel("http://localhost:8000/v1", "judge").url
@@ -352,7 +352,7 @@ class EndpointTextModel(_OneByOne):
         self.url = self._http.url
 
     def ask(self, conversations: Sequence[Messages]) -> list[str | Exception]:
-        """Answer; a text that was cut at its token limit is an error.
+        """Answer conversations; a text that was cut at its token limit is an error.
 
         A server that rejects one request may still answer the others.
         """
@@ -362,7 +362,7 @@ class EndpointTextModel(_OneByOne):
         ]
 
     def _answer(self, messages: Messages, max_tokens: int | None) -> TextAnswer:
-        # No seed: not every server knows the field.
+        # The request has no seed, because not every server supports this field.
         limit = {} if max_tokens is None else {self._field: max_tokens}
         body = {**self.options, **limit, "model": self.model}
         body["messages"] = [dict(message) for message in messages]
@@ -399,8 +399,9 @@ class ScriptedTextModel(_OneByOne):
     Args:
         function: takes a conversation, a tuple of messages, and returns a text; an exception
             becomes that row's error.
-        name: what usage calls it.
-        concurrency: number of parallel calls, in threads; 1 uses the caller's thread.
+        name: name of the model in the usage.
+        concurrency: number of parallel calls, in threads; with 1 the calls run in the caller's
+            thread.
 
     Example:
         >>> model = ScriptedTextModel(lambda messages: messages[-1]["content"].upper())
@@ -416,7 +417,7 @@ class ScriptedTextModel(_OneByOne):
         self.function, self.name, self.concurrency = function, name, concurrency
 
     def _answer(self, messages: Messages, max_tokens: int | None) -> TextAnswer:
-        # The function controls length and sampling itself.
+        # No settings: the function controls length and sampling itself.
         begun = time.perf_counter()
         text = self.function(messages)
         if not isinstance(text, str):

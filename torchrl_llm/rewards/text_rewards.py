@@ -1,4 +1,4 @@
-"""Rewards that compare response and answer as texts: equal, or contained."""
+"""Rewards that compare response and answer as texts: equality or containment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchrl_llm.rewards.reward_parser import RewardParser
 
 @register("rewards", "exact")
 class ExactReward(RewardParser):
-    """1.0 if the response equals the answer, ignoring case and surrounding white space; else 0.0.
+    """Reward 1.0 if the response equals the answer, up to case and outer white space; else 0.0.
 
     Example:
         >>> reward = ExactReward()
@@ -28,14 +28,14 @@ class ExactReward(RewardParser):
         """See :class:`ExactReward`; no response equals a missing answer.
 
         Raises:
-            RewardError: the answer is not a text, a number or a date.
+            RewardError: when the answer is not a text, a number or a date.
         """
         return float(answer is not None and _plain(response) in _spellings(answer))
 
 
 @register("rewards", "contains")
 class ContainsReward(RewardParser):
-    """1.0 if the response contains the answer as whole words, ignoring case; else 0.0.
+    """Reward 1.0 if the response contains the answer as whole words, in any case; else 0.0.
 
     A number must match as a whole: 5 is not contained in ``3.5``, ``-5`` or ``1,500``.
 
@@ -51,7 +51,7 @@ class ContainsReward(RewardParser):
         """See :class:`ContainsReward`; no response contains an empty or missing answer.
 
         Raises:
-            RewardError: the answer is not a text, a number or a date.
+            RewardError: when the answer is not a text, a number or a date.
         """
         text = _plain(response)
         return float(any(_stands_in(text, wanted) for wanted in _spellings(answer)))
@@ -70,7 +70,8 @@ def _stands_in(text: str, wanted: str) -> bool:
     return False
 
 
-# Text that makes a number part of a longer one: 3[.5], 1[,500] and [-]5; not [x-]5, nor 46[.0].
+# Text that makes a number a part of a longer number: 3[.5], 1[,500] and [-]5; but not [x-]5 or
+# 46[.0].
 _NUMBER_BEFORE = re.compile(r"\d,\Z|\.\Z|(?<![\w)])[-−]\Z")
 _NUMBER_BEHIND = re.compile(r"\d(?:,\d|\.\d*[1-9])")
 
@@ -80,7 +81,7 @@ def _plain(text: Any) -> str:
 
 
 def _spellings(answer: Any) -> set[str]:
-    """Possible spellings of a table cell: 46.0 as 46, 1.50 as 1.5, midnight as a day."""
+    """Return possible spellings of a table cell: 46.0 as 46, 1.50 as 1.5, midnight as a day."""
     if isinstance(answer, (list, tuple, set, dict, bytes)):
         raise RewardError(
             f"the answer of the row must be a text, a number or a date, got {answer!r:.200}; a "

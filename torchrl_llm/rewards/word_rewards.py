@@ -12,15 +12,15 @@ from torchrl_llm.rewards.answer_block import split_response
 from torchrl_llm.rewards.reward_parser import RewardParser
 from torchrl_llm.rewards.reward_scorer import RewardScore
 
-# int() would also accept a sign, underscores and digits of other scripts.
+# Checked because int() would also accept a sign, underscores and digits of other scripts.
 _NUMBER = re.compile(r"[0-9]{1,9}")
 
 
 def score_counts(response: str, counts: Mapping[str, int]) -> float:
-    """0 without exactly one valid answer block; otherwise 0.1, plus up to 0.9 for correct counts.
+    """Return 0 without exactly one valid answer block, else 0.1 plus up to 0.9 for correct counts.
 
-    A valid answer is a number if one letter was asked for, and an object of letters to numbers if
-    several were. Additional letters earn nothing.
+    For one requested letter, a valid answer is a number. For several letters, it is a JSON object
+    that maps letters to numbers. Additional letters add nothing.
 
     Args:
         response: what the model wrote.
@@ -59,7 +59,7 @@ def _read(block: str, counts: Mapping[str, int]) -> dict[str, int] | None:
 class LetterCountingRewardParser(RewardParser):
     """The reward of ``score_counts``; success is a reward of 1.
 
-    The row's answer is a JSON object of letters to counts.
+    The row's answer is a JSON object that maps letters to counts.
 
     Example:
         >>> LetterCountingRewardParser().score("<answer>2</answer>", '{"r": 3}').reward
@@ -70,7 +70,7 @@ class LetterCountingRewardParser(RewardParser):
         """See ``score_counts``.
 
         Raises:
-            RewardError: the row's answer is not such an object.
+            RewardError: when the row's answer is not such an object.
         """
         try:
             counts = json.loads(answer)
@@ -85,15 +85,16 @@ class LetterCountingRewardParser(RewardParser):
 
 
 def common_subsequence(first: str, second: str) -> int:
-    r"""Length of the longest common subsequence.
+    r"""Return the length of the longest common subsequence.
 
-    A row of the usual table is stored as the bits of one integer, so a letter costs a few
+    A row of the usual table is stored as the bits of one integer, so each letter needs a few
     operations on ``len(first) / 64`` words (H. Hyyrö, 2004, "Bit-parallel LCS-length computation
     revisited").
 
     Args:
-        first: a text.
-        second: second text; time grows with the product of the lengths, divided by the word size.
+        first: first text.
+        second: second text; the run time is proportional to the product of the lengths, divided by
+            64.
 
     Example:
         >>> common_subsequence("gnirts", "grits")
@@ -111,7 +112,7 @@ def common_subsequence(first: str, second: str) -> int:
 
 
 class TextReversalRewardParser(RewardParser):
-    """1.0 for the correct text in the only answer block; 0.0 without exactly one block.
+    """Reward 1.0 for the correct text in the only answer block; 0.0 without exactly one block.
 
     Any other answer gets ``format_reward + partial_reward * 2 L / (n + m)``, where ``L`` is the
     length of its longest common subsequence with the correct text, and ``n`` and ``m`` are the
@@ -123,7 +124,7 @@ class TextReversalRewardParser(RewardParser):
         kwargs: arguments of :class:`~torchrl_llm.rewards.RewardParser`.
 
     Raises:
-        ConfigError: a wrong answer could get as much as the correct one.
+        ConfigError: when a wrong answer could get as much as the correct answer.
 
     Example:
         >>> parser = TextReversalRewardParser()
@@ -149,7 +150,7 @@ class TextReversalRewardParser(RewardParser):
         """See :class:`TextReversalRewardParser`.
 
         Raises:
-            RewardError: the row's answer is not a text.
+            RewardError: when the row's answer is not a text.
         """
         if not isinstance(answer, str) or not answer.strip():
             raise RewardError(f"the answer of the row must be a text, got {answer!r}")

@@ -1,4 +1,4 @@
-"""Sandboxes: run a model's code isolated from the trainer and its machine.
+"""Sandboxes, which run a model's code isolated from the trainer and its machine.
 
 :func:`make_sandbox` chooses a kind; each class can also be constructed directly.
 """
@@ -37,13 +37,13 @@ def make_sandbox(kind: SandboxKind = "auto", limits: Limits | None = None) -> Sa
 
     Args:
         kind: ``"bubblewrap"``, ``"subprocess"`` or ``"container"``. ``"auto"`` uses bubblewrap if
-            it works, otherwise a plain process with limits and a warning about its gaps. A
-            container is only used on request, because it needs an image.
-        limits: of each run; ``None`` for the defaults.
+            it works, otherwise a plain process with limits and a warning about its gaps. ``"auto"``
+            never uses a container, because a container needs an image.
+        limits: limits of each run; ``None`` for the defaults.
 
     Raises:
-        ConfigError: an unknown kind.
-        ResourceError: this machine does not support the requested kind.
+        ConfigError: for an unknown kind.
+        ResourceError: when this machine does not support the requested kind.
 
     Example:
         >>> make_sandbox().run_python("print(6 * 7)").stdout.strip()  # doctest: +SKIP

@@ -1,11 +1,12 @@
-"""Bubblewrap: Linux namespaces for each run, without a daemon and without root.
+"""The bubblewrap sandbox: Linux namespaces for each run, without a daemon and without root.
 
-A run sees ``/usr`` and the interpreter, read-only, an empty folder in memory, and nothing else of
-this machine: no network, no other process, no variable of the trainer. Everything that a run starts
-or writes ends with it.
+A run can read ``/usr`` and the interpreter, and write to an empty folder in memory. It can access
+nothing else of this machine: no network, no other process, no variable of the trainer. When a run
+ends, its processes end and its files are deleted.
 
-If the trainer is root, the run is ``nobody``. Containers and distributions forbid different parts
-of this, and no setting shows it reliably, so the constructor tries a real run.
+If the trainer is root, the user of the run is ``nobody``. Containers and distributions forbid
+different parts of this isolation. No setting of the machine shows reliably which parts work, so the
+constructor tries a real run.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class _Layout(NamedTuple):
     """One way of using bubblewrap.
 
     Attributes:
-        python: the interpreter.
-        read_only: folders that it needs in addition to ``/usr``.
-        become: where root switches to a different user. Outside, the run has its own user
-            namespace. Inside, it has none, and bubblewrap can show folders that only root may
-            enter.
+        python: the interpreter. read_only: folders that the interpreter needs in addition to
+            ``/usr``.
+        become: where root switches to a different user: outside or inside bubblewrap. Outside, the
+            run has its own user namespace. Inside, the run has no user namespace, and bubblewrap
+            can show folders that only root may enter.
         lock: whether the run is forbidden to create user namespaces.
     """
 
@@ -59,14 +60,14 @@ class BubblewrapSandbox(local_process.ProcessSandbox):
     r"""Runs programs under bubblewrap (``bwrap``), the strongest sandbox without a daemon.
 
     Args:
-        limits: of each run; ``None`` for the defaults.
-        python: the interpreter, a path on this machine. ``None`` for the base interpreter of the
-            trainer's environment, without its packages, or the system's interpreter if the run's
-            user cannot enter that folder.
+        limits: limits of each run; ``None`` for the defaults.
+        python: path of the interpreter on this machine. ``None`` for the base interpreter of the
+            trainer's environment, without its packages; or for the system's interpreter, if the
+            run's user cannot enter the interpreter's folder.
         read_only: further folders that a run may read, at the same paths.
 
     Raises:
-        ResourceError: bubblewrap is missing, or does not work on this machine.
+        ResourceError: when bubblewrap is missing, or does not work on this machine.
 
     Example:
         >>> from torchrl_llm.sandbox import BubblewrapSandbox
@@ -102,7 +103,7 @@ class _Status(Capture):
         if self.first_fd is None:
             pid = self.report("child-pid")
             if pid is not None:
-                with contextlib.suppress(OSError):  # it has already ended
+                with contextlib.suppress(OSError):  # the process has already ended
                     self.first_fd = os.pidfd_open(pid)
         return more
 
@@ -128,7 +129,7 @@ class _Jailed(Contained):
         return (self.stdout, self.stderr, self.status)
 
     def interrupt(self) -> None:
-        # Bubblewrap itself continues, in order to reap it.
+        # Bubblewrap itself continues, in order to reap the killed process.
         if (first := self.status.first_fd) is None:
             super().interrupt()
         else:
@@ -143,7 +144,7 @@ class _Jailed(Contained):
             # and would wait forever for a message if bubblewrap were killed.
             self._group_is_killed = True
             patience = time.monotonic() + GRACE_S
-            while self.status.first_fd is None and self.status.open:  # it arrives in pieces
+            while self.status.first_fd is None and self.status.open:  # the report arrives in pieces
                 if time.monotonic() > patience:
                     break
                 _wait_for(self.status.fd, select.POLLIN)
@@ -156,7 +157,7 @@ class _Jailed(Contained):
         if (first := self.status.first_fd) is not None:
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(first, signal.SIGKILL)
-            # It ends after all other processes of its namespace.
+            # The first process ends after all other processes of its namespace.
             _wait_for(first, select.POLLIN)
         elif self.stdout.open:
             _wait_for(self.stdout.fd, select.POLLHUP)
@@ -215,7 +216,7 @@ def _spawn(layout: _Layout, program: Program, read_only: Sequence[str] = ()) -> 
 def _command_line(
     layout: _Layout, program: Program, words: Sequence[str], read_only: Sequence[str]
 ) -> list[str]:
-    """The command line of bubblewrap and the program."""
+    """Build the command line of bubblewrap and the program."""
     bwrap, setpriv, prlimit = find("bwrap"), find("setpriv"), find("prlimit")
     spare = next(fd for fd in range(3, 10) if fd not in program.pass_fds)
     line: list[str] = []
@@ -245,12 +246,12 @@ def _command_line(
     line += [*size, FOLDER, "--symlink", FOLDER[1:], "/tmp"]
     begin = () if program.folder is None else (program.folder,)
     for folder in (*layout.read_only, *read_only, *begin):
-        # Bubblewrap itself would create them for their owner only.
+        # Bubblewrap itself would create the folders for their owner only.
         for parent in reversed(PurePosixPath(folder).parents[:-1]):
             line += ["--perms", "0755", "--dir", str(parent)]
         line += ["--ro-bind", folder, folder]
     line += [*words, "--remount-ro", "/", "--chdir", program.folder or FOLDER]
-    # The first process counts too.
+    # The first process also counts.
     num_processes: int | None = program.limits.num_processes + 1
     if layout.become == "inside":
         line += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_SETPCAP"]
@@ -267,10 +268,10 @@ def _command_line(
 
 
 def _first_process(spare: int) -> list[str]:
-    """Arguments that make a shell the first process of its namespace.
+    """Return arguments that make a shell the first process of its namespace.
 
-    Bubblewrap does not wait for its own first process: process 1 outside would have to reap it, and
-    that may not be an init. It waits for this one.
+    Bubblewrap does not wait for its own first process. Process 1 outside would have to reap that
+    process, and process 1 may not be an init. But bubblewrap waits for this shell.
 
     Args:
         spare: an unused descriptor for the shell's own messages, so that it prints nothing about
@@ -282,10 +283,10 @@ def _first_process(spare: int) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _working_layout(python: str | None) -> _Layout:
-    """The first layout in which a real run works.
+    """Find the first layout in which a real run works.
 
     Raises:
-        ResourceError: none works.
+        ResourceError: when none works.
     """
     for program in ("bwrap", "prlimit", "setpriv"):
         if find(program) is None:
@@ -312,7 +313,7 @@ def _try(layout: _Layout) -> tuple[bool, str]:
 
 
 def _layouts(python: str | None) -> Iterator[_Layout]:
-    """Layouts to try, the strongest first."""
+    """Return the layouts to try, the strongest first."""
     pythons = local_process.candidates(python)
     root = os.geteuid() == 0
     for lock in (True, False):

@@ -1,8 +1,8 @@
-"""Linux control groups: the kernel counts the memory of all processes of a run together.
+"""Linux control groups, which limit the memory of all processes of a run together.
 
-This includes kernel memory (pipes, sockets, files in memory). It also counts short-lived processes,
-which :mod:`.process_watch` may miss because it polls ten times per second. Root can create a group,
-or a user to whom a part of the tree was delegated.
+The kernel counts the memory, including kernel memory (pipes, sockets, files in memory) and
+short-lived processes. :mod:`.process_watch` may miss short-lived processes, because it polls ten
+times per second. Root, or a user to whom a part of the tree was delegated, can create a group.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 OVERHEAD_BYTES = 32 << 20
-"""Memory for bubblewrap and its shell, or the guard of a plain process, in addition to the run."""
+"""Additional memory for bubblewrap and its shell, or for the guard of a plain process."""
 
 _PREFIX = "torchrl-llm"
 _GRACE_S = 1.5
@@ -28,13 +28,13 @@ _left: set[Path] = set()
 
 
 class _Place(NamedTuple):
-    """Place where groups can be created.
+    """A place where groups can be created.
 
     Attributes:
-        folder: the parent of all of them.
-        enter: a process writes 0 to this file to join the group.
-        events: file with the number of processes killed for their memory.
-        second: whether this is cgroup v2.
+        folder: parent folder of all groups.
+        enter: file to which a process writes 0 to join the group.
+        events: file with the number of processes that were killed for their memory.
+        second: whether the groups are cgroup v2.
     """
 
     folder: Path
@@ -47,11 +47,11 @@ class ControlGroup:
     """A group of processes with a common memory limit.
 
     Args:
-        place: where to create it.
-        num_bytes: the limit; above it the kernel kills one of them.
+        place: where to create the group.
+        num_bytes: the limit in bytes; above it the kernel kills a process of the group.
 
     Raises:
-        OSError: this process lacks the permission.
+        OSError: when this process lacks the permission.
     """
 
     def __init__(self, place: _Place, num_bytes: int) -> None:
@@ -71,7 +71,7 @@ class ControlGroup:
             raise
 
     def _perhaps(self, name: str, text: str) -> None:
-        if (self.folder / name).exists():  # a kernel without swap lacks the file
+        if (self.folder / name).exists():  # the file is missing in a kernel without swap
             (self.folder / name).write_text(text)
 
     @property
@@ -91,10 +91,10 @@ class ControlGroup:
         return False
 
     def close(self) -> None:
-        """Kill the rest, and remove the group now or in a later call; may be called twice."""
+        """Kill the rest, and remove the group now or later; may be called twice."""
         patience = time.monotonic() + _GRACE_S
         with contextlib.suppress(OSError):
-            # The memory limit may have killed the process that should end the others.
+            # The memory limit may have killed the process that should end the other processes.
             while pids := (self.folder / "cgroup.procs").read_text().split():
                 for pid in pids:
                     with contextlib.suppress(ProcessLookupError):
@@ -111,11 +111,11 @@ class ControlGroup:
 
 
 def control_group(memory_bytes: int, file_bytes: int) -> ControlGroup | None:
-    """A new group for a run; ``None`` if none can be created.
+    """Create a group for a run; return ``None`` if that is not possible.
 
     Args:
-        memory_bytes: memory for its processes.
-        file_bytes: memory for files in each of its two memory folders.
+        memory_bytes: memory for the processes of the run.
+        file_bytes: memory for files in each of the run's two memory folders.
     """
     place = _working_place()
     if place is None:
@@ -132,7 +132,7 @@ def groups_work() -> bool:
 
 @functools.cache
 def _owner() -> str:
-    """A name of this process that is unique on the machine, also in the future."""
+    """Return a name of this process that is unique on the machine, also in the future."""
     began = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]
     return f"{os.stat('/proc/self/ns/pid').st_ino}-{os.getpid()}-{began}"
 
@@ -156,7 +156,7 @@ def _working_place() -> _Place | None:
 
 
 def _places() -> Iterator[_Place]:
-    """Places where this process might create groups: next to its own or below it."""
+    """Return places where this process might create groups: next to its own group or below it."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text().splitlines()
         own = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,9 +1,9 @@
-"""A process in a sandbox: its pipes, its limits, sessions of several pieces of code, and its end.
+"""A process in a sandbox, and sessions of several pieces of code.
 
-:class:`Contained` runs one program. :class:`PipeSession` keeps an interpreter in one and sends it
-pieces of code. No text marks the end of an answer, so nothing that the code prints can be mistaken
-for such a mark. Output on standard error alone is not a failure. Output of background work between
-two pieces is returned with the later piece.
+:class:`Contained` runs one program. :class:`PipeSession` keeps an interpreter running and sends it
+pieces of code. Answers come on a separate pipe, so text that the code prints cannot be mistaken for
+the end of an answer. Output on standard error alone is not a failure. Output of background work
+between two pieces is returned with the later piece.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torchrl_llm.sandbox.interface import Limits, SandboxResult, SandboxSession,
 from torchrl_llm.sandbox.process_watch import Capture, Feed, Tree, classify, cpu_seconds, pump
 
 GRACE_S = 1.5
-"""Seconds until a killed process must have ended."""
+"""Time limit in seconds for a killed process to end."""
 
 INTERPRETER = Path(__file__).with_name("interpreter.py")
 _T = TypeVar("_T")
@@ -46,12 +46,12 @@ class Program:
     Attributes:
         argv: program and arguments, with paths inside the sandbox.
         limits: limits of the run.
-        files: path inside its folder to contents.
-        stdin: descriptor for its standard input; ``None`` for ``/dev/null``.
+        files: maps a path inside the program's folder to the contents.
+        stdin: descriptor for the standard input; ``None`` for ``/dev/null``.
         pass_fds: further descriptors to pass.
-        env: variables in addition to those of the sandbox.
+        env: variables in addition to the sandbox's variables.
         folder: working directory on this machine, read-only; by default a new folder.
-        network: whether it shares the network of this machine.
+        network: whether the program shares the network of this machine.
     """
 
     argv: Sequence[str]
@@ -65,21 +65,21 @@ class Program:
 
 
 class Contained:
-    """A process in a sandbox with its output pipes; a context manager that removes everything.
+    """A process in a sandbox with its output pipes; as a context manager it cleans up at the end.
 
     Args:
         program: the program.
         argv: the whole command line, including the sandbox.
-        env: its environment, complete.
+        env: the complete environment.
         pass_fds: descriptors for the sandbox, in addition to the program's.
 
     Raises:
-        OSError: the sandbox program cannot be started.
-        ValueError: ``argv`` is not a valid command line.
+        OSError: when the sandbox program cannot be started.
+        ValueError: when ``argv`` is not a valid command line.
 
     Attributes:
-        overhead: processes of the sandbox itself.
-        grouped: whether to count its memory with a control group, if possible.
+        overhead: number of processes of the sandbox itself.
+        grouped: whether to count the memory with a control group, if possible.
     """
 
     overhead = 0
@@ -123,15 +123,15 @@ class Contained:
 
     @property
     def outputs(self) -> tuple[Capture, ...]:
-        """All pipes that must be read while it runs."""
+        """All pipes that must be read while the process runs."""
         return (self.stdout, self.stderr)
 
     def interrupt(self) -> None:
-        """Ask it to end soon; the watching thread notices it."""
+        """Request the end of the process; the watching thread will end it."""
         self.process.terminate()
 
     def kill(self) -> None:
-        """End it and all processes that it started, and wait for their end."""
+        """End the process and all processes that it started, and wait until they have ended."""
         self.process.kill()
         self.wait()
 
@@ -146,7 +146,7 @@ class Contained:
 
     @property
     def out_of_memory(self) -> bool:
-        """Whether it, or a process of it, was killed for its memory."""
+        """Whether the process, or a child process, was killed for its memory."""
         return self.group is not None and self.group.exceeded
 
     def close_pipes(self) -> None:
@@ -155,7 +155,7 @@ class Contained:
             output.close()
 
     def close(self) -> None:
-        """Remove everything of it; may be called twice."""
+        """Remove the process, its children and its files; may be called twice."""
         self.kill()
         self.close_pipes()
         if self.group is not None:
@@ -169,10 +169,10 @@ class Contained:
 
 
 def interpreter_argv(python: str, *places: str | int) -> list[str]:
-    """The command line of an interpreter that keeps its names.
+    """Return the command line of an interpreter that keeps its names.
 
     Args:
-        python: as it is called inside.
+        python: path of the interpreter inside the sandbox.
         places: see :mod:`torchrl_llm.sandbox.interpreter`.
     """
     return [python, "-E", "-s", "-B", "-c", INTERPRETER.read_text(), *map(str, places)]
@@ -192,7 +192,7 @@ class _Answers(Capture):
         return len(self.kept) - 4 >= min(length, _ANSWER_BYTES - 4)
 
     def take_answer(self) -> tuple[int, bool] | None:
-        """Exit code and whether memory ran out; ``None`` without a valid frame."""
+        """Return the exit code and whether memory ran out; ``None`` without a valid frame."""
         frame = bytes(self.kept[4:])
         self.reset()
         try:
@@ -206,9 +206,9 @@ class PipeSession(SandboxSession):
     """A session with a pipe for code and a pipe for the interpreter's answers.
 
     Args:
-        start: starts the interpreter with the two inner descriptors.
-        limits: of the session.
-        answers_fd: descriptor of the answers, if different from the second of these.
+        start: function that starts the interpreter with the two inner descriptors.
+        limits: limits of the session.
+        answers_fd: descriptor of the answers, if different from the second inner descriptor.
     """
 
     def __init__(
@@ -235,7 +235,7 @@ class PipeSession(SandboxSession):
         finally:
             os.close(code_r)
             os.close(answers_w)
-        # Runs also if nobody closes it, and when the process ends.
+        # Also runs if the session is never closed, and when the process ends.
         self._finalizer = weakref.finalize(
             self, _let_go, self._contained, self._answers, self._code_w, os.getpid()
         )
@@ -252,7 +252,7 @@ class PipeSession(SandboxSession):
 
     @checked
     def run(self, code: str, *, wall_s: Seconds | None = None) -> SandboxResult:
-        """See :meth:`SandboxSession.run`; one piece at a time; other callers wait."""
+        """See :meth:`SandboxSession.run`; runs one piece at a time, and other callers wait."""
         with self._lock:
             if not self.alive:
                 self._end("the interpreter ended between two pieces of code")
@@ -278,7 +278,7 @@ class PipeSession(SandboxSession):
         )
         answer = self._answers.take_answer()
         if ended == "exit" and answer is not None:
-            ended = "ready"  # it answered, and then ended because of a background process
+            ended = "ready"  # answered, then ended by a background process
         if ended == "ready" and contained.out_of_memory:
             ended = "memory"
         exit_code: int | None = -signal.SIGKILL
@@ -342,8 +342,8 @@ def _let_go(contained: Contained | None, answers: Capture, code_w: int, owner: i
 class _Keeper:
     """A thread that lives as long as the process.
 
-    The kernel ends a sandbox when the thread that started it ends. So a sandbox that must outlive a
-    pool's worker thread is started here. Between starts, the thread checks the idle sessions.
+    The kernel ends a sandbox when the thread that started it ends. So this thread starts sandboxes
+    that must outlive a pool's worker thread. Between starts, the thread checks the idle sessions.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,8 @@
-"""Runs each program in its own container, with an engine such as Docker or Podman.
+"""A sandbox that runs each program in its own container, with Docker, Podman or similar.
 
-A start takes some tenths of a second. Use it for code that needs an image (other languages,
-packages, a different system), or on machines where only such an engine provides isolation.
+A container starts in some tenths of a second. Use this sandbox for code that needs an image (other
+languages, packages, a different system), or on machines where only such an engine provides
+isolation.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torchrl_llm.sandbox.process_watch import Capture, Tree
 FOLDER = "/sandbox"
 _NOBODY = "65534:65534"
 _ENGINES = ("docker", "podman")
-# Exit codes of an engine that could not start the program; a program may use them as well.
+# Exit codes of an engine that could not start the program; a program may also use them.
 _PERHAPS_THE_ENGINE = (125, 126, 127)
 _KILLED = 137
 _RUNS = 64
@@ -37,7 +38,7 @@ _MEMORY, _PROCESSES = "memory of all processes together", "the number of process
 _PATIENCE_S = 60.0
 _TRIES = 4
 _PIPES = ("answers", "stdout", "stderr")
-# Waits until the writer of its input ends; a container may still be starting then.
+# Waits until the writer of its input ends; at that time a container may still be starting.
 _INHERIT = 'cat; for i in 1 2 3 4 5; do "$0" rm --force --volumes "$1"; sleep 1; done'
 _PROXIES = ("http_proxy", "https_proxy", "ftp_proxy", "all_proxy", "no_proxy")
 
@@ -46,19 +47,21 @@ class ContainerSandbox(local_process.ProcessSandbox):
     r"""Runs programs in containers without network, capabilities or a writable file system.
 
     ``memory_bytes`` limits the container as a whole and the data of each process. The image must
-    exist locally: nothing is pulled. Its entry point and health check are not run. The constructor
-    starts and removes a container, because only that shows whether the engine works. Each container
-    has a process that removes it if the trainer is killed.
+    exist locally, because no image is pulled. Its entry point and health check are not run. The
+    constructor starts and removes a container to check whether the engine works. For each
+    container, a process removes the container if the trainer is killed.
 
     Args:
-        limits: of each run; ``None`` for the defaults. ``wall_s`` includes the container's start.
+        limits: limits of each run; ``None`` for the defaults. ``wall_s`` includes the container's
+            start.
         image: the image; it needs ``sh`` and ``cp`` if runs have files.
-        engine: ``"docker"``, ``"podman"``, or the path of a compatible program; ``None`` for the
-            first of the two that works.
+        engine: ``"docker"``, ``"podman"``, or the path of a compatible program; ``None`` for Docker
+            or Podman, whichever works first.
         python: the interpreter inside the image.
 
     Raises:
-        ResourceError: no engine works, it does not have the image, or it cannot start a container.
+        ResourceError: when no engine works, or the engine does not have the image or cannot start a
+            container.
 
     Example:
         >>> ContainerSandbox(image="python:3.12-slim").run_python("print(1)")  # doctest: +SKIP
@@ -86,10 +89,10 @@ class ContainerSandbox(local_process.ProcessSandbox):
         self.missing = self._try()
 
     def _try(self) -> tuple[str, ...]:
-        """Start a container; returns the limits that the engine ignores.
+        """Start a container, and return the limits that the engine ignores.
 
         Raises:
-            ResourceError: it cannot.
+            ResourceError: when the engine cannot start a container.
         """
         program = Program(argv=[self.python, "-c", ""], limits=Limits())
         with self._spawn(program) as contained:
@@ -106,12 +109,13 @@ class ContainerSandbox(local_process.ProcessSandbox):
         return state.missing
 
     def argv(self, program: Program, name: str, *, share: Path | None) -> list[str]:
-        """Command line of the engine for a program.
+        """Build the engine's command line for a program.
 
         Args:
             program: what to run.
-            name: of the container.
-            share: a folder with ``files``, which are copied into the run's folder, and ``pipes``.
+            name: name of the container.
+            share: a folder with the subfolders ``files`` (copied into the run's folder) and
+                ``pipes``.
         """
         argv, limits, begin = program.argv, program.limits, program.folder
         words = [self.engine, "run", "--interactive", f"--name={name}", "--init", "--pull=never"]
@@ -126,10 +130,10 @@ class ContainerSandbox(local_process.ProcessSandbox):
             words += [f"--pids-limit={limits.num_processes + 1}"]
         held = local_process.kernel_limits(limits)
         del held["RLIMIT_STACK"]
-        # A single process over the limit gets an error, before all of them are killed.
+        # With this limit, a single process gets an error before all processes are killed.
         held["RLIMIT_DATA"] = held.pop("RLIMIT_AS")
-        # It counts the user's processes in all containers; the engine's default may exceed what it
-        # can grant.
+        # This limit counts the user's processes in all containers; the engine's default may be
+        # higher than the engine can grant.
         held["RLIMIT_NPROC"] = (_granted(_RUNS * (limits.num_processes + 1)),) * 2
         words += local_process.limit_words("--ulimit=", held)
         words += [f"--shm-size={limits.file_bytes}"]
@@ -141,10 +145,11 @@ class ContainerSandbox(local_process.ProcessSandbox):
             words += [f"--mount=type=bind,source={begin},target={begin},readonly"]
         variables = {**local_process.ENVIRONMENT, "HOME": FOLDER}
         words += [f"--env={key}={value}" for key, value in variables.items()]
-        words += [f"--env={key}" for key in program.env]  # the client knows their values
+        words += [f"--env={key}" for key in program.env]  # the client knows the values
         if share is None:
             return [*words, self.image, *argv]
-        # Pipes must be writable; a folder with only pipes is all that it can change on the machine.
+        # Pipes must be writable. The container can change nothing on the machine except a folder
+        # with pipes.
         words += [f"--mount=type=bind,source={share / 'files'},target=/files,readonly"]
         words += [f"--mount=type=bind,source={share / 'pipes'},target=/pipes"]
         copy = 'cp -R /files/. . && exec "$@"'
@@ -173,7 +178,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
         """See :meth:`Sandbox.open_session`."""
         limits = self.limits if limits is None else limits
         share = _share({})
-        # Output through the engine's client arrives later than an answer on a separate pipe.
+        # Output through the engine's client would arrive later than an answer on a separate pipe.
         answers_r, out_r, err_r = (_fifo(share / "pipes" / name) for name in _PIPES)
         argv = interpreter_argv(self.python, 0, *(f"/pipes/{name}" for name in _PIPES))
 
@@ -193,7 +198,7 @@ class ContainerSandbox(local_process.ProcessSandbox):
 def _fifo(path: Path) -> int:
     os.mkfifo(path)
     os.chmod(path, 0o622)
-    # Opened for reading and writing, so that there is no end of file before the first write.
+    # Open for reading and writing, so that there is no end of file before the first write.
     return os.open(path, os.O_RDWR | os.O_NONBLOCK)
 
 
@@ -201,8 +206,8 @@ class _State(NamedTuple):
     """State of a container, as reported by the engine.
 
     Attributes:
-        started: whether its program was started.
-        out_of_memory: whether it was killed for its memory.
+        started: whether the program was started.
+        out_of_memory: whether the container was killed for its memory.
         missing: limits that the engine ignores.
     """
 
@@ -231,7 +236,7 @@ class _InContainer(Contained):
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        # The engine counts resources; the client's own use does not belong to the run.
+        # The engine counts resources; the resources of its client are not part of the run.
         self.tree = Tree(-1, self.program.limits)
 
     def listen(self, out_r: int, err_r: int, keep: int) -> None:
@@ -248,7 +253,7 @@ class _InContainer(Contained):
         super().interrupt()
 
     def look(self) -> _State | None:
-        """State of the container; ``None`` if it does not exist."""
+        """Read the state of the container; ``None`` if it does not exist."""
         keys = ("State.StartedAt", "State.OOMKilled", "HostConfig.Memory", "HostConfig.PidsLimit")
         form = "--format=" + "|".join(f"{{{{.{key}}}}}" for key in keys)
         answer = (_ask(self.engine, "inspect", form, self.name) or "").strip().split("|")
@@ -269,8 +274,8 @@ class _InContainer(Contained):
         exit_code = self.process.poll()
         if exit_code in (*_PERHAPS_THE_ENGINE, _KILLED):
             self._state = self.look()
-        # End the client first: nobody reads its remaining output, and engines wait for it. It also
-        # must not start a container after its removal.
+        # End the client first: its remaining output is not read, and engines wait for this. The
+        # client also must not start a container after its removal.
         self.process.kill()
         self.wait()
         for _ in range(1 if exit_code is not None else _TRIES):
@@ -279,7 +284,7 @@ class _InContainer(Contained):
             time.sleep(0.2)
         for said in self._client if self.exit_code() is None else ():
             said.drain()
-            self.stderr.kept += said.kept  # why there is no container
+            self.stderr.kept += said.kept  # the output says why there is no container
         os.killpg(self._heir.pid, signal.SIGKILL)
         self._heir.stdin.close()
         self._heir.wait()
@@ -303,7 +308,7 @@ class _InContainer(Contained):
 
 
 def _environment() -> dict[str, str]:
-    """Variables of the engine's client, without proxy settings (it passes them on)."""
+    """Return the client's variables without proxy settings, which it would pass on."""
     return {key: value for key, value in os.environ.items() if key.lower() not in _PROXIES}
 
 
@@ -313,7 +318,7 @@ def _granted(num_processes: int) -> int:
 
 
 def _share(files: Mapping[PurePosixPath, bytes]) -> Path:
-    """A folder on this machine that a container can see."""
+    """Make a folder on this machine that a container can see."""
     share = Path(tempfile.mkdtemp(prefix="sandbox-"))
     for name in ("files", "pipes"):
         (share / name).mkdir()
@@ -327,7 +332,7 @@ def _share(files: Mapping[PurePosixPath, bytes]) -> Path:
 
 
 def _ask(engine: str, *words: str) -> str | None:
-    """Output of an engine command; ``None`` if it fails."""
+    """Return the output of an engine command; ``None`` if it fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(
             [engine, *words],
@@ -343,10 +348,10 @@ def _ask(engine: str, *words: str) -> str | None:
 
 @functools.lru_cache(maxsize=8)
 def _answering_engine(engine: str | None) -> str:
-    """The first engine that works, including its daemon if it has one.
+    """Find the first engine that works, including its daemon if it has one.
 
     Raises:
-        ResourceError: none works.
+        ResourceError: when none works.
     """
     wanted = _ENGINES if engine is None else (engine,)
     for name in wanted:

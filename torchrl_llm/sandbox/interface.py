@@ -1,7 +1,7 @@
-"""Interface of sandboxes, and the result of a run as data.
+"""The interface of sandboxes, and the result of a run as data.
 
-A :class:`Sandbox` never runs code in the trainer's process, and never raises because of the code: a
-crash, an exceeded limit and a killed process are a :class:`SandboxResult`.
+A :class:`Sandbox` never runs code in the trainer's process, and the code cannot make it raise an
+exception. A crash, an exceeded limit or a killed process is returned as a :class:`SandboxResult`.
 
 Next: :func:`torchrl_llm.sandbox.make_sandbox` chooses the strongest kind of a machine.
 """
@@ -16,7 +16,7 @@ from typing import Annotated, Literal
 from torchrl_llm._checked import Ge, Gt, checked
 
 MEMORY_BYTES = 512 << 20
-"""Default address space of a process."""
+"""Default address space of a process in bytes."""
 
 Seconds = Annotated[float, Gt(0, finite=True)]
 Status = Literal["ok", "error", "timeout", "cpu", "memory", "output", "killed", "sandbox_error"]
@@ -31,15 +31,16 @@ class Limits:
         wall_s: seconds of wall-clock time, including the start of the interpreter.
         cpu_s: seconds of CPU time of a process; ``None`` for ``wall_s`` rounded up.
         memory_bytes: address space of a process.
-        file_bytes: size of a file, and of its whole folder if the sandbox can enforce that.
-        output_bytes: bytes kept of standard output, and of standard error. The rest is discarded
-            while the run continues; a run that writes more than 64 times as much is ended.
-        num_processes: most processes and threads, if the sandbox can enforce that.
-        num_files: most open files of a process.
+        file_bytes: size of a file, and of the run's whole folder if the sandbox can enforce that.
+        output_bytes: number of bytes that are kept of standard output, and of standard error. The
+            rest is discarded, and the run continues. A run that writes more than 64 times as much
+            is ended.
+        num_processes: largest number of processes and threads, if the sandbox can enforce that.
+        num_files: largest number of open files of a process.
 
     Raises:
-        ConfigError: a time is not positive and finite, or a different limit is not a positive whole
-            number.
+        ConfigError: when a time is not positive and finite, or a different limit is not a positive
+            whole number.
     """
 
     wall_s: Seconds = 10.0
@@ -61,7 +62,7 @@ class SandboxResult:
             different reason); ``sandbox_error`` (the sandbox itself failed, so nothing is known
             about the code).
         stdout: standard output, UTF-8 with replacements, cut at ``output_bytes``.
-        stderr: standard error, likewise.
+        stderr: standard error, in the same form.
         exit_code: exit status; negative for a signal; ``None`` if unknown.
         seconds: wall-clock time.
         stdout_truncated: whether ``stdout`` was cut.
@@ -87,20 +88,20 @@ class SandboxSession(ABC):
 
     @abstractmethod
     def run(self, code: str, *, wall_s: float | None = None) -> SandboxResult:
-        """Run a piece of code; after an exceeded limit the session has ended.
+        """Run a piece of code; if a limit is exceeded, the session ends.
 
         Args:
             code: Python source.
-            wall_s: seconds for this piece; by default the session's limit.
+            wall_s: time limit of this piece in seconds; by default the session's limit.
 
         Raises:
-            ConfigError: ``wall_s`` is not above 0 and finite.
+            ConfigError: when ``wall_s`` is not above 0 and finite.
         """
 
     @property
     @abstractmethod
     def alive(self) -> bool:
-        """Whether it can run more code; otherwise :meth:`run` returns ``sandbox_error``."""
+        """Whether more code can be run; otherwise :meth:`run` returns ``sandbox_error``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -111,11 +112,11 @@ class Sandbox(ABC):
     """Runs code in isolation.
 
     Args:
-        limits: of each run; ``None`` for the defaults.
+        limits: limits of each run; ``None`` for the defaults.
 
     Attributes:
         python: path of the interpreter inside the sandbox.
-        missing: what this sandbox does not isolate, one phrase each (``"the network"``).
+        missing: names of the things that this sandbox does not isolate, such as ``"the network"``.
     """
 
     python: str
@@ -139,20 +140,22 @@ class Sandbox(ABC):
 
         Args:
             argv: program and arguments, with paths inside the sandbox.
-            stdin: its standard input.
-            files: relative path to contents, written into its folder first.
-            limits: replaces the sandbox's own limits.
+            stdin: standard input of the program.
+            files: maps a relative path to the contents. The files are written into the folder
+                before the run.
+            limits: limits of this run; by default the sandbox's limits.
 
         Returns:
-            The result; nothing that the program does raises.
+            The result. The program cannot make this method raise an exception.
         """
 
     @abstractmethod
     def open_session(self, limits: Limits | None = None) -> SandboxSession:
-        """Start an interpreter that keeps its names.
+        """Start an interpreter that keeps its names between pieces of code.
 
         Args:
-            limits: instead of the sandbox's own; ``cpu_s`` counts for the whole session.
+            limits: limits of the session; by default the sandbox's limits. ``cpu_s`` applies to the
+                whole session.
         """
 
     def run_python(
@@ -165,8 +168,8 @@ class Sandbox(ABC):
     ) -> SandboxResult:
         """Run Python source in a fresh interpreter.
 
-        The source is ``main.py`` in the run's folder, so tracebacks show its lines and it can
-        import modules from ``files``.
+        The source is ``main.py`` in the run's folder, so tracebacks show its lines, and the code
+        can import modules from ``files``.
 
         Args:
             code: Python source.
@@ -180,4 +183,4 @@ class Sandbox(ABC):
         )
 
     def close(self) -> None:
-        """Release everything kept between runs; may be called twice."""
+        """Release all resources that are kept between runs; may be called twice."""

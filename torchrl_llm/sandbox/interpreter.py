@@ -1,12 +1,12 @@
 """The interpreter of a session: a program that runs only inside the sandbox.
 
-Its source is sent to the sandbox as text and imports nothing of this package. It reads pieces of
-code from a pipe and answers each with its status. Both are frames: four bytes of length, then JSON.
-The code prints to standard output and errors as usual; the reader drains these pipes when the
-answer arrives.
+The source of this module is sent to the sandbox as text, and imports nothing from torchrl_llm. The
+program reads pieces of code from a pipe, and answers each piece with its status. Code and answers
+are frames: four bytes of length, then JSON. The code prints to standard output and standard error
+as usual; the reader drains these pipes when the answer arrives.
 
 ``sys.argv`` names the two pipes, as numbers of open descriptors or as paths; two more paths
-redirect its output and errors.
+redirect standard output and standard error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def _serve(requests, answers) -> None:
         request = json.loads(requests.read(struct.unpack(">I", head)[0]))
         number += 1
         values = _run(request["code"], f"<piece {number}>", vars(main))
-        if os.getpid() != own:  # the piece forked, and this is the child
+        if os.getpid() != own:  # the piece of code forked, and this process is the child
             os._exit(values["exit_code"])
         answer = json.dumps(values).encode()
         answers.write(struct.pack(">I", len(answer)) + answer)

@@ -1,9 +1,9 @@
-"""Base of the sandboxes that start a process on this machine.
+"""The base class of the sandboxes that start a process on this machine.
 
 A subclass of :class:`ProcessSandbox` defines how to start an isolated process, and returns a
 :class:`~torchrl_llm.sandbox.contained_process.Contained` that can end it with all its children. The
-module also finds the interpreter of a sandbox with the folders that it needs, and sets the limits
-of one process.
+module also finds the interpreter of a sandbox and the folders that the interpreter needs, and sets
+the limits of one process.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from torchrl_llm.sandbox.process_watch import Feed, classify, cpu_seconds, pump
 
 ENVIRONMENT = {
     "LANG": "C.UTF-8",
-    # malloc reserves 64 MB of addresses per thread, and OpenBLAS as much again.
+    # malloc reserves 64 MB of addresses per thread, and OpenBLAS another 64 MB.
     "MALLOC_ARENA_MAX": "2",
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
 }
-"""The only variables of a sandboxed process; none of the trainer's."""
+"""The only variables of a sandboxed process; the trainer's variables are not passed on."""
 
 ROOT_FOLDERS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
-"""Folders of the system next to ``/usr``; links into it on most distributions."""
+"""Folders of the system next to ``/usr``; on most distributions they are links into ``/usr``."""
 
 STACK_BYTES = 8 << 20
 _SYSTEM_PYTHON = "/usr/bin/python3"
-# The range that systemd keeps for users who exist only while a service runs.
+# The range of ids that systemd reserves for users who exist only while a service runs.
 _UIDS = (61184, 65519)
 _turns = itertools.count()
 
@@ -54,13 +54,13 @@ def encode(text: str | bytes) -> bytes:
 
 
 def relative_parts(name: str) -> PurePosixPath:
-    """Parts of a path inside a run's folder.
+    """Return the parts of a path inside a run's folder.
 
     Args:
         name: path given by the caller.
 
     Raises:
-        ConfigError: it is absolute, empty, or leaves the folder.
+        ConfigError: when the path is absolute, empty, or leaves the folder.
     """
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or "\0" in name:
@@ -72,10 +72,10 @@ def relative_parts(name: str) -> PurePosixPath:
 
 
 def data_fd(data: bytes) -> int:
-    """An open, unnamed file with the data, positioned at its start.
+    """Return the descriptor of an unnamed file with the data, positioned at the start.
 
     Args:
-        data: its contents.
+        data: contents of the file.
     """
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("data", os.MFD_CLOEXEC)
@@ -89,7 +89,7 @@ def data_fd(data: bytes) -> int:
 
 
 class ProcessSandbox(Sandbox):
-    """A sandbox whose runs are processes watched by this process."""
+    """A sandbox whose runs are processes that this process watches."""
 
     @abstractmethod
     def _spawn(self, program: Program) -> Contained:
@@ -106,8 +106,8 @@ class ProcessSandbox(Sandbox):
         """See :meth:`Sandbox.run`.
 
         Raises:
-            ConfigError: a file name leaves the folder or equals the folder of a different file, or
-                ``argv`` is not a sequence of strings.
+            ConfigError: when a file name leaves the folder or equals the folder of a different
+                file, or when ``argv`` is not a sequence of strings.
         """
         limits = self.limits if limits is None else limits
         if isinstance(argv, str) or not argv or not all(isinstance(word, str) for word in argv):
@@ -132,15 +132,16 @@ class ProcessSandbox(Sandbox):
         feed: Feed | None = None,
         is_over: Callable[[], bool] = lambda: False,
     ) -> SandboxResult:
-        """Run a program and remove everything of it.
+        """Run a program, and remove its processes and files.
 
         Args:
-            program: what to run; its standard input is closed here.
-            feed: data for its standard input.
-            is_over: called ten times per second; true ends the program.
+            program: the program; this method closes its standard input.
+            feed: data for the standard input.
+            is_over: function that is called ten times per second; if it returns true, the program
+                is ended.
 
         Returns:
-            What came of it.
+            The result of the run.
         """
         start, limits = time.monotonic(), program.limits
         try:
@@ -188,7 +189,7 @@ class ProcessSandbox(Sandbox):
 
 
 def _input(data: bytes) -> tuple[int | None, Feed | None]:
-    """The reading end of a pipe with the data, and the bytes that did not fit yet.
+    """Return the reading end of a pipe with the data, and the bytes that did not fit yet.
 
     A pipe can be read only once; an open file could be read again through its descriptor in
     ``/proc``.
@@ -202,10 +203,10 @@ def _input(data: bytes) -> tuple[int | None, Feed | None]:
 
 
 def works(spawn: Callable[[Program], Contained], python: str) -> tuple[bool, str]:
-    """Whether a sandbox can run an interpreter as a user other than root, and its output.
+    """Return whether a sandbox can run an interpreter as a non-root user, and its output.
 
     Args:
-        spawn: starts a program in the sandbox.
+        spawn: function that starts a program in the sandbox.
         python: the interpreter.
     """
     code = "import os, socket; assert os.getuid(); print('works')"
@@ -223,10 +224,10 @@ def works(spawn: Callable[[Program], Contained], python: str) -> tuple[bool, str
 
 
 def find(program: str) -> str | None:
-    """Path of a system program, ignoring the trainer's ``PATH``.
+    """Return the path of a system program, ignoring the trainer's ``PATH``.
 
     Args:
-        program: its name.
+        program: name of the program.
     """
     return shutil.which(program, path="/usr/bin:/bin:/usr/sbin:/sbin:/usr/local/bin")
 
@@ -246,17 +247,17 @@ def counts_processes_by_namespace() -> bool:
 
 
 def unused_uid() -> int:
-    """A user id without an account; the next thousands of runs get different ones."""
+    """Return a user id without an account; the next thousands of runs get different ids."""
     low, high = _UIDS
     return low + (os.getpid() * 67 + next(_turns)) % (high - low + 1)
 
 
 def kernel_limits(limits: Limits) -> dict[str, tuple[int, int]]:
-    """Soft and hard limits of one process, by the kernel's names."""
+    """Return soft and hard limits of one process, by the kernel's names."""
     cpu_s = cpu_seconds(limits)
     return {
         "RLIMIT_AS": (limits.memory_bytes, limits.memory_bytes),
-        # A process can ignore the signal of the soft limit, but not that of the hard limit.
+        # A process can ignore the signal of the soft limit, but not the signal of the hard limit.
         "RLIMIT_CPU": (cpu_s, cpu_s + 1),
         "RLIMIT_FSIZE": (limits.file_bytes, limits.file_bytes),
         "RLIMIT_NOFILE": (limits.num_files, limits.num_files),
@@ -266,15 +267,15 @@ def kernel_limits(limits: Limits) -> dict[str, tuple[int, int]]:
 
 
 def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> list[str]:
-    """Arguments to put before a program to set its limits.
+    """Return arguments that, put before a program, set its limits.
 
-    A Python function between fork and exec could do the same, but to fork a trainer with many
-    gigabytes and threads is slow and can hang; ``prlimit`` costs a millisecond.
+    A Python function between fork and exec could also set the limits. But forking a trainer with
+    many gigabytes and threads is slow and can hang; ``prlimit`` costs a millisecond.
 
     Args:
-        prlimit: the program of that name.
+        prlimit: path of the program ``prlimit``.
         limits: limits of the run.
-        num_processes: process limit of the user, or ``None``.
+        num_processes: process limit of the user, or ``None`` for no limit.
     """
     named = kernel_limits(limits)
     if num_processes is not None:
@@ -283,11 +284,11 @@ def prlimit_argv(prlimit: str, limits: Limits, *, num_processes: int | None) -> 
 
 
 def limit_words(before: str, named: Mapping[str, tuple[int, int]]) -> list[str]:
-    """Limits as command-line options, such as ``--cpu=10:11``.
+    """Convert limits to command-line options, such as ``--cpu=10:11``.
 
     Args:
         before: prefix of each option.
-        named: as :func:`kernel_limits` names them.
+        named: result of :func:`kernel_limits`.
     """
     return [
         f"{before}{name.removeprefix('RLIMIT_').lower()}={soft}:{hard}"
@@ -296,19 +297,20 @@ def limit_words(before: str, named: Mapping[str, tuple[int, int]]) -> list[str]:
 
 
 def own_python() -> str:
-    """The base interpreter of the trainer's environment, or else that environment's."""
+    """Return the base interpreter of the trainer's environment, or its own interpreter."""
     base = getattr(sys, "_base_executable", None)
     return base if base and os.access(base, os.X_OK) else sys.executable
 
 
 def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
-    """Interpreters to try, with the folders that each needs in addition to the system's.
+    """Return interpreters to try, with the folders that each needs besides the system's.
 
     Args:
-        python: the only one to try; ``None`` for the trainer's own, then the system's.
+        python: the only interpreter to try; ``None`` for the trainer's interpreter, then the
+            system's.
 
     Raises:
-        ResourceError: ``python`` is not a working interpreter.
+        ResourceError: when ``python`` is not a working interpreter.
     """
     if python is not None:
         return [(python, _folders(python))]
@@ -320,10 +322,10 @@ def candidates(python: str | None) -> list[tuple[str, tuple[str, ...]]]:
 
 
 def _folders(python: str) -> tuple[str, ...]:
-    """The folders that an interpreter reports to need.
+    """Return the folders that an interpreter needs.
 
     Raises:
-        ResourceError: it is not a working interpreter.
+        ResourceError: when it is not a working interpreter.
     """
     ask = "import sys; print(sys.prefix, sys.base_prefix, sep='\\n')"
     try:
@@ -337,7 +339,7 @@ def _folders(python: str) -> tuple[str, ...]:
 
 
 def _outside_usr(*folders: str) -> tuple[str, ...]:
-    """Folders that are not visible anyway; nested ones are dropped."""
+    """Return the folders that are not inside ``/usr``, without nested folders."""
     shown = [Path("/usr"), *map(Path, ROOT_FOLDERS)]
     kept: list[Path] = []
     for folder in sorted({Path(os.path.abspath(f)) for f in folders if f}):

@@ -1,8 +1,8 @@
-"""Watches a process: its capped output, its time, its memory, and its result.
+"""Watches a process: output, time and memory; and classifies its result.
 
-Everything runs in the calling thread, on non-blocking pipes. The kernel limits single processes, so
-a run with many processes is limited by counting over ``/proc``. The sandbox isolates a process and
-kills it with all its children.
+Everything runs in the calling thread, on non-blocking pipes. The kernel limits only single
+processes, so this module counts the resources of all processes of a run in ``/proc``. The sandbox
+isolates a process and kills it with all its children.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torchrl_llm.sandbox.interface import Limits, SandboxResult, Status
 Ended = Literal["exit", "ready", "timeout", "output", "memory", "processes"]
 
 OUTPUT_FACTOR = 64
-"""A run that writes more than this many times the kept bytes is ended."""
+"""A run that writes more than the kept bytes times this number is ended."""
 
 _CHUNK = 1 << 16
 # Bytes that a socket can buffer: Linux's default, which a run cannot raise.
@@ -36,7 +36,7 @@ _FEW_FILES = 32
 
 
 def cpu_seconds(limits: Limits) -> int:
-    """CPU seconds of a process, rounded up for the kernel."""
+    """Return the CPU seconds of a process, rounded up for the kernel."""
     return max(1, math.ceil(limits.wall_s if limits.cpu_s is None else limits.cpu_s))
 
 
@@ -45,7 +45,7 @@ class Capture:
 
     Args:
         fd: the reading end; the capture takes ownership.
-        keep: bytes.
+        keep: number of bytes to keep.
     """
 
     def __init__(self, fd: int, keep: int) -> None:
@@ -57,7 +57,7 @@ class Capture:
         self.open = True
 
     def take(self) -> bool:
-        """Read one chunk; returns whether more may be available at once."""
+        """Read one chunk, and return whether more may be available."""
         try:
             chunk = os.read(self.fd, _CHUNK)
         except BlockingIOError:
@@ -76,11 +76,11 @@ class Capture:
             pass
 
     def text(self) -> str:
-        """The kept bytes as text: UTF-8 with replacements."""
+        """Return the kept bytes as text: UTF-8 with replacements."""
         return self.kept.decode("utf-8", errors="replace")
 
     def report(self, key: str) -> Any:
-        """A value from the JSON objects in it, one per line; ``None`` if not there yet.
+        """Read a value from the JSON objects in the output, one per line; ``None`` if missing.
 
         Args:
             key: key of the value.
@@ -116,7 +116,7 @@ class Feed:
     Args:
         fd: the writing end.
         data: the bytes.
-        last: whether the feed owns the pipe and closes it after them.
+        last: whether the feed owns the pipe and closes it after the bytes.
     """
 
     def __init__(self, fd: int, data: bytes, *, last: bool = False) -> None:
@@ -126,13 +126,13 @@ class Feed:
         self.last = last
 
     def write(self) -> bool:
-        """Write as much as the pipe takes; returns whether there is more to write."""
+        """Write as much as the pipe takes, and return whether there is more to write."""
         try:
             while self.rest:
                 self.rest = self.rest[os.write(self.fd, self.rest[:_CHUNK]) :]
         except BlockingIOError:
             return True
-        except OSError:  # no reader is left
+        except OSError:  # the pipe has no reader any more
             pass
         self.close()
         return False
@@ -155,9 +155,9 @@ class Use(NamedTuple):
     """Resource use of a process and its descendants.
 
     Attributes:
-        threads: processes and threads.
-        address_bytes: all mapped addresses, used or not; an upper bound of their memory.
-        pids: the processes.
+        threads: number of processes and threads.
+        address_bytes: all mapped addresses, used or not; an upper bound of the memory.
+        pids: ids of the processes.
     """
 
     threads: int
@@ -180,8 +180,8 @@ class ProcessTable:
     """The process tree of the machine, at most ``max_age_s`` old.
 
     Args:
-        max_age_s: seconds for which a reading is reused; longer if a reading is slow, so that it
-            costs at most a tenth of a core.
+        max_age_s: seconds for which a reading is reused. If a reading is slow, it is reused longer,
+            so that readings use at most a tenth of a core.
 
     Example:
         >>> ProcessTable().use(os.getpid()).threads >= 1
@@ -197,7 +197,7 @@ class ProcessTable:
         self._children: dict[int, list[int]] = {}
 
     def use(self, pid: int) -> Use:
-        """Sum over a process and its descendants.
+        """Sum the use of a process and its descendants.
 
         Args:
             pid: the process; zeros if it has ended.
@@ -220,7 +220,7 @@ class ProcessTable:
     def _read(self) -> None:
         try:
             pids = [name for name in os.listdir("/proc") if name.isdigit()]
-        except OSError:  # without /proc nothing is counted, and only the limits per process remain
+        except OSError:  # without /proc, only the limits per process apply
             pids = []
         entries: dict[int, _Entry] = {}
         children: dict[int, list[int]] = defaultdict(list)
@@ -241,10 +241,10 @@ def _below(pid: int, children: dict[int, list[int]]) -> Iterator[int]:
 
 
 def socket_bytes(pids: tuple[int, ...]) -> int:
-    """Upper bound of the kernel memory in sockets of some processes; 0 if it is small.
+    """Return an upper bound of the socket memory of some processes; 0 if it is small.
 
     Args:
-        pids: the processes.
+        pids: ids of the processes.
     """
     total = 0
     for pid in pids:
@@ -255,13 +255,13 @@ def socket_bytes(pids: tuple[int, ...]) -> int:
 
 
 def committed_bytes(pids: tuple[int, ...]) -> int:
-    """Memory that some processes may use without another allocation.
+    """Return the memory that some processes may use without a further allocation.
 
     Allocated pages count even if they were never written, or were freed and can be written again. A
     page that a fork shares with its parent counts once until one of them writes to it.
 
     Args:
-        pids: the processes; those that have ended count 0.
+        pids: ids of the processes; processes that have ended count 0.
     """
     total = 0
     shared: dict[tuple[bytes, ...], int] = {}
@@ -274,7 +274,7 @@ def committed_bytes(pids: tuple[int, ...]) -> int:
                 maps = [line.split(maxsplit=5) for line in file.read().splitlines()]
         except (FileNotFoundError, ProcessLookupError):
             continue
-        except OSError:  # it hides its data: assume that it uses all its addresses
+        except OSError:  # the process hides its data: assume that it uses all its addresses
             entry = _entry(str(pid))
             total += 0 if entry is None else entry.addresses
             continue
@@ -298,9 +298,9 @@ class Tree:
 
     Args:
         pid: the process.
-        limits: of the run.
+        limits: limits of the run.
         overhead: processes of the sandbox itself.
-        group: control group that counts their memory; otherwise they are polled.
+        group: control group that counts the memory; without it, the processes are polled.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Tree:
         self.num_processes = limits.num_processes + overhead
 
     def outgrown(self) -> Literal["memory", "processes"] | None:
-        """The limit that they exceed, if any."""
+        """The limit that the processes exceed, if any."""
         use = _TABLE.use(self.pid)
         if use.threads > self.num_processes:
             return "processes"
@@ -337,14 +337,14 @@ def pump(
 
     Args:
         process: the process.
-        outputs: its pipes; drained when it exits.
+        outputs: pipes of the process; they are drained when it exits.
         deadline: time on the clock ``time.monotonic``.
-        tree: checked about ten times per second.
+        tree: limits that are checked about ten times per second.
         feed: data to write to the process meanwhile.
-        ready: called after each piece of output.
+        ready: function that is called after each piece of output.
 
     Returns:
-        The reason of the return. The process still runs unless it is ``"exit"``.
+        The reason for the return. The process still runs unless the reason is ``"exit"``.
     """
     with contextlib.ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -392,7 +392,7 @@ def pump(
 
 
 def _exit_fd(pid: int) -> int | None:
-    """A descriptor that becomes readable when the process ends; ``None`` if unsupported."""
+    """Return a descriptor that becomes readable when a process ends; ``None`` if unsupported."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -407,15 +407,15 @@ def classify(
     seconds: float,
     cpu_s: int,
 ) -> SandboxResult:
-    """Result of a run from its ending and its output.
+    """Make the result of a run from its end and its output.
 
     Args:
-        ended: reason of :func:`pump`.
-        exit_code: as in :class:`SandboxResult`.
-        stdout: its output.
+        ended: the reason that :func:`pump` returned.
+        exit_code: see :class:`SandboxResult`.
+        stdout: standard output.
         stderr: standard error.
         seconds: wall-clock time of the run.
-        cpu_s: limit of CPU seconds.
+        cpu_s: limit of CPU time in seconds.
     """
     errors = stderr.text()
     return SandboxResult(

@@ -1,12 +1,12 @@
-"""Guard of a run without namespaces: a small program between the trainer and the code.
+"""The guard of a run without namespaces: a small program between the trainer and the code.
 
-It starts the code in a session, with limits and under a different user if possible. It forbids
-everything that can be forbidden without privileges (system calls by a filter, files and signals by
-Landlock), and becomes the parent of all processes that the code leaves behind. When the code ends,
-on an order, or when the trainer ends, it kills all of them and then exits.
+The guard starts the code in a session, with limits and as a different user if possible. It forbids
+everything that can be forbidden without privileges (system calls with a filter, files and signals
+with Landlock). It becomes the parent of all processes that the code leaves behind. When the code or
+the trainer ends, or when the trainer orders it, the guard kills all these processes and then exits.
 
-It imports nothing of this package, for a quick start. ``sys.argv`` names two descriptors: one for
-its orders (a JSON object) and one for its reports.
+It imports nothing from torchrl_llm, so it starts quickly. ``sys.argv`` names two descriptors: one
+for orders (a JSON object) and one for reports.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _EXECUTE, _WRITE, _READ, _LIST, _TRUNCATE, _IOCTL = 1 << 0, 1 << 1, 1 << 2, 1 <<
 _TCP = 0b11  # to bind, to connect
 _SCOPES = 0b11  # abstract sockets, signals
 
-# Most sessions of a run. The scheduler gives each session a share, so a fork bomb with a session
-# per process would leave almost no time for the guard.
+# Largest number of sessions of a run. The scheduler gives each session a share, so a fork bomb with
+# a session per process would leave almost no time for the guard.
 _SESSIONS = 8
 
 # Allowance for other processes of the same user that start meanwhile.
@@ -71,7 +71,7 @@ def _syscall(number: int, *arguments) -> int:
 
 
 def landlock_version() -> int:
-    """Version of the kernel's Landlock; 0 if unsupported."""
+    """Return the version of the kernel's Landlock; 0 if unsupported."""
     try:
         return _syscall(_LANDLOCK_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
@@ -79,7 +79,7 @@ def landlock_version() -> int:
 
 
 def _landlock(read: list[str], write: list[str], folder: str) -> None:
-    """Allow only: read some places, write others, and everything in the folder."""
+    """Allow only reading some places, writing others, and everything in the folder."""
     version = landlock_version()
     if version == 0:
         return
@@ -96,7 +96,7 @@ def _landlock(read: list[str], write: list[str], folder: str) -> None:
     for path, right in [*allowed, (folder, rights)]:
         try:
             place = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        except OSError:  # not on this machine
+        except OSError:  # the path does not exist on this machine
             continue
         if not os.path.isdir(path):
             right &= files
@@ -117,13 +117,13 @@ def _restrict(rules: int) -> None:
 
 
 def _stat(pid: str) -> list[bytes]:
-    """Fields of ``/proc/PID/stat`` after the name, because the name may contain any character."""
+    """Return the fields of ``/proc/PID/stat`` after the name, which may contain any character."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
 
 
 def _threads_of(uid: int) -> int:
-    """Processes and threads that a user runs on the machine."""
+    """Count the processes and threads that a user runs on the machine."""
     count = 0
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -133,10 +133,10 @@ def _threads_of(uid: int) -> int:
 
 
 def _install(programs: list[str], channel: _socket.socket) -> None:
-    """Install the first of these filters that the kernel accepts, and pass on its listener.
+    """Install the first of these filters that the kernel accepts, and return its listener.
 
-    Only one filter of a process can have a listener, and a container may already use one, so the
-    second filter rejects without asking.
+    Only one filter of a process can have a listener, and a container may already have one.
+    Therefore the second filter rejects calls without a listener.
     """
     for program, flags in zip(programs, (_SECCOMP_NEW_LISTENER, 0), strict=True):
         data = bytes.fromhex(program)
@@ -159,21 +159,21 @@ def _install(programs: list[str], channel: _socket.socket) -> None:
 
 
 def _listener(channel: _socket.socket) -> int | None:
-    """The listener of the child's filter; ``None`` if it has none."""
+    """Receive the listener of the child's filter; ``None`` if it has none."""
     _, rights, _, _ = channel.recvmsg(1, _socket.CMSG_SPACE(4))
     return array.array("i", rights[0][2])[0] if rights else None
 
 
 def _answer(listener: int, allowed: set[int]) -> None:
-    """Allow a new session, unless the run already has the maximum.
+    """Allow a new session, unless the run already has the largest number of sessions.
 
     Args:
         listener: descriptor of the request.
-        allowed: processes that were allowed, even if they have not created the session yet; updated
-            in place.
+        allowed: processes that were allowed to create a session, even if they have not created it
+            yet; updated in place.
     """
     question = bytearray(80)
-    with contextlib.suppress(OSError, StopIteration):  # it was killed meanwhile
+    with contextlib.suppress(OSError, StopIteration):  # the process was killed meanwhile
         fcntl.ioctl(listener, _SECCOMP_RECEIVE, question)
         below = _below(os.getpid())
         allowed.intersection_update(below)
@@ -235,7 +235,7 @@ def _execute(argv: list[str], env: dict[str, str]) -> None:
 
 
 def _below(pid: int) -> dict[int, int]:
-    """All descendants of a process, with their sessions."""
+    """Return all descendants of a process, with their sessions."""
     children: dict[int, list[tuple[int, int]]] = {}
     for name in os.listdir("/proc"):
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -251,7 +251,7 @@ def _below(pid: int) -> dict[int, int]:
 
 
 def _reap() -> tuple[dict[int, int], bool]:
-    """Exit codes of children that have ended, and whether any child is left."""
+    """Return the exit codes of children that have ended, and whether any child is left."""
     ended = {}
     while True:
         try:
@@ -264,7 +264,7 @@ def _reap() -> tuple[dict[int, int], bool]:
 
 
 def _enter_domain(outside: int) -> bool:
-    """Restrict signals of this process to its descendants; returns whether it worked.
+    """Restrict signals of this process to its descendants, and return whether it worked.
 
     Args:
         outside: a process that must become unreachable.
@@ -284,13 +284,14 @@ def _enter_domain(outside: int) -> bool:
 def _kill_all(exit_codes: dict[int, int], *, alone: bool, uid: int | None) -> None:
     """Kill all descendants, even if they start new processes quickly.
 
-    A signal to all processes is delivered atomically, so nothing can start meanwhile. If it would
-    also reach other processes, descendants are stopped one by one first, until no new one is found.
+    A signal to all processes is delivered atomically, so no process can start meanwhile. If the
+    signal would also reach other processes, the descendants are first stopped one by one, until no
+    new descendant is found.
 
     Args:
-        exit_codes: filled with the exit codes of the processes.
-        alone: whether a signal to all reaches only descendants.
-        uid: a user id that only they have.
+        exit_codes: a dict that is filled with the exit codes of the processes.
+        alone: whether a signal to all processes reaches only descendants.
+        uid: a user id that only the descendants have.
     """
     deadline = time.monotonic() + 5
     while time.monotonic() < deadline:
@@ -333,7 +334,7 @@ def stop_and_kill(find: Callable[[], Iterable[int]]) -> None:
             break
         for pid in new:
             with contextlib.suppress(OSError, ValueError):
-                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it starts no more processes
+                resource.prlimit(pid, resource.RLIMIT_NPROC, (0, 0))  # it cannot fork any more
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGSTOP)
         stopped |= new
@@ -348,7 +349,7 @@ def _watch(child: int, listener: int | None, exit_codes: dict[int, int]) -> None
     Args:
         child: the program.
         listener: listener of the filter.
-        exit_codes: of the processes that ended, to be filled.
+        exit_codes: a dict that is filled with the exit codes of the processes that ended.
     """
     mask = (ctypes.c_ulong * 16)(sum(1 << (number - 1) for number in _SIGNALS))
     signals = _libc.signalfd(-1, ctypes.byref(mask), 0)
@@ -365,7 +366,7 @@ def _watch(child: int, listener: int | None, exit_codes: dict[int, int]) -> None
             exit_codes.update(_reap()[0])
         elif ready[listener] & select.POLLIN:
             _answer(listener, allowed)
-        else:  # no process is left that could ask
+        else:  # no process is left that could send a request
             poll.unregister(listener)
 
 

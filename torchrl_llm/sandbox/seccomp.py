@@ -1,10 +1,10 @@
-"""System-call filter for Linux sandboxes, as a classic BPF program.
+"""A system-call filter for Linux sandboxes, as a classic BPF program.
 
-Namespaces do not isolate everything. This filter forbids the remaining gaps that no ordinary
-program needs: memory that no limit counts (System V segments, ``memfd``, data in TCP sockets or in
-enlarged socket buffers), socket families without network namespaces (``AF_VSOCK`` reaches the host
-of a virtual machine), new namespaces, and parts of the kernel with a history of vulnerabilities
-(``io_uring``, ``bpf``, ``userfaultfd``, keys).
+Namespaces do not isolate everything. This filter closes remaining gaps. It forbids features that no
+ordinary program needs: memory that no limit counts (System V segments, ``memfd``, data in TCP
+sockets or in enlarged socket buffers), socket families without network namespaces (``AF_VSOCK``
+reaches the host of a virtual machine), new namespaces, and parts of the kernel with a history of
+vulnerabilities (``io_uring``, ``bpf``, ``userfaultfd``, keys).
 
 A forbidden call fails with a normal error; the program is not killed.
 """
@@ -48,15 +48,15 @@ def filter_program(
     others: bool = True,
     sessions: Literal["allow", "ask", "refuse"] = "allow",
 ) -> bytes | None:
-    """The filter in the format of ``bwrap --seccomp``.
+    """Return the filter in the format of ``bwrap --seccomp``.
 
     Args:
-        machine: name of the processor's architecture; this machine's if not given.
+        machine: name of the processor's architecture; by default the architecture of this machine.
         families: allowed socket families; pairs of ``AF_UNIX`` sockets are always allowed.
         attributes: whether modes, owners and times of files may be changed by path.
         others: whether limits and priorities of other processes may be changed.
         sessions: whether a process may create a session; with ``"ask"``, the listener of the filter
-            decides each time.
+            decides for each call.
 
     Returns:
         Instructions of eight bytes; ``None`` for an unknown architecture.
@@ -98,7 +98,8 @@ def filter_program(
         (_EQUAL, looked_into["socketpair"], "pair"),
         (_EQUAL, looked_into["setsockopt"], "option"),
         (_EQUAL, looked_into["clone"], "clone"),
-        # Its flags are in memory, which a filter cannot read; the C library falls back to clone.
+        # The flags of this call are in memory, which a filter cannot read; the C library uses clone
+        # instead.
         (_EQUAL, looked_into["clone3"], "absent"),
         (_EQUAL, looked_into["setsid"], new_session),
         *named,

@@ -1,11 +1,11 @@
-"""Shell of a session: a program that runs only inside the sandbox.
+"""The shell of a session: a program that runs only inside the sandbox.
 
-Its source is sent as text to the interpreter of a session (:mod:`.interpreter`), together with
-:mod:`.run_supervisor`, which is available as ``guard`` and finds and kills processes. A
-:class:`Shell` sends commands to a persistent bash, reads their output, and prints each result as
-JSON.
+The source of this module is sent as text to the interpreter of a session (:mod:`.interpreter`),
+together with :mod:`.run_supervisor`. The latter is available as ``guard``, and finds and kills
+processes. A :class:`Shell` sends commands to a persistent bash, reads their output, and prints each
+result as JSON.
 
-Next: :mod:`torchrl_llm.tools.shell` is the tool.
+Next: :mod:`torchrl_llm.tools.shell` has the tool.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ import subprocess
 import sys
 import time
 
-# Most bytes of all returned files together.
+# Largest number of bytes of all returned files together.
 _FILE_BYTES = 64 << 10
-# A command that writes more than this many times the kept bytes is ended, like every run.
+# A command that writes more than the kept bytes times this number is ended, like every run.
 _OUTPUT_FACTOR = 64
 _CHUNK = 1 << 16
-# Seconds between two checks whether the shell has ended.
+# Seconds between two checks of whether the shell has ended.
 _LOOK_S = 0.02
 guard = None
 
 
 class Shell:
-    """A bash that persists between commands, and is replaced when it ends.
+    """A bash that persists between commands; when it ends, a new bash starts.
 
     Args:
-        files: path to text, written into the working directory.
+        files: maps a path to a text; the files are written into the working directory.
     """
 
     def __init__(self, files) -> None:
-        # Orphans of a command become children of this process, so that it can end them.
+        # Orphans of a command become children of this process, so that this process can end them.
         guard._prctl(guard._PR_SET_CHILD_SUBREAPER, 1)
         # Commands must not reach the pipes of this process through /proc.
         guard._prctl(guard._PR_SET_DUMPABLE, 0)
@@ -53,12 +53,12 @@ class Shell:
         """Run a command and print its result.
 
         Args:
-            command: for bash.
+            command: command for bash.
             timeout_s: time limit in seconds.
-            keep: bytes of its output.
+            keep: number of bytes of output to keep.
             names: files whose contents are returned.
         """
-        linecache.clearcache()  # the interpreter keeps each piece, which contains this whole file
+        linecache.clearcache()  # each cached piece contains this whole file
         if self._bash is None:
             self._start()
         self._told, self._status = _Output(keep), bytearray()
@@ -87,7 +87,7 @@ class Shell:
             os.set_blocking(fd, False)
 
     def _stop(self):
-        """End the shell and its background processes; returns its exit code."""
+        """End the shell and its background processes, and return its exit code."""
         exit_codes = {}
         guard._kill_all(exit_codes, alone=False, uid=None)
         while self._take(self._output_r, self._told.add):
@@ -115,7 +115,7 @@ class Shell:
                 if not self._take(fd, readers[fd]):
                     del readers[fd]
             if self._status.endswith(b"\n"):
-                # Background processes may write without an end.
+                # Background processes may write forever.
                 while not self._told.too_long and self._take(self._output_r, self._told.add):
                     pass
                 return "ready" if self._status.strip().isdigit() else "exit"
@@ -129,7 +129,7 @@ class Shell:
 
     @staticmethod
     def _take(fd, add) -> bool:
-        """Read a chunk; false at the end of the pipe, or if nothing is available."""
+        """Read a chunk; return false at the end of the pipe, or if nothing is available."""
         try:
             chunk = os.read(fd, _CHUNK)
         except BlockingIOError:
@@ -142,7 +142,7 @@ class _Output:
     """The beginning and the end of a command's output.
 
     Args:
-        keep: most bytes of both together.
+        keep: largest number of bytes of both together.
     """
 
     def __init__(self, keep) -> None:
@@ -161,7 +161,7 @@ class _Output:
         return self.total > _OUTPUT_FACTOR * self.keep
 
     def parts(self):
-        """Both as texts, and the number of bytes left out between them."""
+        """Return beginning and end as texts, and the number of bytes left out between them."""
         left_out = self.total - len(self._head) - len(self._tail)
         if not left_out:  # a character may be split between the two
             return [(self._head + self._tail).decode("utf-8", "replace"), 0, ""]
@@ -170,7 +170,7 @@ class _Output:
 
 
 def _contents(names):
-    """Texts of files; ``None`` if something is not a file or too large."""
+    """Read the texts of files; ``None`` for a file that is missing or too large."""
     found, room = dict.fromkeys(names), _FILE_BYTES
     for name in names:
         with contextlib.suppress(OSError, ValueError), open(name, "rb", opener=_at_once) as file:
@@ -182,4 +182,4 @@ def _contents(names):
 
 
 def _at_once(path, flags):
-    return os.open(path, flags | os.O_NONBLOCK)  # a pipe without a writer would wait for one
+    return os.open(path, flags | os.O_NONBLOCK)  # opening a pipe without a writer would block

@@ -1,9 +1,9 @@
-"""A plain process with limits, for machines without bubblewrap or user namespaces.
+"""A sandbox of plain processes with limits, for machines without bubblewrap.
 
-Each run has a guard process (``run_supervisor``) that sets the limits, drops all rights that can be
-dropped without privileges, and kills everything that the run leaves behind.
-:attr:`SubprocessSandbox.missing` lists the remaining gaps. They depend on the kernel (Landlock) and
-on whether the trainer is root, because root gives each run its own user.
+Each run has a guard process (``run_supervisor``). The guard sets the limits, drops all rights that
+can be dropped without privileges, and kills all processes that the run leaves behind.
+:attr:`SubprocessSandbox.missing` lists the remaining gaps. The gaps depend on the kernel
+(Landlock), and on whether the trainer is root: root gives each run its own user.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ class SubprocessSandbox(local_process.ProcessSandbox):
     """Runs programs as plain processes with limits, and warns about the remaining gaps.
 
     A run has no sockets and cannot change the mode, owner or times of a file by path. If the
-    trainer is an ordinary user, a run keeps that user's rights where the kernel cannot restrict
-    them.
+    trainer is an ordinary user, a run keeps the rights of this user that the kernel cannot
+    restrict.
 
     Args:
-        limits: of each run; ``None`` for the defaults.
-        python: the interpreter. ``None`` for the base interpreter of the trainer's environment,
-            without its packages, or the system's interpreter if the run's user cannot enter that
-            folder.
-        read_only: further folders that a run may read, if the kernel can forbid the others.
+        limits: limits of each run; ``None`` for the defaults.
+        python: path of the interpreter. ``None`` for the base interpreter of the trainer's
+            environment, without its packages; or for the system's interpreter, if the run's user
+            cannot enter the interpreter's folder.
+        read_only: further folders that a run may read; no effect if the kernel cannot forbid
+            reading other folders.
 
     Raises:
-        ResourceError: the run's user cannot start an interpreter.
+        ResourceError: when the run's user cannot start an interpreter.
     """
 
     def __init__(
@@ -110,7 +111,7 @@ class _Supervised(Contained):
         return (self.stdout, self.stderr, self.report)
 
     def kill(self) -> None:
-        """Let the supervisor kill all; if the supervisor was killed, search for the rest."""
+        """Let the supervisor kill all processes; if the supervisor was killed, search for them."""
         if self.process.poll() is None:
             self.process.terminate()
             self.wait()
@@ -121,7 +122,7 @@ class _Supervised(Contained):
             run_supervisor.stop_and_kill(lambda: _marked(self.mark))
 
     def exit_code(self) -> int | None:
-        failed = self.report.report("failed") is not None  # before the program was begun
+        failed = self.report.report("failed") is not None  # the program had not begun
         return None if failed else self.report.report("exit_code")
 
     def close(self) -> None:
@@ -211,8 +212,8 @@ def _remove(folder: str) -> None:
 
 
 def _remove_all(folder: str) -> None:
-    # Folders are moved up before removal: a run can nest them deeper than the longest path, deeper
-    # than Python's recursion limit, and so deep that rm takes ten seconds.
+    # Folders are moved up before removal, because a run can nest them deeper than the longest path,
+    # deeper than Python's recursion limit, and so deep that rm takes ten seconds.
     mark = uuid.uuid4().hex
     waiting = [folder]
     moved = itertools.count()
@@ -237,10 +238,10 @@ def _remove_all(folder: str) -> None:
 
 @functools.lru_cache(maxsize=16)
 def _working_python(python: str | None) -> tuple[str, tuple[str, ...]]:
-    """The first interpreter that a run's user can start, and its folders.
+    """Return the first interpreter that a run's user can start, and its folders.
 
     Raises:
-        ResourceError: none works.
+        ResourceError: when none works.
     """
     said = ""
     for path, folders in local_process.candidates(python):

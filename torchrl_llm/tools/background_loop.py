@@ -1,8 +1,7 @@
-"""Thread with an asyncio loop, for tools that use asynchronous libraries.
+"""A thread with an asyncio loop, for tools that use asynchronous libraries.
 
-Tools are called from ordinary threads; the connections of
-:mod:`torchrl_llm.tools.mcp_client` and the pages of
-:mod:`torchrl_llm.tools.browser_driver` run in one loop each.
+Tools are called from ordinary threads. The connections of :mod:`torchrl_llm.tools.mcp_client` run
+in one loop, and the pages of :mod:`torchrl_llm.tools.browser_driver` in a different loop.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ Result = TypeVar("Result")
 
 
 class BackgroundLoop:
-    """Runs coroutines for threads that wait for them.
+    """Runs coroutines in a background thread; the calling threads wait for the results.
 
     The daemon thread starts with the first coroutine. It ends with :meth:`close`, with the process,
     or when the object is garbage-collected; a later call starts a new one.
 
     Args:
-        name: of the thread.
+        name: name of the thread.
 
     Example:
         >>> async def work():
@@ -52,11 +51,11 @@ class BackgroundLoop:
 
         Args:
             work: the coroutine; it is cancelled if it takes too long.
-            timeout_s: most seconds to wait.
+            timeout_s: largest number of seconds to wait.
 
         Raises:
-            TimeoutError: it took longer.
-            Exception: an exception of the coroutine.
+            TimeoutError: when the coroutine took longer.
+            Exception: an exception that the coroutine raised.
         """
         future = self.submit(work)
         try:
@@ -89,7 +88,8 @@ class BackgroundLoop:
         """Cancel all coroutines, wait for their cleanup, and end the thread; may be called twice.
 
         Args:
-            last: a coroutine to run before that, for at most 30 seconds, if the thread runs.
+            last: a coroutine to run before the others are cancelled, for at most 30 seconds, if the
+                thread runs.
         """
         try:
             if last is not None and self.running:

@@ -38,32 +38,31 @@ BROWSER_SCHEMA: dict[str, Any] = json.loads(
     Path(__file__).with_name("browser_schema.json").read_text(encoding="utf-8")
 )
 """Description of the browser for the model."""
-# Time limit of a whole call, including the start of the browser and the close of a page that timed
-# out.
+# Time limit of a whole call, including the start of the browser and the closing of a page that
+# timed out.
 _GRACE_S = 5.0
 
 
 @register("tools", "browser")
 class BrowserTool(Restarted, Tool):
-    """Opens web pages and acts on them; one page per conversation, one browser for all.
+    """Opens web pages and acts on them, with one page per conversation and one browser.
 
-    The model reads a page's title, address and text. A page that does not load, a missing element
-    and a forbidden address are results with an error. The page closes when its conversation ends.
+    The model reads a page's title, address and text. If a page does not load, an element is missing
+    or an address is forbidden, the result has an error. The page closes when its conversation ends.
     The browser starts with the first call, and restarts after a crash.
 
     Args:
         allowed_domains: hosts that the page, and everything in it, may reach; see
-            :class:`~torchrl_llm.tools.browser_rules.AddressRules`. ``None`` for every public one.
-        headless: without a window.
-        timeout: time limit of an action in seconds.
-        executable_path: the browser; by default a Chromium on the path, else Playwright's own.
-        chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.
-        start_timeout: time limit of the browser's start in seconds.
-        page_chars: number of characters of a page to show at a time.
+            :class:`~torchrl_llm.tools.browser_rules.AddressRules`. ``None`` for every public host.
+        headless: run the browser without a window. timeout: time limit of an action in seconds.
+        executable_path: path of the browser; by default a Chromium on the ``PATH``, else
+        Playwright's own Chromium. chromium_sandbox: use Chromium's own sandbox; it does not work
+        for root. start_timeout: time limit of the browser's start in seconds. page_chars: number of
+            characters of a page to show at a time.
 
     Raises:
-        ConfigError: an impossible argument.
-        MissingExtraError: Playwright is not installed.
+        ConfigError: for an invalid argument.
+        MissingExtraError: when Playwright is not installed.
 
     Example:
         >>> tool = BrowserTool(["example.org"])
@@ -111,13 +110,13 @@ class BrowserTool(Restarted, Tool):
         """Start the browser.
 
         Raises:
-            WorkerError: the browser did not start.
+            WorkerError: when the browser did not start.
         """
         self._loop.run(self._driver.start(), timeout_s=self.start_timeout + _GRACE_S)
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """``parameters``, and TorchRL's names ``scroll_amount`` and ``extract_type``."""
+        """``parameters``, plus TorchRL's names ``scroll_amount`` and ``extract_type``."""
         others = {
             "scroll_amount": {"type": "integer"},
             "extract_type": {"type": "string", "enum": ["text", "html", "attribute"]},
@@ -125,7 +124,7 @@ class BrowserTool(Restarted, Tool):
         return {**self.parameters, "properties": {**self.parameters["properties"], **others}}
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Run an action; a failure becomes a result."""
+        """Run an action; a failure is returned as a result with an error."""
         args = dict(call.args)
         if "scroll_amount" in args:
             args["amount"] = args["scroll_amount"]
@@ -138,7 +137,7 @@ class BrowserTool(Restarted, Tool):
         # Arguments of other actions are ignored, not rejected.
         args = {name: value for name, value in args.items() if name in required + optional}
         try:
-            self.start()  # the start does not count towards the time of the action
+            self.start()  # the time limit of the action does not include the start
             work = self._driver.act(call.session, action, args)
             return ToolOutput(self._loop.run(work, timeout_s=self.timeout))
         except BrowserError as error:
@@ -166,26 +165,27 @@ class BrowserTool(Restarted, Tool):
 
 
 class BrowserTransform(ToolTransform):
-    r"""Gives a model a web browser.
+    r"""Lets a model use a web browser.
 
     Args:
-        allowed_domains: hosts that may be reached; ``None`` for every public one. See
+        allowed_domains: hosts that the browser may reach; ``None`` for every public host. See
             :class:`BrowserTool` for the rules.
-        headless: without a window.
-        timeout: seconds that an action may take.
+        headless: run the browser without a window.
+        timeout: time limit of an action in seconds.
         tokenizer: if given, the constructor checks that its chat template can express calls and
             results.
         tool_name: role of the appended messages.
         parser: parser of calls; by default the form of the chat template, or
             ``<tool>browser\n{"action": ...}</tool>`` in the text.
-        executable_path: the browser; by default a Chromium on the path, else Playwright's own.
-        chromium_sandbox: run Chromium's own sandbox; it needs an ordinary user.
-        page_chars: characters of a page that are shown at a time.
+        executable_path: path of the browser; by default a Chromium on the ``PATH``, else
+            Playwright's own Chromium.
+        chromium_sandbox: use Chromium's own sandbox; it does not work for root.
+        page_chars: number of characters of a page to show at a time.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Raises:
-        ConfigError: an impossible argument.
-        TemplateError: the tokenizer's template drops calls or results.
+        ConfigError: for an invalid argument.
+        TemplateError: when the tokenizer's template drops calls or results.
 
     Example:
         >>> tools = BrowserTransform(["example.org"])

@@ -1,4 +1,4 @@
-"""Controls Chromium for many conversations at once, with a context and a page for each.
+"""Controls Chromium for many conversations; each has its own context and page.
 
 It runs inside an asyncio loop and does not depend on models or tools;
 :mod:`torchrl_llm.tools.browser` is the tool. :mod:`torchrl_llm.tools.browser_rules` decides which
@@ -24,8 +24,8 @@ _PROGRAMS = ("chromium", "chromium-browser", "google-chrome")
 # Time limits for an element to appear and for a click to start a navigation.
 _ELEMENT_S = 3.0
 _SETTLE_S = 0.15
-# Number of retries when a page navigates while it is read, and Chromium's messages for this; a page
-# that was closed has been replaced by a window that it opened.
+# Number of retries when a page navigates while it is read, and Chromium's messages for this. A
+# closed page was replaced by a window that it opened.
 _TRIES = 5
 _GONE = ("Cannot find context", "context was destroyed", "No frame for given id", "been closed")
 # HTTP statuses that leave the page unchanged.
@@ -39,7 +39,7 @@ _READ, _EXTRACT = (
 
 
 class BrowserError(TorchRLLLMError, RuntimeError):
-    """An action failed; the message is for the model."""
+    """Raised when an action fails; the message is for the model."""
 
 
 class _Seat:
@@ -59,7 +59,7 @@ class _Seat:
         context.on("requestfailed", lambda request: _is_visit(request) and self._arrived.set())
 
     def take(self, page: Any) -> None:
-        """Make this the current page; a link may open a new one, and the old one is closed."""
+        """Make this the current page and close the old page; a link may open a new page."""
         old, self.page, self._link = self.page, page, None
         self._arrived.set()
         page.on("domcontentloaded", lambda _: self._arrived.set())
@@ -78,7 +78,7 @@ class _Seat:
             self._arrived.set()
 
     async def link(self) -> Any:
-        """A low-level channel to the page; Playwright's own runs scripts in the page's world."""
+        """A low-level channel to the page, because Playwright runs scripts in the page's world."""
         if self._link is None:
             self._link = await self.context.new_cdp_session(self.page)
         return self._link
@@ -97,7 +97,7 @@ def _is_visit(request: Any) -> bool:
     try:
         return request.frame.parent_frame is None
     except _errors().Error:
-        return True  # from a window that does not exist yet
+        return True  # the request comes from a window that does not exist yet
 
 
 @dataclass(eq=False)
@@ -105,12 +105,13 @@ class BrowserDriver:
     """Opens pages and acts on them; every method runs in the same loop.
 
     Args:
-        rules: which addresses may be opened.
-        headless: without a window.
+        rules: rules for the addresses that may be opened.
+        headless: run the browser without a window.
         timeout_s: time limit of an action in seconds; a page that exceeds it is closed.
         start_timeout_s: time limit of the browser's start in seconds.
-        executable_path: the browser; by default a Chromium on the path, else Playwright's own.
-        chromium_sandbox: run Chromium's own sandbox, which needs an ordinary user.
+        executable_path: path of the browser; by default a Chromium on the ``PATH``, else
+            Playwright's own Chromium.
+        chromium_sandbox: use Chromium's own sandbox; it does not work for root.
         page_chars: number of characters of a page to show at a time.
 
     Attributes:
@@ -145,8 +146,8 @@ class BrowserDriver:
         """Start the browser, or restart it after a crash.
 
         Raises:
-            MissingExtraError: Playwright is not installed.
-            WorkerError: the browser did not start.
+            MissingExtraError: when Playwright is not installed.
+            WorkerError: when the browser did not start.
         """
         async with self._starting:
             if self._browser is not None and self._browser.is_connected():
@@ -169,7 +170,7 @@ class BrowserDriver:
         way = ["--no-proxy-server"]
         if self.rules.allowed is None:
             proxy = f"--proxy-server=socks5://127.0.0.1:{await self._proxy.start()}"
-            # By default Chromium bypasses the proxy for this machine.
+            # By default, Chromium does not use the proxy for addresses of this machine.
             way = [proxy, "--proxy-bypass-list=<-loopback>"]
         programs = filter(None, map(shutil.which, _PROGRAMS))
         # The trainer's variables (keys, proxies) are not passed on.
@@ -208,7 +209,7 @@ class BrowserDriver:
         """Close the page of a conversation.
 
         Args:
-            session: which conversation.
+            session: the conversation.
         """
         seat = self._seats.pop(session, None)
         if seat is not None:
@@ -220,17 +221,17 @@ class BrowserDriver:
         """Run an action in the page of a conversation.
 
         Args:
-            session: which conversation.
-            action: one that :class:`~torchrl_llm.tools.browser.BrowserTool` knows.
-            args: its arguments.
+            session: the conversation.
+            action: an action of :class:`~torchrl_llm.tools.browser.BrowserTool`.
+            args: arguments of the action.
 
         Returns:
             The content of the page after the action.
 
         Raises:
-            BrowserError: the action failed.
-            TimeoutError: it took too long; the page was closed.
-            WorkerError: the browser did not start, or died.
+            BrowserError: when the action failed.
+            TimeoutError: when the action took too long; then the page was closed.
+            WorkerError: when the browser did not start, or died.
         """
         await self.start()
         work = getattr(self, f"_{action}")
@@ -299,7 +300,7 @@ class BrowserDriver:
         except _errors().Error as error:
             if not self._browser.is_connected():
                 raise
-            # Chromium shows its own error page a moment later, which would disturb the next steps.
+            # Chromium shows its own error page a moment later. This would disturb the next steps.
             await self._renew(seat)
             reason = _first_line(error)
             if "ERR_NAME_NOT_RESOLVED" in reason:
@@ -401,7 +402,7 @@ def _first_line(error: Exception) -> str:
 
 
 async def _quietly(work: Any) -> None:
-    """Wait for a page or browser to close; ignore one that hangs or is already closed."""
+    """Wait for a page or browser to close; ignore it if it hangs or is already closed."""
     try:
         await asyncio.wait_for(work, 5.0)
     except (TimeoutError, _errors().Error):

@@ -1,10 +1,10 @@
-"""Rules for the addresses that a browser may open: a list of sites, or every public one.
+"""Rules for the addresses that a browser may open: a list of sites, or all public sites.
 
-A list is enforced by Chromium's name resolution, so it also applies to redirects, frames, pictures,
+Chromium's name resolution enforces a list, so the list also applies to redirects, frames, pictures,
 scripts and sockets of a page. Without a list, all traffic goes through :class:`PublicProxy`,
-because Chromium's rules match names, not the addresses behind them. The proxy looks up a name and
-connects to the same address that it checked. The machine itself cannot be reached by any of its
-names and addresses. The browser is ``torchrl_llm.tools.browser_driver``.
+because Chromium's rules match names and not IP addresses. The proxy looks up a name and connects to
+the same address that it checked. The browser cannot reach this machine by any of its names and
+addresses. ``torchrl_llm.tools.browser_driver`` controls the browser.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torchrl_llm.errors import ConfigError
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _CONNECT_S = 10.0
 _CHUNK = 1 << 16
-# SOCKS 5 (RFC 1928): its version, "no password", and the two replies; they contain no address.
+# SOCKS 5 (RFC 1928): its version, "no password", and the two replies. The replies contain no
+# address.
 _VERSION, _CONNECT, _IPV4, _NAME, _IPV6 = 5, 1, 1, 3, 4
 _NO_PASSWORD = bytes([_VERSION, 0])
 _REACHED, _UNREACHABLE = (bytes([_VERSION, code, 0, _IPV4, *bytes(6)]) for code in (0, 4))
@@ -31,7 +32,7 @@ _Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class AddressRules:
-    """The allowed addresses, for Python and for Chromium.
+    """The allowed addresses, in forms for Python and for Chromium.
 
     Args:
         allowed_domains: hosts such as ``"example.org"`` (its subdomains are allowed too) or
@@ -39,7 +40,7 @@ class AddressRules:
             and private networks.
 
     Raises:
-        ConfigError: something that is not a host, or an empty list.
+        ConfigError: for an entry that is not a host, or an empty list.
 
     Example:
         >>> rules = AddressRules(["example.org"])
@@ -55,12 +56,12 @@ class AddressRules:
             raise ConfigError("allowed_domains is empty: nothing could be opened")
 
     def problem(self, url: str) -> str:
-        """Why an address must not be opened, as a message for the model; empty if it is allowed.
+        """Return why an address is forbidden, as a message for the model; empty if it is allowed.
 
         Chromium (by :attr:`resolver_rules`) or the proxy makes the final decision.
 
         Args:
-            url: text of the model.
+            url: address that the model wrote.
         """
         try:
             parts = urlsplit(url.strip())
@@ -100,10 +101,10 @@ class AddressRules:
 
 
 def is_public(ip: str) -> bool:
-    """Whether an address is public, not of this machine or a private network.
+    """Whether an address is public: not an address of this machine or a private network.
 
     Args:
-        ip: IPv4 or IPv6; if it contains another address, the inner one counts.
+        ip: IPv4 or IPv6 address; if it contains another address, the inner address counts.
 
     Example:
         >>> is_public("8.8.8.8"), is_public("169.254.169.254"), is_public("::ffff:10.0.0.1")
@@ -173,7 +174,7 @@ class PublicProxy:
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self) -> int:
-        """Start to listen, unless it already does.
+        """Start to listen, unless the proxy already listens.
 
         Returns:
             The port.
@@ -202,7 +203,7 @@ class PublicProxy:
             if there is not None:
                 await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
         except (OSError, EOFError, ValueError):
-            pass  # one side is gone, or uses a different protocol
+            pass  # one side has closed the connection, or uses a different protocol
         finally:
             writer.close()
             if there is not None:
@@ -210,7 +211,7 @@ class PublicProxy:
 
 
 async def _asked(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> tuple[str, int]:
-    """Host and port that a client requests."""
+    """Read the host and port that a client requests."""
     version, methods = await reader.readexactly(2)
     await reader.readexactly(methods)
     writer.write(_NO_PASSWORD)
@@ -242,12 +243,12 @@ def _may_reach(ip: str) -> bool:
 
 @functools.cache
 def _own_names() -> frozenset[str]:
-    # Also if they resolve to a public address of this machine.
+    # Rejected even if they resolve to a public address of this machine.
     return frozenset(name.lower() for name in (socket.gethostname(), socket.getfqdn()))
 
 
 def _is_own(ip: str) -> bool:
-    """Whether a public address belongs to this machine: only such addresses can be bound."""
+    """Whether a public address belongs to this machine; only such addresses can be bound."""
     family = socket.AF_INET6 if ":" in ip else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:

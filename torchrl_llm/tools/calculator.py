@@ -24,20 +24,21 @@ _PRIORITY = {"+": 1, "-": 1, "*": 2, "/": 2, "negative": 3}
 
 
 def evaluate_expression(expression: str, numbers: Sequence[int]) -> Fraction | None:
-    r"""The exact value of a valid expression.
+    r"""Return the exact value of a valid expression.
 
-    Valid are the given numbers, each as often as it is given, ``+ - * /``, parentheses, and a minus
-    sign at the start of a term. The signs may be spelled differently (``×``, ``x``, ``\times``,
-    ``÷``, ``\frac{}{}``). Dollar signs, backticks, two stars or a ``\boxed{}`` around the
-    expression, and ``= 24`` after it, are ignored.
+    An expression may contain the given numbers, each as often as it is given, ``+ - * /``,
+    parentheses, and a minus sign at the start of a term. Other spellings of the signs are allowed
+    (``×``, ``x``, ``\times``, ``÷``, ``\frac{}{}``). The function ignores dollar signs, backticks,
+    two stars or a ``\boxed{}`` around the expression, and ``= 24`` after it.
 
     Args:
-        expression: text of the model; time is linear in its length, and more than 1,000 characters
-            are rejected.
+        expression: text of the model, at most 1,000 characters; the run time is linear in its
+            length.
         numbers: the numbers that may be used.
 
     Returns:
-        ``None`` for anything else: other numbers, powers, decimals, a division by zero.
+        The value; ``None`` for an expression with other numbers, powers, decimals or a division by
+        zero, or that is not valid for a different reason.
 
     Example:
         >>> evaluate_expression("(25 + 3) * 4 / 8", [3, 4, 8, 25])
@@ -56,7 +57,7 @@ def evaluate_expression(expression: str, numbers: Sequence[int]) -> Fraction | N
     expression, equals, result = expression.translate(_SPELLINGS).strip().partition("=")
     tokens = _tokens(expression)
     used = Counter(token for token in tokens or () if isinstance(token, int))
-    # Checked before anything is computed, so that all numbers are as small as the given ones.
+    # Checked before the computation, so that all numbers are as small as the given numbers.
     if not used or used - Counter(numbers):
         return None
     value = _value(tokens)
@@ -79,10 +80,10 @@ def _tokens(expression: str) -> list[int | str] | None:
 
 
 def _value(tokens: Sequence[int | str]) -> Fraction | None:
-    """Precedence with two stacks, so that any depth of parentheses works."""
+    """Evaluate with two stacks, so that any depth of parentheses works."""
     values: list[Fraction] = []
     signs: list[str] = []
-    begins, opened = True, True  # a value is expected, and a new term, which may have a minus sign
+    begins, opened = True, True  # a new term begins, and may have a minus sign
     try:
         for token in tokens:
             if isinstance(token, int) or token == "(":
@@ -125,7 +126,7 @@ def _reduce(values: list[Fraction], signs: list[str], priority: int) -> None:
 class Calculator(Tool):
     """Computes an expression of whole numbers, ``+ - * /`` and parentheses.
 
-    Nothing is evaluated as Python, and time is linear in the length of the expression. A result
+    The expression is not evaluated as Python, and the run time is linear in its length. A result
     that is not a whole number has 12 digits.
 
     Example:
@@ -148,7 +149,7 @@ class Calculator(Tool):
     }
 
     def run(self, call: ToolCall) -> str | ToolOutput:
-        """The value of ``call.args["expression"]``."""
+        """Return the value of ``call.args["expression"]``."""
         expression = call.args["expression"]
         numbers = [int(digits) for digits in re.findall("[0-9]{1,1000}", expression)]
         value = evaluate_expression(expression, numbers)

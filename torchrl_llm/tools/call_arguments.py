@@ -1,7 +1,7 @@
-"""Checks a call's arguments against the tool's JSON schema and converts unambiguous types.
+"""Checks a call's arguments against the JSON schema of the tool, and converts types.
 
-Models write ``"3"`` for 3 and ``"[1, 2]"`` for a list. An unambiguous value is converted;
-everything else raises an :class:`ArgumentError` with the expected type.
+Models write ``"3"`` for 3 and ``"[1, 2]"`` for a list. The checker converts unambiguous values. For
+all other values it raises an :class:`ArgumentError` with the expected type.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MOST_REFERENCES = 32
 
 
 class ArgumentError(ValueError):
-    """Arguments do not fit the schema of a tool."""
+    """Raised when arguments do not match the schema of a tool."""
 
 
 def argument_checker(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
@@ -30,14 +30,14 @@ def argument_checker(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]],
     - a number or boolean to a string.
 
     The same applies inside ``anyOf``, ``oneOf``, ``allOf`` and references. ``null`` is valid for
-    ``nullable`` arguments. If the schema itself is invalid, arguments are not checked; references
-    to other documents are never fetched.
+    ``nullable`` arguments. If the schema itself is invalid, arguments are not checked; referenced
+    documents are never downloaded.
 
     Args:
         schema: JSON schema of an object of arguments.
 
     Returns:
-        A function that takes the arguments and returns them converted; raises
+        A function that takes the arguments and returns the converted arguments; it raises
         :class:`ArgumentError`.
 
     Example:
@@ -62,7 +62,7 @@ def argument_checker(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]],
         cls.check_schema(schema)
     except exceptions.SchemaError:
         return dict
-    # An empty registry, because the default one would fetch referenced documents.
+    # An empty registry, because the default registry would download referenced documents.
     validator = cls(schema, registry=referencing.Registry())
     root = referencing.Resource.from_contents(schema, referencing.jsonschema.DRAFT202012)
     resolver = referencing.Registry().resolver_with_root(root)
@@ -82,7 +82,7 @@ def argument_checker(schema: Mapping[str, Any]) -> Callable[[Mapping[str, Any]],
 
 
 def describe_parameters(schema: Mapping[str, Any]) -> str:
-    """The arguments of a tool in one line, for a model that used wrong ones.
+    """Describe the arguments of a tool in one line, for a model that used wrong arguments.
 
     Example:
         >>> describe_parameters({

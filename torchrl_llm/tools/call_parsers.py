@@ -1,12 +1,12 @@
-"""Parsers of tool calls: the interface, the message's own calls, and one parser for each syntax.
+"""Parsers of tool calls: the interface, a parser of structured calls, and one per syntax.
 
 A parser reads one message and returns its calls in order. A malformed call becomes a
 :class:`BrokenCall`, and the model gets an error message for it. A parser does not know which tools
 exist and does not run them.
 
-If the policy's chat template has a form for calls, the formatter has already parsed them
-(:class:`MessageCallParser`), which is more reliable than parsing text. The other parsers are for
-templates without a form for calls.
+If the policy's chat template has a form for calls, the formatter has already parsed the calls, and
+:class:`MessageCallParser` returns them. This is more reliable than parsing text. The other parsers
+are for templates without a form for calls.
 
 Next: :mod:`torchrl_llm.data.text.call_syntax` reads each syntax,
 :mod:`torchrl_llm.tools.code_blocks` has the parser of Python blocks.
@@ -43,7 +43,7 @@ class ToolParser(ABC):
 
     @abstractmethod
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """The calls of a message.
+        """Return the calls of a message.
 
         Args:
             message: message of the model, as a dict.
@@ -55,8 +55,8 @@ class ToolParser(ABC):
 class MessageCallParser(ToolParser):
     """Returns the calls that the formatter has parsed with the chat template.
 
-    They are the message's ``tool_calls``; calls that the formatter could not read are its
-    ``tool_call_errors``. For this parser, a message without these keys has no calls: if the
+    The calls are in the message's ``tool_calls``; calls that the formatter could not read are in
+    ``tool_call_errors``. For this parser, a message without these keys has no calls. If the
     policy's template has no form for calls, use a different parser.
 
     Example:
@@ -67,7 +67,7 @@ class MessageCallParser(ToolParser):
     """
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """``tool_calls`` and ``tool_call_errors``."""
+        """Return ``tool_calls`` and ``tool_call_errors`` as calls."""
         calls: Calls = []
         for value in calls_of(message):
             try:
@@ -92,8 +92,8 @@ class TextCalls(NamedTuple):
 class TextParser(ToolParser):
     """Parses calls in the text; a subclass defines :meth:`read`.
 
-    Called with a text (or a dict with ``"text"``), it returns the format of TorchRL's parsers:
-    ``{"text": ..., "calls": [...], "meta": {"count": ...}}``.
+    Called with a text (or a dict with ``"text"``), a parser returns the format of TorchRL's
+    parsers: ``{"text": ..., "calls": [...], "meta": {"count": ...}}``.
     """
 
     @abstractmethod
@@ -106,7 +106,7 @@ class TextParser(ToolParser):
         """
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """The calls in the text after the reasoning, see ``spoken_text``."""
+        """Return the calls in the text after the reasoning, see ``spoken_text``."""
         return self.read(spoken_text(message), schemas).calls
 
     def __call__(self, response: str | Mapping[str, Any]) -> dict[str, Any]:
@@ -123,12 +123,12 @@ class SyntaxParser(TextParser):
     """Parses calls in the syntax of an example; malformed calls come last.
 
     Args:
-        example: a call of the tool ``NAME`` with ``{"key": "VALUE"}``, with exactly these words;
-            the text around them is the syntax. Or a
+        example: a call of the tool ``NAME`` with ``{"key": "VALUE"}``. It must contain exactly
+            these words; the text around the words is the syntax. Or a
             :class:`~torchrl_llm.data.text.call_syntax.CallSyntax`.
 
     Raises:
-        ConfigError: no known syntax matches the example.
+        ConfigError: when no known syntax matches the example.
 
     Example:
         >>> parser = SyntaxParser('[CALL]{"name": "NAME", "arguments": {"key": "VALUE"}}[/CALL]')
@@ -150,7 +150,7 @@ class SyntaxParser(TextParser):
         self.syntax = syntax
 
     def read(self, text: str, schemas: Schemas) -> TextCalls:
-        """The calls of the syntax."""
+        """Return the calls in this syntax."""
         parsed = self.syntax.parse(text, schemas)
         calls: Calls = [
             ToolCall(*call)
@@ -162,7 +162,7 @@ class SyntaxParser(TextParser):
 
 
 class HermesParser(SyntaxParser):
-    """``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3.
+    """Parses ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``: Hermes, Qwen 2.5 and 3.
 
     Example:
         >>> text = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
@@ -175,7 +175,7 @@ class HermesParser(SyntaxParser):
 
 
 class LlamaParser(SyntaxParser):
-    """``{"name": ..., "parameters": {...}}`` as the whole turn: Llama 3.
+    """Parses ``{"name": ..., "parameters": {...}}`` as the whole turn: Llama 3.
 
     Example:
         >>> text = '{"name": "add", "parameters": {"a": 1}}'
@@ -190,8 +190,8 @@ class LlamaParser(SyntaxParser):
 class XMLBlockParser(SyntaxParser):
     """``<tool name="search" tag="A">{"query": "..."}</tool>``; the tag may be left out.
 
-    If the contents of a block are not JSON, it is a call with ``{"raw": contents}`` if the tool has
-    an argument of that name or the tools are unknown; otherwise it is malformed.
+    If the contents of a block are not JSON, the call has the argument ``{"raw": contents}`` if the
+    tool has an argument ``raw`` or the tools are unknown; otherwise the call is malformed.
 
     Example:
         >>> parser = XMLBlockParser()
@@ -206,7 +206,7 @@ session=None)])
 
 
 class ToolTagParser(SyntaxParser):
-    r"""``<tool>search\n{"query": "..."}</tool>``: the name is alone on its line.
+    r"""Parses ``<tool>search\n{"query": "..."}</tool>``: the name is alone on its line.
 
     Example:
         >>> ToolTagParser()('<tool>add\n{"a": 1}</tool>')["calls"][0].tool
@@ -218,7 +218,7 @@ class ToolTagParser(SyntaxParser):
 
 
 class MessageOrTagParser(MessageCallParser):
-    r"""Returns the message's own calls and calls in TorchRL's text form.
+    r"""Returns the calls that the formatter parsed, and calls in TorchRL's text form.
 
     Calls that the formatter parsed come first (:class:`MessageCallParser`), then the other calls in
     the text: ``<tool>name\n{"argument": value}</tool>``, or a different syntax.
@@ -236,12 +236,12 @@ class MessageOrTagParser(MessageCallParser):
         self.text_parser = ToolTagParser() if text_parser is None else text_parser
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """Calls of both; a call found by both counts once, and so does a malformed one."""
+        """Return the calls of both parsers; a call (also malformed) found by both counts once."""
         own = super().parse(message, schemas)
         written = self.text_parser.parse(message, schemas)
         if not own or not written:
             return own or written
-        # The text of a message still contains calls that were split off.
+        # The text of a message still contains the calls that the formatter parsed.
         known = [(call.tool, call.args) for call in own if isinstance(call, ToolCall)]
         unread = len(known) < len(own)
         return own + [
@@ -252,16 +252,16 @@ class MessageOrTagParser(MessageCallParser):
 
 
 class PatternParser(SyntaxParser):
-    r"""Parses calls with your own regular expression; its two groups are name and JSON arguments.
+    r"""Parses calls with a regular expression; its two groups are name and JSON arguments.
 
-    The time depends on the pattern: with ``.*?`` it searches from every start to the end of the
-    text, which is slow if a model repeats the start.
+    The run time depends on the pattern. With ``.*?`` the search runs from every start of a match to
+    the end of the text; this is slow if a model repeats the start.
 
     Args:
         pattern: the pattern; ``.`` matches line ends.
 
     Raises:
-        ConfigError: it is not a pattern with two groups.
+        ConfigError: when the pattern does not have two groups.
 
     Example:
         >>> parser = PatternParser(r"CALL\[(\w+)\]\(([^()]*+)\)")
@@ -276,7 +276,7 @@ class PatternParser(SyntaxParser):
 class JSONCallParser(SyntaxParser):
     """``{"message": "...", "tools": [{"tool": "search", "args": {...}, "tag": "A"}]}``.
 
-    The whole turn is that object, with or without code fences. A turn that is not JSON has no
+    The whole turn must be this object, with or without code fences. A turn that is not JSON has no
     calls.
 
     Example:
@@ -315,7 +315,7 @@ def as_parser(parser: ToolParser | Callable[[str], Mapping[str, Any]]) -> ToolPa
     """Convert a parser or a function to a parser.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: when the argument is neither.
     """
     if isinstance(parser, ToolParser):
         return parser

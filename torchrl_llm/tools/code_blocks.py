@@ -1,8 +1,8 @@
-"""Parser of the Python code blocks that a model wrote.
+"""A parser of the Python code blocks that a model wrote.
 
-Models are careless with fences, so the parser is tolerant: ``python``, ``python3`` or ``py`` in any
-case, spaces and words after it, indented fences, a closing fence at the end of a line of code, a
-last block without a closing fence. The code is never compiled or run here.
+Models make mistakes with fences, so the parser accepts many forms: ``python``, ``python3`` or
+``py`` in any case, followed by spaces and words; indented fences; a closing fence at the end of a
+line of code; a last block without a closing fence. This module never compiles or runs the code.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torchrl_llm.tools.call_parsers import Calls, Schemas, ToolParser
 from torchrl_llm.tools.tool_call import ToolCall
 
 _PYTHON = r"(?:python|py)(?:3(?:\.\d+)?)?\b"
-# Every fence is tried once, from its start, so time is linear in the text.
+# Every fence is tried once, from its start, so the run time is linear in the text.
 _FENCE = r"(?:(?<!`)`{3,}+|(?<!~)~{3,}+)"
-# A fence with a language: Python anywhere in a line, other languages at the beginning of one.
+# A fence with a language: Python anywhere in a line, other languages at the beginning of a line.
 _OPENING = re.compile(
     rf"(?P<fence>{_FENCE})[ \t]*+{_PYTHON}"
     rf"|^[ \t]*+(?P<other_fence>{_FENCE})[ \t]*+(?!{_PYTHON})[\w{{][^\n`]*+\n",
@@ -30,7 +30,7 @@ _CLOSING = {mark: re.compile(rf"(?<!{mark})({mark}{{3,}}+)[ \t]*+$", re.MULTILIN
 
 
 def python_blocks(text: str) -> list[str]:
-    r"""The code of every Python block, in order.
+    r"""Return the code of every Python block, in order.
 
     A block ends with a fence at least as long as its opening fence, alone on a line or at the end
     of a line. A block without such a fence ends with the text. Blocks in other languages are
@@ -58,7 +58,7 @@ def python_blocks(text: str) -> list[str]:
         if line_end < begin:
             line_end = text.index("\n", begin)
         within = text.find(fence, begin, line_end)
-        if within >= 0:  # all in one line
+        if within >= 0:  # the whole block is in one line
             code, at = text[begin:within], within + len(fence)
         else:
             closing = closings[fence[0]].after(begin, len(fence))
@@ -79,7 +79,7 @@ class _Closings:
         self._at = 0
 
     def after(self, place: int, length: int) -> re.Match[str] | None:
-        """The first fence of at least a given length from a position on."""
+        """Return the first fence of at least a given length, from a position on."""
         at = self._at
         while at < len(self._found) and self._found[at].start() < place:
             at += 1
@@ -99,17 +99,17 @@ def _dedented(code: str) -> str:
         return code
     lines = [line if line.strip(" \t") else "" for line in code.split("\n")]
     margins = [line[: len(line) - len(line.lstrip(" \t"))] for line in lines if line]
-    # A prefix shared by the first and the last in sorted order is shared by all.
+    # A prefix that the first and the last in sorted order share is shared by all.
     pairs = enumerate(zip(min(margins), max(margins), strict=False))
     margin = next((at for at, (a, b) in pairs if a != b), len(min(margins)))
     return "\n".join(line[margin:] for line in lines)
 
 
 class CodeBlockParser(ToolParser):
-    r"""Every Python code block is a call; blocks within reasoning are not.
+    r"""Parses every Python code block as a call, except blocks within reasoning.
 
     Args:
-        tool: name of the tool that gets the code as its argument ``code``.
+        tool: name of the tool; it gets the code as its argument ``code``.
 
     Example:
         >>> message = {"role": "assistant", "content": "```python\nprint(1)\n```"}
@@ -121,7 +121,7 @@ class CodeBlockParser(ToolParser):
         self.tool = tool
 
     def parse(self, message: Mapping[str, Any], schemas: Schemas) -> Calls:
-        """A call per block, with its number in the message as tag."""
+        """Return a call per block; the tag is the number of the block in the message."""
         blocks = python_blocks(spoken_text(message))
         return [
             ToolCall(self.tool, {"code": code}, tag=str(number))

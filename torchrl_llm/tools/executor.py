@@ -1,9 +1,9 @@
-"""Executor that runs the calls of a batch in parallel with time limits and records results.
+"""An executor that runs the calls of a batch in parallel, with time limits.
 
-A tool never raises into the caller, and no call delays the batch longer than its limit. The
-executor does not depend on conversations or tensordicts.
+An exception of a tool is never raised in the caller, and no call delays the batch longer than its
+limit. The executor does not depend on conversations or tensordicts.
 
-Next: :mod:`torchrl_llm.tools.tool_transform` brings it into an environment;
+Next: :mod:`torchrl_llm.tools.tool_transform` uses it in an environment;
 :class:`~torchrl_llm.tools.process_tool.ProcessTool` runs a tool in processes.
 """
 
@@ -31,26 +31,26 @@ from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput, ToolRe
 
 
 class ToolExecutor(Restarted):
-    """Answers the tool calls of many conversations.
+    """Runs the tool calls of many conversations.
 
     Calls of different conversations run in parallel, in threads. Within a conversation, calls of
-    stateful tools and actions run one after the other. A call that exceeds its limit returns
-    ``"ToolTimeout"``; Python cannot stop its thread, so the thread continues (:attr:`num_hanging`
-    counts them). If ``max_concurrency`` calls of a tool hang, it is not called again until one of
-    them ends. To really stop calls, run the tool in processes
-    (:class:`~torchrl_llm.tools.process_tool.ProcessTool`).
+    stateful tools and actions run one after the other. The result of a call that exceeds its limit
+    is the error ``"ToolTimeout"``. Python cannot stop its thread, so the thread continues;
+    :attr:`num_hanging` counts these threads. If ``max_concurrency`` calls of a tool hang, the tool
+    is not called again until one of them ends. To stop calls at the limit, run the tool in
+    processes (:class:`~torchrl_llm.tools.process_tool.ProcessTool`).
 
     Args:
-        tools: tools, each with a name.
+        tools: tools; each needs a name.
         timeout: time limit of a call in seconds, for tools without their own limit.
         max_concurrency: number of parallel calls.
-        max_result_chars: most characters of a result; the middle of a longer result is left out,
-            with a note.
+        max_result_chars: largest number of characters of a result; the middle of a longer result is
+            left out, with a note.
         stop_on_error: skip the remaining calls of a conversation after a failure; all calls of a
             conversation then run one after the other.
 
     Raises:
-        ConfigError: two tools with one name, or an invalid number.
+        ConfigError: for two tools with the same name, or an invalid number.
 
     Example:
         >>> from torchrl_llm.tools.tool import FunctionTool
@@ -100,7 +100,7 @@ class ToolExecutor(Restarted):
         """Add tools.
 
         Raises:
-            ConfigError: a name is taken, or empty.
+            ConfigError: when a name is already used, or empty.
         """
         for tool in tools:
             if not isinstance(tool.name, str) or not tool.name:
@@ -117,7 +117,7 @@ class ToolExecutor(Restarted):
     # -- life -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the tools that have not been started; :meth:`run` does so by itself."""
+        """Start the tools that have not been started; :meth:`run` also starts them."""
         with self._lock:
             if self._threads is None:
                 self._threads = DaemonThreads(self.max_concurrency)
@@ -125,14 +125,14 @@ class ToolExecutor(Restarted):
             for name, tool in self.tools.items():
                 if name not in self._started:
                     tool.start()
-                    self._checker(tool)  # the start does not count towards the time of the call
+                    self._checker(tool)  # the time limit of the call does not include the start
                     self._started.add(name)
 
     def end_session(self, session: int) -> None:
         """Tell the tools that a conversation has ended.
 
         Args:
-            session: its ``traj_id``.
+            session: ``traj_id`` of the conversation.
         """
         for tool in self.tools.values():
             if tool.name in self._started:
@@ -151,7 +151,7 @@ class ToolExecutor(Restarted):
     # -- calls ------------------------------------------------------------------------------------
 
     def run(self, batch: Sequence[Sequence[ToolCall | BrokenCall]]) -> list[list[ToolResult]]:
-        """Answer all calls.
+        """Run all calls.
 
         Args:
             batch: the calls of each conversation, in the order in which they were written.
@@ -172,11 +172,11 @@ class ToolExecutor(Restarted):
         return run.results
 
     def answer(self, call: ToolCall) -> ToolResult:
-        """Answer one call in this thread, without a time limit."""
+        """Run one call in this thread, without a time limit."""
         begun = time.perf_counter()
         try:
             output = self._output(call)
-        except BaseException as error:  # a tool may raise anything, even SystemExit
+        except BaseException as error:  # a tool may raise any exception, even SystemExit
             output = failure(error)
         content, cut = shorten(output.content, self.max_result_chars)
         failed = output.failure and output.failure._replace(source=f"tool {call.tool!r}")
@@ -218,7 +218,7 @@ class ToolExecutor(Restarted):
     # -- limits -----------------------------------------------------------------------------------
 
     def limit_of(self, call: ToolCall) -> float:
-        """Time limit of a call in seconds."""
+        """Return the time limit of a call in seconds."""
         tool = self.tools.get(call.tool)
         return self.timeout if tool is None or tool.timeout is None else tool.timeout
 
@@ -257,7 +257,7 @@ class _Chain:
         return self.run.batch[row][column]
 
     def work(self) -> bool:
-        """Run the calls; true if the thread was abandoned meanwhile."""
+        """Run the calls, and return whether the thread was abandoned meanwhile."""
         executor, changed = self.run.executor, self.run.changed
         while True:
             with changed:
@@ -349,17 +349,17 @@ class _Run:
             for chain in self.chains:
                 if not chain.over:
                     chain.give_up("Interrupted", "Interrupted.")
-            self.chains.clear()  # they refer back and would keep the executor alive
+            self.chains.clear()  # they reference the run and would keep the executor alive
 
 
 def shorten(text: str, longest: int) -> tuple[str, bool]:
-    r"""A text of at most ``longest`` characters, without its middle where it has more.
+    r"""Shorten a text to at most ``longest`` characters by leaving out its middle.
 
     Characters that cannot be encoded (lone surrogates) are replaced.
 
     Args:
         text: any text.
-        longest: characters, at least 64.
+        longest: largest number of characters, at least 64.
 
     Returns:
         The text, and whether it was cut.

@@ -24,26 +24,26 @@ from torchrl_llm.tools.tool import Restarted, Tool, ToolKind, no_answer
 from torchrl_llm.tools.tool_call import BrokenCall, ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
-# Additional wait of a thread, for a server that restarts.
+# Additional time that a thread waits, for a server that restarts.
 _GRACE_S = 5.0
 
 
 class MCPServers(Restarted):
-    """Several servers in one background loop; its tools share it.
+    """Several servers in one background loop; the tools of the servers share the loop.
 
     Args:
-        servers: name to a configuration, in the form of the ``mcpServers`` of other programs:
-            ``{"command": ..., "args": [...], "env": {...}}`` or ``{"url": ..., "headers": {...}}``,
-            or only the URL.
+        servers: maps a name to a configuration, in the form of the ``mcpServers`` of other
+            programs: ``{"command": ..., "args": [...], "env": {...}}`` or ``{"url": ..., "headers":
+            {...}}``, or only the URL.
         timeout: time limit of a call in seconds.
-        start_timeout: seconds from a server's start to the list of its tools.
+        start_timeout: time limit in seconds for a server to start and list its tools.
         tools: names of the tools that the model gets; all by default.
         actions: names of the tools whose calls are actions of the environment.
-        prefix: name every tool ``server.name``, not only duplicates.
+        prefix: name every tool ``server.name``; by default only tools with duplicate names.
 
     Raises:
-        ConfigError: no server, or settings that are unknown or invalid.
-        MissingExtraError: the package ``mcp`` is not installed.
+        ConfigError: when there is no server, or for settings that are unknown or invalid.
+        MissingExtraError: when the package ``mcp`` is not installed.
 
     Example:
         >>> servers = MCPServers({"time": {"command": "mcp-server-time"}})
@@ -90,7 +90,7 @@ class MCPServers(Restarted):
         """Number of starts of a server since this object was last closed.
 
         Args:
-            server: its name.
+            server: name of the server.
         """
         connection = self._connections.get(server)
         return 0 if connection is None else connection.num_starts
@@ -99,8 +99,8 @@ class MCPServers(Restarted):
         """Start all servers that are not running, in parallel, and list their tools.
 
         Raises:
-            WorkerError: a server did not start.
-            ConfigError: ``tools`` or ``actions`` name a tool that no server has.
+            WorkerError: when a server did not start.
+            ConfigError: when ``tools`` or ``actions`` name a tool that no server has.
         """
         limit = self.start_timeout + _GRACE_S
         try:
@@ -137,12 +137,12 @@ class MCPServers(Restarted):
         return [(name, tool) for name, tools in zip(names, lists, strict=True) for tool in tools]
 
     def call(self, server: str, tool: str, args: Mapping[str, Any]) -> Any:
-        """Call a tool; raises as :meth:`MCPConnection.call` does.
+        """Call a tool; raise the same errors as :meth:`MCPConnection.call`.
 
         Args:
             server: name of the server.
-            tool: name that the tool has there.
-            args: its arguments.
+            tool: name of the tool on the server.
+            args: arguments of the tool.
         """
         if server not in self._connections:
             self.start()
@@ -161,7 +161,7 @@ class MCPTool(Tool):
 
     Args:
         servers: the servers.
-        server: name of its server.
+        server: name of the tool's server.
         tool: the server's description, ``mcp.types.Tool``.
         name: name of the tool for the model.
         kind: see :class:`~torchrl_llm.tools.tool.Tool`.
@@ -182,7 +182,7 @@ class MCPTool(Tool):
             self.servers.start()
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Call the server; an error, a timeout and a crash become results."""
+        """Call the server; an error, a timeout or a crash is returned as a result."""
         mcp = require("mcp", extra="mcp", feature="MCPToolTransform")
         try:
             result = self.servers.call(self.server, self.remote_name, call.args)
@@ -202,7 +202,7 @@ class MCPTool(Tool):
 
 
 def _text_of(result: Any) -> str:
-    """The text of a result; for pictures and sounds, their kind and size."""
+    """Return the text of a result; for pictures and sounds, their kind and size."""
     parts = [_block(block) for block in result.content]
     if not parts and result.structured_content is not None:
         parts.append(json.dumps(result.structured_content, ensure_ascii=False))
@@ -227,15 +227,16 @@ async def _close_all(connections: Mapping[str, MCPConnection]) -> None:
 
 
 class MCPToolTransform(ToolTransform):
-    r"""Gives a model the tools of Model Context Protocol servers.
+    r"""Lets a model use the tools of Model Context Protocol servers.
 
-    The servers start with this transform, which lists their tools, and end with the environment
+    The constructor starts the servers and lists their tools. The servers end with the environment
     (``env.close()``). If a server dies during a call, the result has an error, and the next call
     restarts the server. A copy in a different process starts its own servers.
 
     Calls are parsed in the form of the chat template, and as ``<tool>server.name\n{"argument":
     value} </tool>`` in the text of a turn. A tool is called by the name in :attr:`schemas`, by
-    ``server.name``, or only by ``name``; if several servers have that name, the first one answers.
+    ``server.name``, or only by ``name``; if several servers have a tool of that name, the first
+    server answers.
 
     Args:
         servers: see :class:`MCPServers`.
@@ -243,17 +244,17 @@ class MCPToolTransform(ToolTransform):
             calls in the text.
         tool_name: role of the appended messages.
         timeout: time limit of a call in seconds; the server is notified of the cancellation.
-        parser: replaces both forms of calls.
+        parser: a parser that replaces both forms of calls.
         start_timeout: time limit in seconds for a server to start and list its tools.
         tools: names of the tools that the model gets; all by default.
         actions: names of the tools whose calls are actions of the environment.
-        prefix: call every tool ``server.name``, not only those of which there are two.
+        prefix: name every tool ``server.name``; by default only tools with duplicate names.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Raises:
-        ConfigError: settings that are unknown or invalid.
-        MissingExtraError: the package ``mcp`` is not installed.
-        WorkerError: a server did not start; the message ends with its output.
+        ConfigError: for settings that are unknown or invalid.
+        MissingExtraError: when the package ``mcp`` is not installed.
+        WorkerError: when a server did not start; the message ends with its output.
 
     Example:
         >>> import sys
@@ -309,11 +310,11 @@ class MCPToolTransform(ToolTransform):
 
     @property
     def server_configs(self) -> dict[str, MCPServerConfig]:
-        """Configuration of each server, by name."""
+        """The configuration of each server, by name."""
         return self.servers.configs
 
     def _found(self, message: Any) -> list[ToolCall | BrokenCall]:
-        """The calls, with the tool names of this transform."""
+        """Return the calls, with the tool names of this transform."""
         found = super()._found(message)
         if all(isinstance(call, BrokenCall) or call.tool in self.tools for call in found):
             return found

@@ -1,7 +1,7 @@
-"""Client of one Model Context Protocol server: starts, calls, watches and restarts it.
+"""A client of one Model Context Protocol server: starts, calls, watches and restarts it.
 
 It uses the official ``mcp`` package, over the pipes of a process or streamable HTTP, and runs
-inside an asyncio loop. :mod:`torchrl_llm.tools.mcp` presents a server's tools to a model.
+inside an asyncio loop. :mod:`torchrl_llm.tools.mcp` makes a server's tools available to a model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from torchrl_llm.errors import ConfigError, WorkerError
 _FEATURE = "MCPToolTransform"
 # Bytes of a server's standard error that are kept for error messages.
 _TAIL_BYTES = 2000
-# The package's own limit, 1 MiB, turns longer results into errors; here they are cut later.
+# With the package's limit of 1 MiB, longer results would be errors; torchrl_llm shortens them
+# later.
 _MAX_EVENT_BYTES = 64 << 20
 # Limit, because a server may return new cursors forever.
 _MAX_PAGES = 100
@@ -34,16 +35,17 @@ class MCPServerConfig:
     """Configuration of a server: a program to start, or a URL.
 
     Args:
-        command: program that uses the protocol over its standard input and output.
-        args: its arguments.
-        env: its environment variables, in addition to ``PATH``, ``HOME`` and similar ones; the
-            trainer's variables are not passed on.
-        cwd: its working directory.
+        command: program that speaks the protocol on its standard input and output.
+        args: arguments of the program. env: environment variables of the program, in addition to
+            ``PATH``, ``HOME`` and similar
+            variables; other variables of the trainer are not passed on.
+        cwd: working directory of the program.
         url: URL of a server with streamable HTTP.
-        headers: sent with every request to ``url``.
+        headers: HTTP headers of every request to ``url``.
 
     Raises:
-        ConfigError: not exactly one of ``command`` and ``url``, or a value of a wrong type.
+        ConfigError: when not exactly one of ``command`` and ``url`` is given, or a value has a
+            wrong type.
 
     Example:
         >>> MCPServerConfig.read("time", {"command": "mcp-server-time"}).command
@@ -85,11 +87,11 @@ class MCPServerConfig:
         """Read a configuration from user input.
 
         Args:
-            name: of the server, for messages.
+            name: name of the server, for messages.
             value: a configuration, a mapping of its arguments, or a URL.
 
         Raises:
-            ConfigError: unknown or invalid settings.
+            ConfigError: for unknown or invalid settings.
         """
         if isinstance(value, cls):
             return value
@@ -120,7 +122,7 @@ class _Life:
 
     @property
     def said(self) -> str:
-        """The last bytes of its standard error, for messages."""
+        """The last bytes of the server's standard error, for messages."""
         text = self.errors.decode(errors="replace").strip()
         return f"; it wrote: {text}" if text else ""
 
@@ -129,9 +131,9 @@ class MCPConnection:
     """Keeps a server running and calls it; every method runs in the same loop.
 
     Args:
-        name: of the server, for messages.
-        config: its configuration.
-        start_timeout_s: time limit in seconds from its start to the list of its tools.
+        name: name of the server, for messages.
+        config: configuration of the server.
+        start_timeout_s: time limit in seconds for the server to start and list its tools.
 
     Attributes:
         num_starts: number of starts.
@@ -144,10 +146,10 @@ class MCPConnection:
         self._starting = asyncio.Lock()
 
     async def tools(self) -> list[Any]:
-        """The tools of the server, ``mcp.types.Tool``; starts it if needed.
+        """Return the server's tools, ``mcp.types.Tool``; start the server if needed.
 
         Raises:
-            WorkerError: it did not start.
+            WorkerError: when the server did not start.
         """
         return (await self._living()).tools
 
@@ -155,22 +157,23 @@ class MCPConnection:
         """Call a tool; a server that has ended is restarted first.
 
         Args:
-            tool: its name on the server.
-            args: its arguments.
-            timeout_s: time limit of the call in seconds, without the start.
+            tool: name of the tool on the server.
+            args: arguments of the tool.
+            timeout_s: time limit of the call in seconds, not including the start.
 
         Returns:
             ``mcp.types.CallToolResult``.
 
         Raises:
-            WorkerError: the server did not start, or ended before it answered.
-            TimeoutError: it did not answer in time; the server is notified of the cancellation.
-            mcp.MCPError: it returned an error.
+            WorkerError: when the server did not start, or ended before it answered.
+            TimeoutError: when the server did not answer in time; it is notified of the
+                cancellation.
+            mcp.MCPError: when the server returned an error.
         """
         types = require("mcp.types", extra="mcp", feature=_FEATURE)
         error_type = require("mcp", extra="mcp", feature=_FEATURE).MCPError
         life = await self._living()
-        # The end of the server must be noticed even if a child keeps its pipe open.
+        # Detects the end of the server even if a child keeps its pipe open.
         request = asyncio.create_task(life.client.call_tool(tool, dict(args)))
         ending = asyncio.create_task(life.over.wait())
         try:

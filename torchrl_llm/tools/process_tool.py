@@ -1,7 +1,7 @@
-"""Tool that runs in worker processes, for work that is CPU-bound or may never end.
+"""A tool that runs in worker processes, for work that is CPU-bound or may never end.
 
-It is not a sandbox: the processes have the trainer's rights. Code of a model runs in
-:mod:`torchrl_llm.sandbox`.
+It is not a sandbox: the processes have the trainer's rights. Use :mod:`torchrl_llm.sandbox` for
+code of a model.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 class ProcessTool(Tool):
     """Runs another tool in a pool of processes.
 
-    Python runs one thread at a time, so CPU-bound calls gain nothing from threads; processes use
-    all cores. A call that takes too long is really stopped: its process is killed, with all its
-    child processes, and replaced. A crash does not affect other calls.
+    Python runs one thread at a time, so threads do not speed up CPU-bound calls; processes use all
+    cores. If a call takes too long, its process and all child processes are killed, and a new
+    process starts. A crash does not affect other calls.
 
     The tool is pickled once, so a function must be importable. A script that defines the function
-    itself needs ``if __name__ == "__main__":``, as always with processes. Each process uses one CPU
-    thread.
+    itself needs ``if __name__ == "__main__":``, as in all programs with ``multiprocessing``. Each
+    process uses one CPU thread.
 
     Args:
         tool: the tool, or a function as for
             :class:`~torchrl_llm.tools.tool.FunctionTool`.
         num_processes: number of processes; one per core by default.
-        limit_s: time limit of a call in seconds, without the wait for a free process.
+        limit_s: time limit of a call in seconds, not including the wait for a free process.
 
     Raises:
-        ConfigError: a tool that keeps state between calls (calls run in different processes) or
+        ConfigError: for a tool that keeps state between calls (calls run in different processes) or
             cannot be pickled, or invalid numbers.
 
     Example:
@@ -75,7 +75,7 @@ class ProcessTool(Tool):
             )
         self.name, self.description = self.tool.name, self.tool.description
         self.parameters, self.kind = self.tool.parameters, self.tool.kind
-        self.timeout = math.inf  # a call always ends here; its own limit reports why
+        self.timeout = math.inf  # longer than the call's own limit, which reports the cause
         self._pool = WorkerPool(
             _Answers(self.tool), start=self.tool.start, num_workers=self.num_processes
         )
@@ -86,7 +86,7 @@ class ProcessTool(Tool):
         return self.tool.argument_schema
 
     def start(self) -> None:
-        """Start to import the tool's modules; the first call waits for it."""
+        """Start to import the tool's modules; the first call waits for the imports."""
         self._pool.start()
 
     def run(self, call: ToolCall) -> ToolOutput:
@@ -99,7 +99,7 @@ class ProcessTool(Tool):
         except RemoteDiedError as error:
             code = error.exit_code
             return no_answer("ToolDied", f"The tool's process died (exit code {code}).", code)
-        except RemoteRaisedError as error:  # of the transfer, not of the tool
+        except RemoteRaisedError as error:  # an error of the transfer, not of the tool
             told = Failure.told(error.kind, str(error), error.frames, "tool")
             return ToolOutput(f"{error.kind}: {error}", error.kind, failure=told)
         failed = output.pop("failure")
@@ -119,5 +119,5 @@ class _Answers:
     def __call__(self, call: ToolCall) -> ToolOutput:
         try:
             return as_output(self._tool.run(call))
-        except BaseException as error:  # ends the call, not the process
+        except BaseException as error:  # SystemExit ends the call, not the process
             return failure(error)

@@ -1,8 +1,8 @@
-"""Python for a model: :class:`PythonTool`, and :class:`PythonInterpreter` for code blocks.
+"""Python for models: :class:`PythonTool`, and :class:`PythonInterpreter` for code blocks.
 
 The code always runs in a sandbox (:mod:`torchrl_llm.sandbox`), never in the trainer's process.
-:class:`PythonExecutorService` runs it there: from this process or, as one service for many
-environments, from a Ray actor (:class:`RayPythonExecutor`).
+:class:`PythonExecutorService` runs the code in sandboxes. It runs in this process, or in a Ray
+actor as one service for many environments (:class:`RayPythonExecutor`).
 """
 
 from __future__ import annotations
@@ -51,14 +51,15 @@ class PythonExecutorService(Restarted):
     r"""Runs pieces of Python code in sandboxes, at most ``pool_size`` at a time.
 
     Args:
-        pool_size: number of parallel runs; others wait.
+        pool_size: number of parallel runs; further runs wait.
         timeout: time limit of a run in seconds.
-        sandbox: sandbox or its kind; by default the strongest one of the machine.
-        limits: limits of each run; their ``wall_s`` is ``timeout``.
-        max_sessions: most persistent interpreters; above it the least recently used one is ended.
+        sandbox: a sandbox or its kind; by default the strongest sandbox of the machine.
+        limits: limits of each run; ``wall_s`` is set to ``timeout``.
+        max_sessions: largest number of persistent interpreters. If there are more, the least
+            recently used interpreter is ended.
 
     Raises:
-        ConfigError: an invalid number, or ``limits`` with a sandbox that has its own.
+        ConfigError: for an invalid number, or ``limits`` together with a sandbox object.
 
     Example:
         >>> service = PythonExecutorService(pool_size=2)
@@ -113,13 +114,13 @@ class PythonExecutorService(Restarted):
 
         Args:
             code: Python source.
-            session: the caller, who has a persistent interpreter; ``None`` for a fresh one.
+            session: id of the caller's persistent interpreter; ``None`` for a fresh interpreter.
 
         Returns:
             ``success`` (bool), ``stdout``, ``stderr``, ``returncode`` (``None`` where unknown),
             ``status`` (see :class:`~torchrl_llm.sandbox.SandboxResult`), ``seconds``,
             ``truncated`` (bool), ``restarted`` (bool: the caller's interpreter had ended, and a new
-            one was started).
+            interpreter was started).
         """
         sandbox = self.sandbox
         with self._free:
@@ -138,14 +139,14 @@ class PythonExecutorService(Restarted):
             crowd = list(self._kept)[: max(0, len(self._kept) - self.max_sessions)]
         for other in crowd:
             self.end_session(other)
-            self._crowded_out.add(other)  # its caller must be told on the next call
+            self._crowded_out.add(other)  # the next call reports this to the caller
         return kept
 
     def end_session(self, session: Hashable) -> None:
         """End the interpreter of a caller.
 
         Args:
-            session: as given to :meth:`execute`.
+            session: the id that was passed to :meth:`execute`.
         """
         with self._lock:
             kept = self._kept.pop(session, None)
@@ -163,18 +164,18 @@ class PythonExecutorService(Restarted):
             sandbox.close()
 
     def cleanup(self) -> None:
-        """End all interpreters, as :meth:`close` does."""
+        """End all interpreters; the same as :meth:`close`."""
         self.close()
 
 
 class PersistentPythonProcess:
-    r"""One interpreter in a sandbox that keeps its names between pieces of code.
+    r"""One interpreter in a sandbox that keeps names between pieces of code.
 
     Args:
-        timeout: seconds that a piece may take.
+        timeout: time limit of a piece of code in seconds.
 
     Raises:
-        ConfigError: the time is not above 0.
+        ConfigError: when ``timeout`` is not above 0.
 
     Example:
         >>> process = PersistentPythonProcess()
@@ -208,7 +209,7 @@ class _Kept:
         self.session: SandboxSession | None = None
 
     def open(self, sandbox: Sandbox, limits: Limits) -> bool:
-        """Open it, or reopen it if it ended; returns whether one had ended."""
+        """Open the interpreter, or reopen it if it ended; return whether it had ended."""
         if self.session is not None and self.session.alive:
             return False
         ended, self.session = self.session, None
@@ -219,7 +220,7 @@ class _Kept:
         return ended is not None
 
     def close(self) -> None:
-        """End it, even while code runs."""
+        """End the interpreter, even while code runs."""
         if self.session is not None:
             self.session.close()
 
@@ -238,21 +239,21 @@ def _as_dict(result: SandboxResult, restarted: bool = False) -> dict[str, Any]:
 
 
 class RayPythonExecutor:
-    """The service in a Ray actor that all environments of a cluster share.
+    """The service in a Ray actor, which all environments of a cluster share.
 
-    The first request for a name starts it and later requests find it. It ends with Ray, or when no
-    reference is left.
+    The first object with a name starts the actor; later objects with this name use the same actor.
+    The actor ends with Ray, or when no reference is left.
 
     Args:
         name: name of the actor.
         namespace: Ray namespace; by default the namespace of this job.
         pool_size: see :class:`PythonExecutorService`; an existing actor keeps its own value.
-        timeout: as above.
+        timeout: see :class:`PythonExecutorService`; an existing actor keeps its own value.
         num_cpus: CPUs that the actor reserves.
 
     Raises:
-        MissingExtraError: Ray is not installed.
-        ResourceError: Ray is not running, or lacks the resources.
+        MissingExtraError: when Ray is not installed.
+        ResourceError: when Ray is not running, or lacks the resources.
     """
 
     def __init__(
@@ -281,15 +282,15 @@ class RayPythonExecutor:
             session: the caller whose interpreter is kept.
 
         Raises:
-            WorkerError: the actor died or did not answer.
+            WorkerError: when the actor died or did not answer.
         """
         return self._remote.call("execute", code, session=session)
 
     def end_session(self, session: Hashable) -> None:
-        """See :meth:`PythonExecutorService.end_session`; it does not wait for the end.
+        """See :meth:`PythonExecutorService.end_session`; does not wait until it has ended.
 
         Args:
-            session: as above.
+            session: the id that was passed to :meth:`execute`.
         """
         self._remote.submit("end_session", session)
 
@@ -303,16 +304,16 @@ class PythonTool(Restarted, Tool):
 
     Args:
         persistent: keep one interpreter per conversation, so that names persist between calls;
-            otherwise each call gets a fresh one.
+            otherwise each call gets a fresh interpreter.
         timeout: time limit of the code in seconds.
         executor: runs the code; by default a new :class:`PythonExecutorService`.
         sandbox: see :class:`PythonExecutorService`.
-        limits: of each run, see :class:`PythonExecutorService`.
+        limits: limits of each run, see :class:`PythonExecutorService`.
         kind: see :class:`~torchrl_llm.tools.tool.Tool`.
-        name: what the model calls it.
+        name: name of the tool for the model.
 
     Raises:
-        ConfigError: ``executor`` together with ``sandbox`` or ``limits``.
+        ConfigError: when ``executor`` is given together with ``sandbox`` or ``limits``.
 
     Example:
         >>> tool = PythonTool()
@@ -360,12 +361,13 @@ class PythonTool(Restarted, Tool):
         self._begin()
 
     def _begin(self) -> None:
-        # Other processes may use the same conversation numbers with the same service.
+        # Needed because other processes may use the same conversation numbers with the same
+        # service.
         self._owner = uuid.uuid4().hex
         self._sessions: set[int | None] = set()
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Run the code; every outcome is a result."""
+        """Run the code; every outcome is returned as a result."""
         session = None
         if self.stateful:
             session = (self._owner, call.session)
@@ -400,14 +402,14 @@ class PythonTool(Restarted, Tool):
             self.executor.end_session((self._owner, session))
 
     def close(self) -> None:
-        """End all interpreters of this tool; others in a shared service stay."""
+        """End all interpreters of this tool, but no others of a shared service."""
         for session in list(self._sessions):
             self.end_session(session)
         self.executor.close()
 
 
 class PythonInterpreter(ToolTransform):
-    r"""Runs the Python code blocks of the model's turn; each is answered by a message.
+    r"""Runs the Python code blocks of the model's turn, and answers each block with a message.
 
     Blocks are fenced and labelled ``python``, ``py`` or similar (see ``python_blocks``); a turn
     without blocks is left unchanged. The answer to a block contains its number, its status and its
@@ -418,22 +420,22 @@ class PythonInterpreter(ToolTransform):
             role ``tool_name``.
         tool_name: role of the appended messages.
         persistent: keep one interpreter per conversation, so that names persist between blocks and
-            turns; it ends with the conversation. Otherwise each block gets a fresh one, and the
-            blocks of a turn run in parallel.
+            turns; it ends with the conversation. Otherwise each block gets a fresh interpreter, and
+            the blocks of a turn run in parallel.
         timeout: time limit of a block in seconds.
         services: ``"ray"`` runs the code in one service for the whole cluster; ``None`` runs it in
             this process's service.
-        service_name: name of that service.
-        namespace: Ray namespace of that service.
-        sandbox: sandbox or its kind; by default the strongest one of the machine. Not with
-            ``services``.
+        service_name: name of the Ray service.
+        namespace: Ray namespace of the service.
+        sandbox: a sandbox or its kind; by default the strongest sandbox of the machine. Cannot be
+            combined with ``services``.
         limits: limits of each run, see :class:`~torchrl_llm.sandbox.Limits`.
         kind: ``"action"`` if running code is the model's action in a step.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Raises:
-        ConfigError: an unknown service, or settings that would have no effect.
-        TemplateError: the tokenizer's template drops or rejects the output of code.
+        ConfigError: for an unknown service, or settings that would have no effect.
+        TemplateError: when the tokenizer's template drops or rejects the output of code.
 
     Example:
         >>> from tensordict import TensorDict
@@ -492,10 +494,10 @@ class PythonInterpreter(ToolTransform):
         return next(iter(self.tools.values())).code_timeout
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-        """The answers to the code blocks, one per block.
+        """Return the answers to the code blocks, one per block.
 
         Args:
-            results: in the order of the blocks.
+            results: results in the order of the blocks.
         """
         return [
             {"role": self.tool_name, "content": _answer(result), "name": result.call.tool}

@@ -1,9 +1,9 @@
-"""Shell for a model: :class:`ShellTool`, and :class:`ShellTransform` for rows that bring files.
+"""A shell for models: :class:`ShellTool`, and :class:`ShellTransform` for rows with files.
 
 Each conversation has its own sandbox with a persistent bash (:mod:`torchrl_llm.sandbox.shell`):
 files, working directory and variables persist between calls and end with the conversation.
 
-Next: :mod:`torchrl_llm.envs.datasets.repairs` is a task.
+Next: :mod:`torchrl_llm.envs.datasets.repairs` is a task with this shell.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ from torchrl_llm.tools.tool_call import ToolCall, ToolOutput
 from torchrl_llm.tools.tool_transform import ToolTransform
 
 FILES = "files"
-"""Column of a row: path to text, the files of its working directory."""
-# Most bytes of an answer of the sandbox: output and files; each byte may become "\u0000".
+"""Column with the files of a row's working directory: maps a path to a text."""
+# Largest number of bytes of an answer of the sandbox (output and files); each byte may be written
+# as "\u0000".
 _ANSWER_BYTES = 1 << 20
 # Time limit for ending all processes of a command.
 _STOP_S = 6.0
@@ -66,16 +67,18 @@ class ShellTool(Restarted, Tool):
 
     Standard output and errors are combined, as in a terminal; standard input is empty. If a command
     times out or ends its shell, the result says so; the next command gets a fresh shell with the
-    same files, and background processes are ended. If a command ends the whole session (by its
-    memory, for example), only the files of the row are kept, in their state after the last command.
+    same files, and background processes are ended. If a command ends the whole session (for example
+    because of the memory limit), only the files of the row are kept, as they were after the last
+    command.
 
     Args:
         timeout: time limit of a command in seconds.
-        sandbox: sandbox or its kind; by default the strongest one of the machine. It needs bash,
-            which an image may lack.
-        limits: limits of each session; ``output_bytes`` limits the output that the model reads of a
-            command; the middle of a longer output is left out.
-        max_sessions: most persistent shells; above it the least recently used one is ended.
+        sandbox: a sandbox or its kind; by default the strongest sandbox of the machine. It needs
+            bash; a container image may lack it.
+        limits: limits of each session; ``output_bytes`` limits the output of a command that the
+            model reads; the middle of a longer output is left out.
+        max_sessions: largest number of persistent shells. If there are more, the least recently
+            used shell is ended.
 
     Raises:
         ConfigError: an invalid number, or ``limits`` with a sandbox that has its own.
@@ -131,7 +134,7 @@ class ShellTool(Restarted, Tool):
         self._files: dict[int | None, dict[str, str | None]] = {}
 
     def run(self, call: ToolCall) -> ToolOutput:
-        """Run the command; every outcome is a result."""
+        """Run the command; every outcome is returned as a result."""
         command, session = call.args["command"], call.session
         if "\0" in command:
             return ToolOutput("A command cannot hold the character NUL.", "ValueError")
@@ -163,7 +166,7 @@ class ShellTool(Restarted, Tool):
         return ToolOutput(text + said, error, exit_code=code, truncated=bool(left_out))
 
     def _over(self, result: Mapping[str, Any], session: int | None) -> ToolOutput:
-        """Text for the model if the sandbox did not answer; the session is ended."""
+        """End the session, and return a text for the model, if the sandbox did not answer."""
         self.executor.end_session((self._owner, session))
         if result["status"] in ("sandbox_error", "error"):
             # The message is about the machine (no bash, for example), so it is not useful to the
@@ -178,14 +181,15 @@ class ShellTool(Restarted, Tool):
         return ToolOutput(said, "SessionEnded", exit_code=result["returncode"])
 
     def files(self, session: int | None) -> Mapping[str, str | None] | None:
-        """The files of a conversation's row, in their state after its last command.
+        """Return the files of a conversation's row, as they are after its last command.
 
         Args:
             session: its ``traj_id``.
 
         Returns:
-            Path to text; the value is ``None`` for a file that is gone (or not a text of at most 64
-            KiB). ``None`` if the conversation has made no call.
+            Maps a path to a text. The value is ``None`` for a file that was deleted or is not a
+            text of at most 64 KiB. ``None`` instead of the mapping if the conversation has made no
+            call.
         """
         return self._files.get(session)
 
@@ -201,13 +205,13 @@ class ShellTool(Restarted, Tool):
 
 
 class ShellTransform(ToolTransform):
-    """A shell with the files of the row: its working directory starts with the column ``files``.
+    """A shell with the files of the row: the column ``files`` fills the working directory.
 
     After each step, the column holds the current files, so a reward can read them and a resumed run
     continues with them. A cell is a mapping of paths to texts.
 
     Args:
-        shell: the tool; one with default limits if not given.
+        shell: the tool; by default a tool with default limits.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
 
     Example:
@@ -242,13 +246,13 @@ class ShellTransform(ToolTransform):
 
 
 def _files_of(row: TensorDictBase | None) -> dict[str, str | None]:
-    """The files of a row."""
+    """Return the files of a row."""
     found = None if row is None else row.get(FILES, None)
     return {} if found is None else dict(found.data)
 
 
 def _read(result: Mapping[str, Any]) -> dict[str, Any] | None:
-    """The answer of the program in the sandbox, or ``None``."""
+    """Read the answer of the program in the sandbox, or ``None``."""
     if result["status"] != "ok":
         return None
     try:

@@ -1,4 +1,4 @@
-"""TorchRL's tool interface with one method: it takes a text and returns answers.
+"""TorchRL's tool interface with one method, which takes a text and returns answers.
 
 :class:`ToolTransformBase` is for code that parses the model's text itself. For new code use
 :class:`~torchrl_llm.tools.ToolTransform`, which handles calls, schemas, time limits and failures.
@@ -32,7 +32,7 @@ class ParseResult(TypedDict):
 
 
 class LLMToolParser(Protocol):
-    """A function from a text to a :class:`ParseResult`; every tool transform accepts it."""
+    """A function that converts a text to a :class:`ParseResult`; a parser for all transforms."""
 
     def __call__(self, response: str | Mapping[str, Any]) -> ParseResult:
         """Extract the calls from a text."""
@@ -40,7 +40,7 @@ class LLMToolParser(Protocol):
 
 
 class ToolTransformBase(ToolTransform):
-    """Appends the answers of :meth:`_process_batch_item` to a turn; a subclass defines it.
+    """Appends answers to a turn; a subclass computes them in :meth:`_process_batch_item`.
 
     The base class writes the columns. An exception of the subclass ends the step, because it is a
     programming error and not an answer to the model.
@@ -73,7 +73,7 @@ class ToolTransformBase(ToolTransform):
             )
 
     def _process_batch_item(self, content: str, index: int) -> list[str] | None:
-        """The answers to a turn, in order.
+        """Return the answers to a turn, in order.
 
         Args:
             content: text of the model.
@@ -85,11 +85,11 @@ class ToolTransformBase(ToolTransform):
         raise NotImplementedError(f"{type(self).__name__} must write _process_batch_item")
 
     def _format_result(self, result: str) -> str:
-        """The text of a message for an answer; by default the answer itself."""
+        """Return the text of a message for an answer; by default the answer itself."""
         return result
 
     def _found(self, message: Any) -> Calls:
-        """No calls for other transforms to answer."""
+        """Return no calls, so that no other transform answers."""
         return []
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:

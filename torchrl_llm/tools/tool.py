@@ -1,11 +1,11 @@
-"""Base class of tools: a name, a schema of arguments, and :meth:`Tool.run`.
+"""The base class of tools: a name, a schema of arguments, and :meth:`Tool.run`.
 
-A tool does not handle conversations, batches, time limits or threads. The executor passes it each
-:class:`~torchrl_llm.tools.tool_call.ToolCall`, several in parallel from different threads, and
-turns every outcome into data.
+A tool does not handle conversations, batches, time limits or threads. The executor passes each
+:class:`~torchrl_llm.tools.tool_call.ToolCall` to the tool, several in parallel from different
+threads, and records every outcome as data.
 
-Next: :mod:`torchrl_llm.tools.executor` runs them,
-:mod:`torchrl_llm.tools.tool_transform` brings them into an environment.
+Next: :mod:`torchrl_llm.tools.executor` runs tools; :mod:`torchrl_llm.tools.tool_transform` uses
+tools in an environment.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ class Tool(ABC):
     Attributes:
         name: name of the tool for the model.
         description: description for the model.
-        parameters: JSON schema of its arguments, an object.
-        kind: ``"auxiliary"`` calls are part of thinking: they change nothing and are not a step of
-            the environment. A call of an ``"action"`` is the model's action in this step.
+        parameters: JSON schema of the arguments, an object.
+        kind: ``"auxiliary"``: calls are part of thinking; they change nothing and are not a step of
+            the environment. ``"action"``: a call is the model's action in this step.
         stateful: whether a call may depend on earlier calls of the same conversation. Such calls,
-            and all actions, run one after the other in the order of the text; all others run in
-            parallel.
-        timeout: time limit of a call in seconds; ``None`` for the executor's. A tool with its own
-            limit sets this slightly higher, so that its own limit reports the cause.
+            and all actions, run one after the other in the order of the text; all other calls run
+            in parallel.
+        timeout: time limit of a call in seconds; ``None`` for the time limit of the executor. A
+            tool with its own limit sets this slightly higher, so that its own limit reports the
+            cause.
 
     Example:
         >>> class Shout(Tool):
@@ -61,8 +62,8 @@ class Tool(ABC):
     def run(self, call: ToolCall) -> str | ToolOutput:
         """Run a call.
 
-        Called from several threads at once. An exception becomes the error of the result; the
-        arguments have been checked against ``parameters``.
+        The method is called from several threads at once. The arguments have been checked against
+        ``parameters``. If it raises, the result has the exception as its error.
 
         Args:
             call: the call.
@@ -73,7 +74,7 @@ class Tool(ABC):
 
     @property
     def schema(self) -> dict[str, Any]:
-        """The tool as chat templates expect it (a function with name, description, parameters)."""
+        """The tool in the form of chat templates (function with name, description, parameters)."""
         function = {
             "name": self.name,
             "description": self.description,
@@ -83,13 +84,13 @@ class Tool(ABC):
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """Schema for the check of arguments (``parameters``, or something stricter)."""
+        """Schema for the check of arguments (``parameters``, or a stricter schema)."""
         return self.parameters
 
     def start(self) -> None:
         """Prepare the tool (start a server, a browser); called before the first call.
 
-        It is called again if the tool is used after :meth:`close`.
+        The method is called again if the tool is used after :meth:`close`.
         """
 
     def end_session(self, session: int) -> None:
@@ -104,10 +105,10 @@ class Tool(ABC):
 
 
 class Restarted:
-    """Base of objects that are copied or pickled without their processes, threads and connections.
+    """Base class of objects that are copied or pickled without their processes and connections.
 
-    The copy starts its own. A subclass names these attributes and creates them in :meth:`_begin`,
-    which its constructor calls.
+    The copy starts its own processes, threads and connections. A subclass names these attributes
+    and creates them in :meth:`_begin`; its constructor calls this method.
     """
 
     _own: ClassVar[tuple[str, ...]]
@@ -124,15 +125,18 @@ class Restarted:
 
 
 class FunctionTool(Tool):
-    """A Python function as a tool; it runs in the trainer's process, so you must trust it.
+    """A Python function as a tool; it runs in the trainer's process, so use only trusted functions.
 
     Args:
-        function: with type hints and a Google-style docstring, from which the schema is derived.
+        function: function with type hints and a Google-style docstring; the schema is derived from
+            them.
         kind: see :class:`Tool`.
-        schema: schema in the form of OpenAI, Anthropic or MCP, if the signature does not define it.
+        schema: schema in the form of OpenAI, Anthropic or MCP, if the signature does not define the
+            schema.
 
     Raises:
-        ConfigError: neither ``schema`` nor the function's signature and docstring describe it.
+        ConfigError: when neither ``schema`` nor the function's signature and docstring describe the
+            arguments.
 
     Example:
         >>> def add(a: int, b: int) -> int:
@@ -170,7 +174,7 @@ class FunctionTool(Tool):
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """``parameters``, closed if the function takes no other arguments."""
+        """``parameters``; unknown arguments are rejected if the function does not take them."""
         return closed_schema(self.parameters, self.function)
 
     def run(self, call: ToolCall) -> str | ToolOutput:
@@ -183,9 +187,9 @@ class ToolDescription(NamedTuple):
     """The parts of a tool's schema; ``None`` if missing.
 
     Attributes:
-        name: what the model calls it.
-        description: what the model reads about it.
-        parameters: JSON schema of its arguments, or a schema per argument by name.
+        name: name of the tool for the model.
+        description: description of the tool for the model.
+        parameters: JSON schema of the arguments, or a dict with a schema per argument.
     """
 
     name: str | None
@@ -204,8 +208,8 @@ def read_schema(schema: Mapping[str, Any]) -> ToolDescription:
 
     Args:
         schema: ``{"type": "function", "function": {...}}``, as OpenAI writes it;
-            ``{"name", "description", "parameters"}``, as in TorchRL; with ``input_schema`` or
-            ``inputSchema``, as in Anthropic and MCP; or only the schema of the arguments.
+            ``{"name", "description", "parameters"}``, as in TorchRL; the same with ``input_schema``
+            (Anthropic) or ``inputSchema`` (MCP); or only the schema of the arguments.
 
     Example:
         >>> read_schema({"type": "function", "function": {"name": "add", "description": "Adds."}})
@@ -227,7 +231,7 @@ def read_schema(schema: Mapping[str, Any]) -> ToolDescription:
 
 
 def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -> Mapping[str, Any]:
-    """Make a schema reject unknown arguments if the function would, too.
+    """Make a schema reject unknown arguments, if the function would also reject them.
 
     Args:
         parameters: JSON schema of the arguments.
@@ -247,8 +251,8 @@ def closed_schema(parameters: Mapping[str, Any], function: Callable[..., Any]) -
 def as_text(value: Any) -> str:
     """Convert any value to a text for the model.
 
-    Strings are unchanged and bytes are decoded; dicts, lists, ``None`` and bools become JSON;
-    everything else becomes its ``str``.
+    Strings are unchanged, and bytes are decoded. Dicts, lists, ``None`` and bools are written as
+    JSON. All other values are converted with ``str``.
 
     Example:
         >>> as_text({"sum": 3}), as_text(2.5), as_text(True)
@@ -274,7 +278,7 @@ def as_output(value: Any) -> ToolOutput:
 
 
 def failure(error: BaseException) -> ToolOutput:
-    """Output for an exception of a tool, with its type as the error name.
+    """Make the output for an exception of a tool; the error name is the type of the exception.
 
     Example:
         >>> failure(ValueError("no such file"))[:2]
@@ -289,7 +293,7 @@ def failure(error: BaseException) -> ToolOutput:
 
 
 def no_answer(error: str, text: str, exit_code: int | None = None) -> ToolOutput:
-    """Output for a tool that did not answer.
+    """Make the output for a tool that did not answer.
 
     Args:
         error: name of the error.

@@ -2,7 +2,8 @@
 
 Parsers create a :class:`ToolCall` from the model's text, a tool (:mod:`torchrl_llm.tools.tool`)
 returns a :class:`ToolOutput`, and the executor combines both into a :class:`ToolResult`, which is
-stored with the conversation. A failed call is such a record too, never an exception.
+stored with the conversation. A failed call is also recorded as a result; it never raises an
+exception.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class ToolCall:
 
     Args:
         tool: name of the tool.
-        args: its arguments by name.
-        tag: the model's label for the call; the result repeats it.
+        args: arguments by name.
+        tag: the model's label for the call; the result repeats the label.
         id: id of the call, for templates that refer to it in the result.
         session: ``traj_id`` of the conversation, for tools that keep state within a conversation;
             set by the transform.
@@ -42,14 +43,14 @@ class ToolCall:
 
 
 class ToolOutput(NamedTuple):
-    """Return value of a tool if a string is not enough.
+    """The return value of a tool, if a string is not enough.
 
     Attributes:
         content: text for the model.
         error: name of the error (``"TimeoutError"``), empty on success.
         exit_code: exit status if a process ran; negative for the signal that killed it.
-        truncated: whether content was cut.
-        failure: exception of the tool, or the fact that it did not answer; ``None`` if it answered,
+        truncated: whether ``content`` was cut.
+        failure: an exception, if the tool raised or did not answer; ``None`` if the tool answered,
             even with an error that the model caused.
     """
 
@@ -62,7 +63,7 @@ class ToolOutput(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """A call and its result, also if the call could not be run.
+    """A call and its result, even if the call could not be run.
 
     Args:
         call: the call; the ``tool`` of a malformed call is empty.
@@ -70,7 +71,7 @@ class ToolResult:
         error: name of the error, empty on success: ``"MalformedCall"``, ``"UnknownTool"``,
             ``"InvalidArguments"``, ``"ToolTimeout"``, ``"TooManyCalls"``, ``"CutResponse"`` (the
             response was cut), ``"NotRun"`` (after a call of the same turn that failed or did not
-            end), or the name of the tool's exception.
+            end), or the type of the tool's exception.
         seconds: wall-clock time of the call.
         exit_code: see :class:`ToolOutput`.
         truncated: whether ``content`` was cut to the limit.
@@ -87,11 +88,11 @@ class ToolResult:
 
     @property
     def ok(self) -> bool:
-        """Whether the call went well."""
+        """Whether the call succeeded."""
         return not self.error
 
     def record(self) -> dict[str, Any]:
-        """The facts of the call as plain data, without the text for the model.
+        """Return the facts of the call as plain data, without the text for the model.
 
         ``"failure"`` is present if the tool itself failed.
         """

@@ -1,6 +1,6 @@
 """TorchRL's interface for services and plain functions as tools, and its transforms.
 
-A service is an object with a name that is called with keywords and returns a dict.
+A service is an object with a name. It is called with keyword arguments and returns a dict.
 :class:`ServiceTool` turns it into a :class:`~torchrl_llm.tools.tool.Tool`. Use ``Tool`` for new
 code, because its interface is richer.
 """
@@ -34,14 +34,13 @@ _TYPES = {
 
 @runtime_checkable
 class ToolService(Protocol):
-    """An object with a name that takes keywords and returns a dict.
+    """An object with a name that takes keyword arguments and returns a dict.
 
     Attributes:
-        name: what the model calls it.
-        schema_in: its arguments: a JSON schema of an object, or of each argument by name, or a
-            Python type of each; or a whole description of the tool in the
-            form of OpenAI, Anthropic or MCP.
-        schema_out: description of its result, for people.
+        name: name of the tool for the model.
+        schema_in: the arguments: a JSON schema of an object, a JSON schema or a Python type per
+            argument, or a whole description of the tool in the form of OpenAI, Anthropic or MCP.
+        schema_out: description of the result, for people.
     """
 
     name: str
@@ -60,7 +59,7 @@ class ToolRegistry:
         services: initial services.
 
     Raises:
-        ConfigError: two services with one name.
+        ConfigError: for two services with the same name.
 
     Example:
         >>> class Echo:
@@ -81,7 +80,8 @@ class ToolRegistry:
         """Add a service.
 
         Raises:
-            ConfigError: it has no name or cannot be called, or its name is taken.
+            ConfigError: when the service has no name or cannot be called, or when its name is
+                already used.
         """
         name = getattr(service, "name", None)
         if not isinstance(name, str) or not name or not callable(service):
@@ -96,7 +96,7 @@ class ToolRegistry:
         """Look up a service by name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: when there is no such service.
         """
         if name not in self._services:
             hint = did_you_mean(name, self._services)
@@ -116,7 +116,7 @@ class ToolRegistry:
 class RowState(Mapping):
     """The calling row with a dict-like interface; it wraps a locked tensordict.
 
-    Other attributes are those of the tensordict. Writing raises.
+    All other attributes are the attributes of the tensordict. Writing raises an error.
 
     Args:
         row: the row after the policy; ``None`` outside an environment.
@@ -153,13 +153,13 @@ class RowState(Mapping):
 
 
 class ServiceTool(Tool):
-    """A service, or any function of keywords, as a tool.
+    """A service, or any function with keyword arguments, as a tool.
 
     Args:
         function: the function.
-        name: what the model calls it.
+        name: name of the tool for the model.
         parameters: JSON schema of its arguments.
-        description: what the model reads about it.
+        description: description of the tool for the model.
         pass_state: pass the calling row as ``_state``, if the function takes it.
         stateful: see :class:`~torchrl_llm.tools.tool.Tool`.
 
@@ -198,7 +198,7 @@ class ServiceTool(Tool):
 
     @property
     def argument_schema(self) -> Mapping[str, Any]:
-        """``parameters``, closed where the function takes no other arguments."""
+        """``parameters``; unknown arguments are rejected if the function does not take them."""
         return closed_schema(self.parameters, self.function)
 
     def __call__(self, **kwargs: Any) -> Any:
@@ -212,7 +212,7 @@ class ServiceTool(Tool):
 
 
 def _told(schema: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The schema of the tool ``name`` as arguments of :class:`ServiceTool`."""
+    """Convert the schema of the tool ``name`` to arguments of :class:`ServiceTool`."""
     told = read_schema(schema)
     if told.name not in (None, name):
         raise ConfigError(f"the schema of the tool {name!r} is one of {told.name!r}: name it alike")
@@ -224,8 +224,8 @@ def json_schema(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Convert a service's ``schema_in`` to a JSON schema.
 
     Args:
-        arguments: a JSON schema of an object; or argument names to a schema, a Python type or the
-            name of a JSON type. In the second form all arguments are required.
+        arguments: a JSON schema of an object; or a dict that maps argument names to a schema, a
+            Python type or the name of a JSON type. In the second form all arguments are required.
 
     Example:
         >>> json_schema({"n": int})["properties"], json_schema({"n": int})["required"]
@@ -238,7 +238,7 @@ def json_schema(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def signature_schema(function: Callable[..., Any]) -> dict[str, Any]:
-    """The JSON schema of a function's arguments, derived from its signature only.
+    """Derive the JSON schema of a function's arguments from its signature only.
 
     Example:
         >>> signature_schema(lambda a, b=2.0: a)["required"]
@@ -276,24 +276,24 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
 
 
 class SimpleToolTransform(ToolTransform):
-    r"""A :class:`~torchrl_llm.tools.ToolTransform` from plain functions.
+    r"""A :class:`~torchrl_llm.tools.ToolTransform` with plain functions as tools.
 
-    Calls are written ``<tool>name\n{"argument": value}</tool>`` by default.
+    By default, calls have the form ``<tool>name\n{"argument": value}</tool>``.
 
     Args:
-        tools: name to function; it is called with the arguments as keywords.
-        tool_schemas: name to schema, if the signature is not enough: a schema of the arguments, or
-            a whole description in the form of OpenAI, Anthropic or MCP.
-        parser: a different form of calls.
+        tools: maps a name to a function; the function is called with keyword arguments.
+        tool_schemas: maps a name to a schema, if the signature is not enough: a schema of the
+            arguments, or a whole description in the form of OpenAI, Anthropic or MCP.
+        parser: parser for a different form of calls.
         tool_call_pattern: a regular expression with two groups, name and JSON arguments, instead of
             a parser.
-        tool_name: role of the results.
+        tool_name: role of the appended messages.
         timeout: time limit of a call in seconds.
         kwargs: further arguments of the base class.
 
     Raises:
-        ConfigError: both parser and pattern; a schema for a tool that does not exist, or a schema
-            with a different tool name.
+        ConfigError: when both parser and pattern are given, when a schema belongs to no tool, or
+            when a schema has a different tool name.
 
     Example:
         >>> transform = SimpleToolTransform({"add": lambda a, b: {"sum": a + b}})
@@ -337,7 +337,7 @@ class ExecuteToolsInOrder(ToolTransform):
     Args:
         registry: the services.
         parser: parser of calls.
-        stop_on_error: skip the calls after a failed one.
+        stop_on_error: skip the calls after a failed call.
         pass_state_to_tools: pass ``_state``, the calling row (a dict-like ``RowState``), to
             services that take this keyword.
         kwargs: further arguments of :class:`~torchrl_llm.tools.ToolTransform`.
@@ -376,12 +376,12 @@ class ExecuteToolsInOrder(ToolTransform):
         )
 
     def _found(self, message: Any) -> Calls:
-        """The calls, including calls of services that were registered later."""
+        """Return the calls, including calls of services that were registered later."""
         self._add_services()
         return super()._found(message)
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-        """One message with the results of all calls."""
+        """Return one message with the results of all calls."""
         lines = ["<tool_results>"]
         for number, result in enumerate(results, start=1):
             name = result.call.tool or "a call"

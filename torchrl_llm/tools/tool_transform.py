@@ -1,10 +1,10 @@
-"""Transform that brings tools into an environment.
+"""A transform that adds tools to an environment.
 
 :class:`ToolTransform` parses the calls in the model's turn, runs them with an executor and appends
-the results to the conversation. Tools, parser and executor can be exchanged.
+the results to the conversation. Tools, parser and executor are replaceable.
 
-Next: :mod:`~torchrl_llm.tools.tool` for your own tool, :mod:`~torchrl_llm.tools.call_parsers` for
-forms of calls.
+Next: :mod:`~torchrl_llm.tools.tool` has the base class for your own tools,
+:mod:`~torchrl_llm.tools.call_parsers` has the forms of calls.
 
 Shape legend: ``B`` rows.
 """
@@ -45,32 +45,35 @@ _CUT_ANSWER = "No tool was called: your answer was cut before its end."
 class ToolTransform(Transform):
     """Runs the tool calls of a conversation.
 
-    At each step, the calls in every row's turn are run, in parallel for different rows. One message
-    per call is appended to ``("next", <input mode>, "prompt")``, the next prompt of the model.
-    Sampled tokens are never encoded again, and tokens of results have the source ``TOOL``, so they
-    are not trained. Rows that are done or not stepped, and rows without a call, are left unchanged.
+    At each step, the transform runs the calls in the turn of every row, in parallel for different
+    rows. It appends one message per call to ``("next", <input mode>, "prompt")``, the next prompt
+    of the model. Sampled tokens are never encoded again. Tokens of results have the source
+    ``TOOL``, so they are not trained. Rows that are done or not stepped, and rows without a call,
+    are left unchanged.
 
-    It writes these keys under ``("next", "tools")``, with zeros at reset:
+    The transform writes these keys under ``("next", "tools")``, with zeros at reset:
 
     - ``"calls"``: a column of tuples, the
       :meth:`~torchrl_llm.tools.tool_call.ToolResult.record` of each call of this turn;
     - ``"num_calls"``, ``"num_failed"``: int64 ``[B]``;
-    - ``"auxiliary"``: bool ``[B, 1]``, this turn was only thinking: it called tools, but none of
-      kind ``"action"``. Such a turn is not a step of the environment: rewards do not score it and
-      :class:`~torchrl_llm.envs.transforms.StepCounter` does not count it;
+    - ``"auxiliary"``: bool ``[B, 1]``, whether this turn was only thinking: it called tools, but no
+      tool of kind ``"action"``. Such a turn is not a step of the environment: rewards do not score
+      it and :class:`~torchrl_llm.envs.transforms.StepCounter` does not count it;
     - ``"auxiliary_turns"``: int64 ``[B]``, the number of such turns since the last step.
 
-    ``"env_step"`` does not count such a turn: the turn has the number of the step that it prepares.
+    ``"env_step"`` does not count an auxiliary turn: the turn has the number of the step that it
+    prepares.
 
-    A failed call gets an error message as its result: the tool raised or timed out, its name is
-    unknown, its arguments are invalid, or the call is malformed. No failure raises. For failures of
-    a tool itself, the log shows the first of each kind with traceback and row. Calls in a truncated
-    response (``("tokens", "finish_reason")`` is ``LENGTH`` or ``ABORT``) are not run, because the
-    rest of the turn is missing; the result says so, and the turn is a step.
+    A failed call gets an error message as its result. A call fails if the tool raises or times out,
+    if its name is unknown, if its arguments are invalid, or if the call is malformed. No failure
+    raises an exception. If a tool itself fails, the log shows the first failure of each kind with
+    traceback and row. Calls in a truncated response (``("tokens", "finish_reason")`` is ``LENGTH``
+    or ``ABORT``) are not run, because the rest of the turn is missing; the result says so, and the
+    turn is a step.
 
     Append it before rewards and step counters. Tools start at the first call and close with the
-    environment (``env.close()``). An environment can have several of these transforms; the one that
-    has the tool answers a call, so tool names must be unique.
+    environment (``env.close()``). An environment can have several of these transforms. The
+    transform that has the tool answers the call, so tool names must be unique.
 
     Args:
         tools: tools, or functions with type hints and a Google-style docstring.
@@ -80,16 +83,17 @@ class ToolTransform(Transform):
         tool_name: role of the appended messages.
         timeout: time limit of a call in seconds, for tools without their own limit.
         max_concurrency: number of parallel calls.
-        max_calls: most calls of one turn that are run; the others get one common answer.
-        max_result_chars: most characters of a result.
-        max_auxiliary_turns: most turns that only call auxiliary tools between two steps of the
-            environment. After that, calls are rejected and the turn is a step, so no episode runs
-            forever.
+        max_calls: largest number of calls of one turn that are run; the other calls get one common
+            answer.
+        max_result_chars: largest number of characters of a result.
+        max_auxiliary_turns: largest number of turns between two steps of the environment that only
+            call auxiliary tools. After that, calls are rejected and the turn is a step, so that no
+            episode runs forever.
         accept_cut: run the calls of a response that was truncated by its length.
 
     Raises:
-        ConfigError: for tools that cannot be described, duplicate names, or invalid numbers; when
-            it is appended, also for a tool name of a different transform.
+        ConfigError: for tools that cannot be described, duplicate names, or invalid numbers. When
+            the transform is appended, also for a tool name of a different transform.
 
     Example:
         >>> from torchrl_llm.envs import ChatEnv
@@ -212,13 +216,13 @@ class ToolTransform(Transform):
         return self.parent.mode
 
     def _calls(self, message: Any) -> Calls:
-        """The calls of a turn that this transform must answer."""
+        """Return the calls of a turn that this transform must answer."""
         found = self._found(message)
         earlier, later = self._beside()
         if not earlier and not later:
             return found
-        # Other transforms may find the same calls and have a tool that this one lacks. If none has
-        # the tool, the first transform that finds the call answers it.
+        # Other transforms may find the same calls and have a tool that this transform lacks. If
+        # none has the tool, the first transform that finds the call answers it.
         theirs = [(other, other._found(message)) for other in (*earlier, *later)]
         known = {_sign(c) for other, calls in theirs for c in calls if _sign(c) in other.tools}
         first = {_sign(call) for _, calls in theirs[: len(earlier)] for call in calls}
@@ -227,15 +231,15 @@ class ToolTransform(Transform):
         ]
 
     def _found(self, message: Any) -> Calls:
-        """All calls that the parser finds in a turn."""
+        """Return all calls that the parser finds in a turn."""
         schemas = {name: tool.parameters for name, tool in self.tools.items()}
         try:
             return [_whole(call) for call in self.parser.parse(message, schemas)]
-        except Exception as error:  # no text of a model may end the batch
+        except Exception as error:  # a text of a model must not end the batch
             return [BrokenCall(f"{type(error).__name__}: {error}")]
 
     def _beside(self) -> tuple[list[ToolTransform], list[ToolTransform]]:
-        """The other tool transforms of the environment: those before and those after this one."""
+        """Return the other tool transforms of the environment: before and after this transform."""
         stack = getattr(self.container, "transform", None)
         found = [t for t in stack if isinstance(t, ToolTransform)] if _is_stack(stack) else [self]
         place = next(at for at, transform in enumerate(found) if transform is self)
@@ -267,7 +271,7 @@ class ToolTransform(Transform):
         return not (reason.whole or (reason.cut and self.accept_cut))
 
     def _refusal(self, calls: Calls, allowed: int, *, cut: bool) -> list[ToolResult]:
-        """One answer to all calls above the limit, or in a truncated response."""
+        """Return one answer to all calls above the limit, or in a truncated response."""
         if not calls:
             return []
         first = calls[0] if isinstance(calls[0], ToolCall) else ToolCall("")
@@ -282,10 +286,10 @@ class ToolTransform(Transform):
         return [ToolResult(first, text, error="TooManyCalls")]
 
     def result_messages(self, results: Sequence[ToolResult]) -> list[dict[str, Any]]:
-        """The messages with the results of the calls of a turn.
+        """Return the messages with the results of the calls of a turn.
 
         Args:
-            results: at least one, in the order of the calls.
+            results: at least one result, in the order of the calls.
 
         Returns:
             By default a message per call, with role ``tool_name``, and the tool's ``name`` and the
@@ -312,7 +316,7 @@ class ToolTransform(Transform):
         results: Sequence[Sequence[ToolResult]],
         turns: Turns,
     ) -> None:
-        before = next_td.get("tools", None)  # of another transform, in this step
+        before = next_td.get("tools", None)  # written by a different transform in this step
         num_before = [0] * len(results) if before is None else before.get("num_calls").tolist()
         was = [True] * len(results)
         records: list[tuple] = [()] * len(results)
@@ -363,7 +367,7 @@ class ToolTransform(Transform):
         return tensordict_reset
 
     def transform_observation_spec(self, observation_spec: Composite) -> Composite:
-        """Adds the ``"tools"`` node."""
+        """Add the ``"tools"`` node."""
         size, device = observation_spec.shape, observation_spec.device
         counts = {name: Unbounded(shape=size, dtype=torch.int64, device=device) for name in _COUNTS}
         observation_spec["tools"] = Composite(
@@ -380,10 +384,10 @@ def as_tool(tool: Tool | Callable[..., Any] | str) -> Tool:
     """Convert a tool, a tool class, a function, or the name of one of these to a tool.
 
     Args:
-        tool: a name is a registered one or ``"module:name"``.
+        tool: the object; a name is a registered name or ``"module:name"``.
 
     Raises:
-        ConfigError: it is none of these, or cannot be described.
+        ConfigError: when the object is none of these, or cannot be described.
     """
     tool = find("tools", tool) if isinstance(tool, str) else tool
     if isinstance(tool, Tool):
@@ -404,10 +408,10 @@ class Turns(NamedTuple):
         messages: message of the model in each row, or ``None``.
         stepped: rows that are stepped.
         active: rows that are stepped and not done.
-        sessions: ``traj_id`` of each.
-        thought: number of auxiliary turns of each since the last step of the environment.
+        sessions: ``traj_id`` of each row.
+        thought: number of auxiliary turns of each row since the last step of the environment.
         finish: how each response ended.
-        rows: function from an index to the row after the policy.
+        rows: function that takes an index and returns the row after the policy.
     """
 
     messages: Sequence[Any]
@@ -420,7 +424,7 @@ class Turns(NamedTuple):
 
     @classmethod
     def of(cls, td: TensorDictBase, next_td: TensorDictBase, messages: Sequence[Any]) -> Turns:
-        """The rows of a step.
+        """Read the rows of a step.
 
         Args:
             td: rows after the policy.
@@ -463,12 +467,12 @@ def _tell(results: Sequence[Sequence[ToolResult]], turns: Turns) -> None:
 
 
 def _sign(call: ToolCall | BrokenCall) -> str:
-    """Key for comparing the findings of two parsers: the tool, or the error."""
+    """Return a key for comparing the calls that two parsers found: the tool, or the error."""
     return call.tool if isinstance(call, ToolCall) else call.problem
 
 
 def _whole(call: ToolCall | BrokenCall) -> ToolCall | BrokenCall:
-    """The call without lone surrogates, which JSON can contain but other code cannot handle."""
+    """Remove lone surrogates from a call; JSON can contain them, other code cannot."""
     if isinstance(call, BrokenCall):
         return call
     try:
@@ -501,7 +505,7 @@ def _node(
     counts: Mapping[str, Sequence[int]],
     auxiliary: Sequence[bool],
 ) -> TensorDict:
-    """The node that :class:`ToolTransform` writes for the rows of a tensordict."""
+    """Return the node that :class:`ToolTransform` writes for the rows of a tensordict."""
     node = TensorDict(batch_size=td.batch_size, device=td.device)
     node.set("calls", Column.of(calls))
     for name, values in counts.items():

@@ -1,4 +1,4 @@
-"""Shows rollouts: an HTML page for a browser, and a row in the terminal."""
+"""Shows rollouts in an HTML page, and a single row in the terminal."""
 
 from torchrl_llm._imports import lazy
 

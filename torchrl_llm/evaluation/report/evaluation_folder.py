@@ -1,7 +1,7 @@
-"""Folder of an evaluation as ``view`` shows it: its title, its tables and its answers.
+"""Reads the folder of an evaluation for ``view``: title, tables and answers.
 
 The recipe ``evaluate`` writes the folder; :mod:`torchrl_llm.evaluation.report.two_runs` compares
-two of them.
+two folders.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ Records = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRecord:
-    """What an evaluation has written.
+    """The content of an evaluation's folder.
 
     Attributes:
-        folder: of the evaluation.
-        config: dotted key to value.
-        figures: task to name and value of each figure; lacks tasks that have not ended.
-        prompts: task and number of each prompt, to its answers as records.
-        date: local day of the newest file of answers, ``YYYY-MM-DD``.
+        folder: folder of the evaluation.
+        config: maps a dotted key to its value.
+        figures: maps a task to the name and value of each figure; tasks that have not ended are
+            missing.
+        prompts: maps the task and number of each prompt to its answers as records.
+        date: local date of the newest file of answers, ``YYYY-MM-DD``.
     """
 
     folder: Path
@@ -46,7 +47,7 @@ class EvaluationRecord:
 
     @property
     def tasks(self) -> dict[str, int]:
-        """Task to its number of prompts."""
+        """Maps a task to its number of prompts."""
         names = [task for task, _ in self.prompts]
         return {name: names.count(name) for name in dict.fromkeys(names)}
 
@@ -76,13 +77,13 @@ class EvaluationRecord:
         return [*found, Table("Figures", ["", *self.figures], rows)] if rows else []
 
     def rows(self, most: int) -> list[RowFacts]:
-        """The answers of the first prompts, at most so many."""
+        """Return the answers of the first prompts, up to a number of rows."""
         groups = ([({"task": task}, found)] for (task, _), found in self.prompts.items())
         return answer_rows(groups, most)
 
 
 def is_evaluation(folder: Path) -> bool:
-    """Whether a folder is one of an evaluation.
+    """Whether a folder is the folder of an evaluation.
 
     Args:
         folder: any path.
@@ -94,11 +95,11 @@ def read_evaluation(folder: Path, config: Mapping[str, Any]) -> EvaluationRecord
     """Read the folder of an evaluation.
 
     Args:
-        folder: with ``answers_TASK.jsonl`` and ``metrics.json``.
-        config: of the evaluation, dotted key to value.
+        folder: folder with ``answers_TASK.jsonl`` and ``metrics.json``.
+        config: configuration of the evaluation; maps a dotted key to its value.
 
     Raises:
-        DataError: it has no answers, or a file is damaged.
+        DataError: when the folder has no answers, or a file is damaged.
     """
     prompts: dict[Prompt, list[Mapping[str, Any]]] = {}
     files = [f for f in sorted(folder.glob(f"{_PREFIX}*.jsonl")) if f.stat().st_size]
@@ -129,11 +130,11 @@ def read_evaluation(folder: Path, config: Mapping[str, Any]) -> EvaluationRecord
 def answer_rows(
     groups: Iterable[Sequence[tuple[Mapping[str, str], Records]]], most: int
 ) -> list[RowFacts]:
-    """Answers as rows of the page, whole prompts as far as they fit.
+    """Return answers as rows of the page; a prompt is shown with all its answers or not at all.
 
     Args:
-        groups: for each prompt lists of its records, each list with the labels of its rows.
-        most: rows at most.
+        groups: for each prompt, lists of its records; each list comes with the labels of its rows.
+        most: largest number of rows.
     """
     rows: list[RowFacts] = []
     for number, group in enumerate(groups):
@@ -147,21 +148,21 @@ def answer_rows(
 
 
 def figure_names(results: Mapping[str, Figures]) -> list[str]:
-    """Names of the figures of all tasks, without the ends of intervals.
+    """Return the names of the figures of all tasks, without the ends of intervals.
 
     Args:
-        results: task to its figures.
+        results: maps a task to its figures.
     """
     names = dict.fromkeys(name for result in results.values() for name in result)
     return [name for name in names if name.removesuffix(LOW).removesuffix(HIGH) == name]
 
 
 def figure_text(name: str, figures: Figures) -> str:
-    """A figure with its confidence interval; empty where there is none.
+    """Format a figure with its confidence interval; empty if the task lacks the figure.
 
     Args:
-        name: of the figure.
-        figures: of a task.
+        name: name of the figure.
+        figures: figures of a task.
 
     Example:
         >>> figure_text("accuracy", {"accuracy": 0.5, "accuracy_low": 0.25, "accuracy_high": 0.75})

@@ -1,4 +1,4 @@
-"""Prints one row: its tokens with their records, and why some are not trained."""
+"""Prints one row: its tokens with their records, and why some tokens are not trained."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def explain(rows: Any, i: int, *, tokenizer: Any = None, every_token: bool = Fal
         rows: container with ``rows[i]``: a stack of rows, a list, a buffer, a ``RolloutStore``.
         i: index of the row.
         tokenizer: a fast Hugging Face tokenizer, or its name or folder; without it, ids are shown.
-        every_token: also print one line per token that was not sampled; otherwise consecutive ones
-            of one source share a line.
+        every_token: also print one line per token that was not sampled; by default consecutive
+            tokens of the same source share a line.
 
     Raises:
-        IndexError: there is no such row.
-        DataError: it has no token ids.
+        IndexError: when there is no such row.
+        DataError: when the row has no token ids.
 
     Example:
         >>> import torch
@@ -92,7 +92,7 @@ def _line(text: str) -> str:
 
 
 def _lines(facts: RowFacts, texts: list[str], every_token: bool) -> Iterator[dict[str, str]]:
-    """The cells of each line of the table by the titles of their columns."""
+    """Return the cells of each line of the table, by the titles of their columns."""
 
     def run_of(at: int) -> Any:
         return at if every_token or facts.sampled[at] else (-1, facts.source[at])
@@ -122,7 +122,7 @@ def _number(value: float) -> str:
 
 
 def _style(name: str, line: dict[str, str]) -> str:
-    """Dim where nothing was sampled; warm where it was unlikely, pushed down or masked."""
+    """Return the style: dim if not sampled; warm if unlikely, pushed down or masked."""
     if line["source"] == "source":
         return "bold"
     if line["source"] != "sampled":

@@ -1,6 +1,6 @@
 """Reads a run of language-space training for its page: policies, credit, advice and episodes.
 
-The folder is one that :class:`~torchrl_llm.langmarl.MonteCarloTrainer` writes.
+:class:`~torchrl_llm.langmarl.MonteCarloTrainer` writes the folder of the run.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ _WORD = re.compile(r"\s+|[^\s]+")
 
 
 def read_language_run(run: Path, most: int) -> dict[str, Any] | None:
-    """What the page shows of a run, as JSON; ``None`` for a run of another kind.
+    """Read the facts that the page shows, as JSON; ``None`` for a different kind of run.
 
     Args:
-        run: its folder.
-        most: most episodes; each iteration shows its first ones.
+        run: folder of the run.
+        most: largest number of episodes; each iteration shows its first episodes.
 
     Returns:
-        ``facts`` of its configuration; ``agents``, each with the difference between its first and
-        its newest policy; and ``iterations``, each with its episodes and, for each agent, advice
-        and difference.
+        A dict with ``facts``, from the configuration; ``agents``, each with the difference between
+        its first and its newest policy; and ``iterations``, each with its episodes and with the
+        advice and difference of each agent.
 
     Raises:
-        DataError: a file is damaged.
+        DataError: when a file is damaged.
     """
     if not (run / _META).is_file():
         return None
@@ -98,7 +98,7 @@ def _episode(run: Path, file: Path) -> dict[str, Any]:
 
 
 def _difference(before: str, after: str) -> list[list[str]]:
-    """Words that stayed (=), went (-) and came (+); nothing where the texts are equal."""
+    """Return the words that stayed (=), went (-) and came (+); nothing if the texts are equal."""
     if before == after:
         return []
     old, new = _WORD.findall(before), _WORD.findall(after)
@@ -124,7 +124,7 @@ def _read(file: Path) -> Mapping[str, Any]:
 
 
 def _lines(file: Path, *, whole: bool = False) -> list[dict[str, Any]]:
-    """JSON objects of a file, one per line or the whole file; half a last line is left out."""
+    """Read a file with a JSON object per line, or one object; skip a partial last line."""
     text = _text(file)
     try:
         parts = [text] if whole else text[: text.rfind("\n") + 1].splitlines()

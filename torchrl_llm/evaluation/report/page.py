@@ -1,10 +1,10 @@
-"""One HTML page of a run: curves, a list of rollouts, and each of them token by token.
+"""One HTML page of a run: curves, a list of rollouts, and each rollout token by token.
 
-The page is whole: no server, no network, no build. What models wrote is compressed into one block
-of base64, so none of it is markup, and the page's own script puts it in place as text only. A
-content security policy forbids every other script, style, picture and connection.
+The page is a single file that needs no server, network or build. The texts of models are compressed
+into one block of base64, so they are never markup. The script of the page inserts them as text
+only. A content security policy forbids every other script, style, picture and connection.
 
-Next: ``view.js`` is that script, with ``curves.js`` as its part that draws curves;
+Next: ``view.js`` is the script, and ``curves.js`` draws curves;
 :mod:`torchrl_llm.evaluation.report.row_facts` reads the rows.
 """
 
@@ -43,7 +43,7 @@ PANELS = {
     "Age of the weights, versions": ("train/policy_age_mean", "train/policy_age_max"),
     LEDGER: tuple(f"train/tokens_{fate}" for fate in _FATES),
 }
-"""Title of a drawing to the metrics in it; those of the ledger are stacked, for they add up."""
+"""Maps a drawing's title to its metrics; the ledger's metrics add up, so they are stacked."""
 
 _MOST_LABELS = 30
 _PLACE = re.compile(r"\{\{([a-z-]+)\}\}")
@@ -57,9 +57,9 @@ class Table(NamedTuple):
     """A table of the page.
 
     Attributes:
-        title: above it.
+        title: title above the table.
         header: a title for each column.
-        rows: texts; the first of a row names it.
+        rows: rows of texts; the first text of a row is its name.
     """
 
     title: str
@@ -80,26 +80,26 @@ def rollout_page(
     runs: Mapping[str, Mapping[str, Series]] | None = None,
     language: Mapping[str, Any] | None = None,
 ) -> str:
-    """Draw rows and metrics as a page that any browser opens, offline.
+    """Draw rows and metrics as a page that any browser can open offline.
 
     Args:
-        rows: each without batch dimension, in the order in which they are listed; may be none.
-        tokenizer: a fast Hugging Face tokenizer; without it tokens are shown as ids.
-        metrics: name to steps and values.
-        title: of the page.
-        facts: what to say of the run below its title.
-        notices: sentences that the reader should see first.
-        tables: above the curves.
+        rows: rows without batch dimension, in the order of the list; may be empty.
+        tokenizer: a fast Hugging Face tokenizer; without it, tokens are shown as ids.
+        metrics: maps a name to steps and values.
+        title: title of the page.
+        facts: facts of the run, shown below the title.
+        notices: sentences that are shown first.
+        tables: tables above the curves.
         by_prompt: whether the list has one line for each prompt when the page opens.
-        runs: for a comparison, label of each run to its metrics; each metric has one drawing with
-            a curve of each run. Rows belong to the run that their label ``run`` names.
-        language: as of :func:`~torchrl_llm.evaluation.report.language_run.read_language_run`.
+        runs: for a comparison, maps the label of each run to its metrics. Each metric has one
+            drawing with a curve of each run. Rows belong to the run that their label ``run`` names.
+        language: result of :func:`~torchrl_llm.evaluation.report.language_run.read_language_run`.
 
     Returns:
         The HTML.
 
     Raises:
-        DataError: a row has no token ids.
+        DataError: when a row has no token ids.
 
     Example:
         >>> page = rollout_page([], metrics={"train/reward": ([1, 2], [0.25, 0.5])}, title="<run>")
@@ -131,14 +131,14 @@ def rollout_page(
 
 
 class _Strings:
-    """Every text of the page once; columns hold its number."""
+    """Stores every text of the page once; columns hold the numbers of the texts."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
         self._numbers: dict[str, int] = {}
 
     def number(self, text: str | None) -> int:
-        """Number of a text, -1 for none."""
+        """Return the number of a text, -1 for no text."""
         if text is None:
             return -1
         if text not in self._numbers:
@@ -148,7 +148,7 @@ class _Strings:
 
 
 class _Columns:
-    """Arrays in one block of bytes, with where each begins."""
+    """Arrays in one block of bytes, and the position of each array."""
 
     def __init__(self) -> None:
         self.places: dict[str, tuple[str, int, int]] = {}
@@ -156,14 +156,14 @@ class _Columns:
         self._end = 0
 
     def add(self, name: str, values: Any, dtype: str = "<i4") -> None:
-        """Append a column of a little-endian dtype of NumPy's."""
+        """Append a column with a little-endian NumPy dtype."""
         data = np.asarray(values, dtype=dtype).tobytes()
         self.places[name] = (dtype, self._end, len(data) // int(dtype[2:]))
         self._parts += [data, bytes(-len(data) % 8)]
         self._end += len(data) + -len(data) % 8
 
     def packed(self, header: Mapping[str, Any]) -> str:
-        """Length of the header, the header, and the columns; compressed."""
+        """Return the length of the header, the header and the columns, compressed."""
         head = json.dumps(header, allow_nan=False).encode()
         head += b" " * (-(len(head) + 8) % 8)
         whole = b"".join([len(head).to_bytes(8, "little"), head, *self._parts])
@@ -185,7 +185,7 @@ def _panels(metrics: Mapping[str, Series], data: _Columns) -> list[dict[str, Any
 
 
 def _run_panels(runs: Mapping[str, Mapping[str, Series]], data: _Columns) -> list[dict[str, Any]]:
-    """A drawing for each metric, with a curve of each run that has it."""
+    """Make a drawing for each metric, with a curve of each run that has the metric."""
     shown = {name for title, names in PANELS.items() if title != LEDGER for name in names}
     panels = []
     for metric in ordered_metrics(runs.values()):
@@ -200,10 +200,10 @@ def _run_panels(runs: Mapping[str, Mapping[str, Series]], data: _Columns) -> lis
 
 
 def ordered_metrics(runs: Iterable[Mapping[str, Series]]) -> list[str]:
-    """Names of the metrics of some runs, in the order in which the page draws them.
+    """Return the names of the metrics of some runs, in the order in which the page draws them.
 
     Args:
-        runs: metrics of each, by name.
+        runs: metrics of each run, by name.
     """
     known = dict.fromkeys(name for metrics in runs for name, pair in metrics.items() if pair[0])
     first = [name for names in PANELS.values() for name in names if name in known]
@@ -230,7 +230,7 @@ def _read_rows(
     labels = []
     for name in dict.fromkeys(name for facts in read for name in facts.labels):
         values = [strings.number(facts.labels.get(name)) for facts in read]
-        if 2 <= len(set(values)) <= _MOST_LABELS:  # tells rows apart, and can be chosen from
+        if 2 <= len(set(values)) <= _MOST_LABELS:  # worth a filter
             labels.append(name)
             data.add(f"label {name}", values)
     data.add("starts", list(accumulate((len(facts.token_ids) for facts in read), initial=0)))

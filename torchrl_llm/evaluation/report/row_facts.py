@@ -1,6 +1,6 @@
-"""The facts of one row for display: texts, numbers, and a column per token fact.
+"""The facts of one row for display: texts, numbers, and columns of facts per token.
 
-Nothing is guessed: if a row lacks advantages, trace or rewards, these facts are empty.
+If a row lacks advantages, trace or rewards, these facts are empty.
 :func:`~torchrl_llm.evaluation.report.explain` and the page of rollouts use these facts.
 
 Shape legend: ``T`` tokens of ``("tokens", "full")`` without padding.
@@ -39,7 +39,7 @@ MASKS = {
 }
 """Why a token is or is not trained, in words."""
 
-# Texts that are shown by themselves and are no labels, and those too long for one.
+# Texts that are shown separately or are too long for a label.
 _SHOWN = {"query", "answer", "text", "error"}
 _LONGEST_LABEL = 40
 _no_tokens = partial(np.zeros, 0, np.int8)
@@ -50,28 +50,29 @@ class RowFacts:
     """The facts of one row; ``None``, NaN or an empty text if unknown.
 
     Attributes:
-        step: of training.
-        group_id: of the answers to one prompt.
-        traj_id: of the episode.
-        turn: of the episode.
-        reward: summed over the response; NaN without a valid one.
-        parts: name to value of each component of the reward; NaN where it failed.
+        step: step of training.
+        group_id: id of the group of answers to one prompt.
+        traj_id: id of the episode.
+        turn: turn of the episode.
+        reward: reward, summed over the response; NaN without a valid reward.
+        parts: maps the name of each component of the reward to its value; NaN if it failed.
         finish: how the response ended.
         truncation: why the environment cut the episode.
-        errors: what failed, with tracebacks.
+        errors: failures, with tracebacks.
         labels: short texts for filtering rows: agent, origin, fate.
         messages: role and text of each message.
-        prompt: what was asked.
-        response: what was answered last.
+        prompt: text of the prompt.
+        response: text of the last response.
         expected: the answer in the data.
         token_ids: int64 ``[T]``.
         source: int8 ``[T]``, codes of ``Source``.
-        turns: int16 ``[T]``, -1 where not sampled.
-        policy_version: int32 ``[T]``, -1 where not sampled.
+        turns: int16 ``[T]``, turn of each token; -1 where not sampled.
+        policy_version: int32 ``[T]``, version of the policy that sampled the token; -1 where not
+            sampled.
         mask_reason: int8 ``[T]``, codes of ``MaskReason``.
         log_probs: float32 ``[T]`` in nats; NaN where not sampled.
         advantage: float32 ``[T]``; NaN where not trained.
-        ratio: float32 ``[T]``, p(trainer before its updates) / p(sampler); NaN where not known.
+        ratio: float32 ``[T]``, p(trainer before its updates) / p(sampler); NaN where unknown.
     """
 
     step: int | None = None
@@ -102,11 +103,12 @@ class RowFacts:
         """Read a row.
 
         Args:
-            row: without batch dimension; of a policy, a collector, a buffer (padded too) or a
-                store.
+            row: a row without batch dimension, from a policy, a collector, a buffer (also padded)
+                or a store.
 
         Raises:
-            DataError: it is no single row, has no token ids, or columns of another length.
+            DataError: when the argument is not a single row, has no token ids, or has columns of a
+                different length.
         """
         if not isinstance(row, TensorDictBase) or row.batch_dims:
             raise DataError(
@@ -145,9 +147,9 @@ class RowFacts:
         """Read an answer of an evaluation, which has no tokens.
 
         Args:
-            record: as of :func:`~torchrl_llm.evaluation.answer_record`.
-            group_id: of the answers to one prompt.
-            labels: further ones, before those of the record.
+            record: record of :func:`~torchrl_llm.evaluation.answer_record`.
+            group_id: id of the group of answers to one prompt.
+            labels: further labels, before the labels of the record.
         """
         chat = record.get("messages") or ()
         messages = [(str(each.get("role", "")), message_text(each)) for each in chat]
@@ -167,32 +169,32 @@ class RowFacts:
 
     @property
     def sampled(self) -> np.ndarray:
-        """Which tokens the model chose, bool ``[T]``."""
+        """Which tokens the model sampled, bool ``[T]``."""
         return self.source == Source.SAMPLED
 
     @property
     def mask_counts(self) -> dict[int, int]:
-        """Code of each reason to how many sampled tokens are not trained for it."""
+        """Count the sampled tokens that are not trained, by the code of the reason."""
         codes, counts = np.unique(self.mask_reason[self.sampled], return_counts=True)
         return {int(c): int(n) for c, n in zip(codes, counts, strict=True) if c}
 
 
 def prompt_of(record: Mapping[str, Any]) -> str:
-    """What an answer of an evaluation was asked; empty where its record does not have it.
+    """Return the prompt of an evaluation's answer; empty if its record does not have it.
 
     Args:
-        record: of the answer.
+        record: record of the answer.
     """
     asked = (m for m in record.get("messages") or () if m.get("role") == "user")
     return str(record["query"]) if "query" in record else message_text(next(asked, {}))
 
 
 def name_of(codes: type[IntEnum], code: int) -> str:
-    """The word for a code.
+    """Return the word for a code.
 
     Args:
-        codes: what the code is of.
-        code: one that is not known is named by its number.
+        codes: enumeration of the codes.
+        code: a code; for an unknown code the result is its number.
 
     Example:
         >>> name_of(MaskReason, 6), name_of(MaskReason, 77)
@@ -244,7 +246,7 @@ def _token_columns(row: TensorDictBase) -> dict[str, np.ndarray]:
         return value.flatten().expand(count)
 
     source, reason = column("trace", "source"), column("trace", "mask_reason")
-    if source is None:  # of TorchRL, or made by hand
+    if source is None:  # a row of TorchRL, or a row made by hand
         chosen, prompt = column("masks", "all_assistant_mask"), _get(row, ("tokens", "prompt"))
         if chosen is None:
             chosen = torch.arange(count) >= (count if prompt is None else prompt.shape[0])

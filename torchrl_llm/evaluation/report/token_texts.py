@@ -1,9 +1,9 @@
-r"""Texts of single tokens of a row, decoded id by id; nothing is encoded or parsed again.
+r"""Decodes single tokens of a row, id by id, for display.
 
 A byte-level tokenizer splits characters such as ``é`` or an emoji into several tokens, none of
-which is valid text. The first token then shows the whole character and the others a mark; bytes
-that form no character are shown as ``\xe2``. Invisible characters (control characters, direction
-marks, half characters) are shown as escapes.
+which is valid text. The first token then shows the whole character, and the other tokens show a
+mark. Bytes that form no character are shown as ``\xe2``. Invisible characters (control characters,
+direction marks, half characters) are shown as escapes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from torchrl_llm.data.text.codec import Codec
 
 CONTINUED = "‥"
-"""Shown for a token that holds the rest of the bytes of the character before it."""
+"""Shown for a token that has the remaining bytes of the character before it."""
 
 _BROKEN = "\ufffd"
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
@@ -30,10 +30,10 @@ _SPELLED = {chr(byte): byte for byte in _PLAIN} | {
 
 
 def visible(text: str) -> str:
-    r"""Replace invisible and text-moving characters by escapes.
+    r"""Replace invisible characters and direction marks by escapes.
 
     Args:
-        text: any text, for example of a model. Line breaks and tabs stay.
+        text: any text, for example from a model. Line breaks and tabs are kept.
 
     Example:
         >>> print(visible("a\x1b[2J" + chr(0x202E) + "b" + chr(0xD83D)))
@@ -49,13 +49,13 @@ def _seen(char: str) -> str:
 
 
 class TokenTexts:
-    """Texts of token ids, for people.
+    """Texts of token ids, for display.
 
     Args:
         tokenizer: a fast Hugging Face tokenizer; ``None`` shows ids instead.
 
     Raises:
-        TokenizerError: the tokenizer is not a fast one.
+        TokenizerError: when the tokenizer is not a fast tokenizer.
 
     Example:
         >>> from torchrl_llm.modules import load_tokenizer
@@ -71,7 +71,7 @@ class TokenTexts:
         self._known: dict[int, tuple[str, bytes | None]] = {}
 
     def of(self, token_ids: Sequence[int]) -> list[str]:
-        """Text of each token in its context.
+        """Return the text of each token in its context.
 
         Args:
             token_ids: all ids of a row.
@@ -91,7 +91,7 @@ class TokenTexts:
         return texts
 
     def _read(self, token: int) -> tuple[str, bytes | None]:
-        """Text of a token, and its bytes where they are no whole characters."""
+        """Return the text of a token, and its bytes if they are not whole characters."""
         codec = self._codec
         piece = codec.tokenizer.convert_ids_to_tokens(token)
         if piece is None:
@@ -105,7 +105,8 @@ class TokenTexts:
         return visible(text or piece), None
 
     def _decoded(self, token_ids: Sequence[int]) -> str:
-        # Behind a special token, for a decoder may strip the space at the beginning of a text.
+        # Decoded after a special token, because a decoder may strip the space at the beginning of a
+        # text.
         first = min(self._codec.special_ids, default=None)
         if first is None or first in token_ids:
             return self._codec.decode(token_ids)
@@ -113,7 +114,7 @@ class TokenTexts:
 
 
 def _joined(read: Sequence[tuple[str, bytes | None]]) -> list[str]:
-    """Texts of the tokens that hold the character that begins with the first of them."""
+    """Return the texts of several tokens that together hold one character."""
     held = b""
     for count, (_, part) in enumerate(read, start=1):
         if part is None:
@@ -127,7 +128,7 @@ def _joined(read: Sequence[tuple[str, bytes | None]]) -> list[str]:
 
 
 def _bytes_of(piece: str) -> bytes | None:
-    """The bytes that an entry of a vocabulary stands for; ``None`` where that is not known."""
+    """Return the bytes that an entry of a vocabulary stands for; ``None`` if unknown."""
     if found := _BYTE.fullmatch(piece):
         return bytes([int(found[1], 16)])
     known = [_SPELLED.get(char) for char in piece]

@@ -1,4 +1,4 @@
-"""Two runs next to each other: the figures of both, and which answers to a prompt changed.
+"""Compares two runs: the figures of both, and the prompts whose answers changed.
 
 :mod:`torchrl_llm.evaluation.report.evaluation_folder` reads an evaluation.
 """
@@ -29,10 +29,10 @@ class Pair(NamedTuple):
     """The answers of two evaluations to one prompt.
 
     Attributes:
-        task: of the prompt.
+        task: task of the prompt.
         a: answers of A, as records.
         b: answers of B.
-        change: which of both answers correctly; an answer without a valid reward is wrong.
+        change: which of the two evaluations is correct; an answer without a valid reward is wrong.
     """
 
     task: str
@@ -42,7 +42,7 @@ class Pair(NamedTuple):
 
 
 def pair_answers(a: EvaluationRecord, b: EvaluationRecord) -> tuple[list[Pair], list[str]]:
-    """Prompts that both evaluations answered, those that changed first, and notices on the others.
+    """Pair prompts that both evaluations answered, changed prompts first; also return notices.
 
     Prompts are the same if their task and text are.
 
@@ -63,7 +63,7 @@ def pair_answers(a: EvaluationRecord, b: EvaluationRecord) -> tuple[list[Pair], 
 
 
 def _by_text(record: EvaluationRecord) -> dict[tuple[str, str, int], Records]:
-    """Answers by task, text of the prompt, and how often the text came before."""
+    """Return answers by task, text of the prompt, and how often the text occurred before."""
     found: dict[tuple[str, str, int], Records] = {}
     seen: Counter[tuple[str, str]] = Counter()
     for (task, number), answers in record.prompts.items():
@@ -81,7 +81,7 @@ def _change(a: Records, b: Records, several: bool) -> str:
 
 
 def change_table(pairs: Sequence[Pair]) -> Table:
-    """How many prompts changed in each task, and how probable that is by chance.
+    """Count the prompts that changed in each task, with the probability by chance.
 
     Args:
         pairs: at least one.
@@ -98,13 +98,13 @@ def change_table(pairs: Sequence[Pair]) -> Table:
 
 
 def mcnemar_p(a_only: int, b_only: int) -> float:
-    """Two-sided p of the exact McNemar test, which is the sign test.
+    """Compute the two-sided p-value of the exact McNemar test (the sign test).
 
-    The probability that fair coins divide the prompts that changed at least as unevenly.
+    It is the probability that fair coins divide the changed prompts at least as unevenly.
 
     Args:
-        a_only: prompts on which only A is right.
-        b_only: prompts on which only B is right.
+        a_only: number of prompts on which only A is right.
+        b_only: number of prompts on which only B is right.
 
     Example:
         >>> mcnemar_p(0, 5), mcnemar_p(1, 9), mcnemar_p(3, 3)
@@ -116,12 +116,12 @@ def mcnemar_p(a_only: int, b_only: int) -> float:
 
 
 def paired_rows(pairs: Sequence[Pair], runs: Sequence[str], most: int) -> list[RowFacts]:
-    """The answers of both evaluations, prompt by prompt.
+    """Return the answers of both evaluations, prompt by prompt.
 
     Args:
-        pairs: of :func:`pair_answers`.
+        pairs: result of :func:`pair_answers`.
         runs: labels of A and B on the page.
-        most: rows at most; whole prompts.
+        most: largest number of rows; prompts are never split.
     """
     groups = (
         [
@@ -134,7 +134,7 @@ def paired_rows(pairs: Sequence[Pair], runs: Sequence[str], most: int) -> list[R
 
 
 def figure_table(a: EvaluationRecord, b: EvaluationRecord) -> Table:
-    """The figures of both evaluations in the tasks that both have.
+    """Make a table of the figures of both evaluations, for the tasks that both have.
 
     Args:
         a: the first evaluation.
@@ -153,11 +153,11 @@ def figure_table(a: EvaluationRecord, b: EvaluationRecord) -> Table:
 
 
 def metric_table(a: Mapping[str, Series], b: Mapping[str, Series]) -> Table:
-    """The last finite value of each metric in both runs.
+    """Make a table of the last finite value of each metric in both runs.
 
     Args:
         a: metrics of the first run.
-        b: of the second.
+        b: metrics of the second run.
     """
     rows = []
     for name in ordered_metrics((a, b)):

@@ -24,13 +24,13 @@ from torchrl_llm.objectives.credit.comparing import (
 
 @register("advantages", "best_worst")
 class BestWorst(ComparingCredit):
-    """Keeps the best and the worst trajectory of each group: advantages 1 and -1.
+    """Keeps the best and the worst trajectory of each group, with advantages 1 and -1.
 
     Their rows get ``"pair_id"``, int64, and ``"is_chosen"``, bool, so that a loss of pairs
     (:class:`~torchrl_llm.objectives.OnlineDPOLoss`) can compare them; other losses read the
-    advantage. With ``positive_only`` only the best ones are trained. Among equal returns the first
-    is chosen. All other trajectories are filtered out, and so are groups whose returns are all
-    equal.
+    advantage. With ``positive_only``, only the best trajectories are trained. Among equal returns
+    the first trajectory is chosen. All other trajectories, and groups whose returns are all equal,
+    are filtered out.
 
     Args:
         group_size: trajectories of a group.
@@ -54,7 +54,7 @@ class BestWorst(ComparingCredit):
         self._number = 0
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """The best and the worst of those that the base selects; none if all are equal."""
+        """Select the best and the worst trajectory; none if all are equal."""
         group = super().select(group)
         if len(group) < 2:
             return []
@@ -64,11 +64,11 @@ class BestWorst(ComparingCredit):
         return [group[int(returns.argmax())], group[int(returns.argmin())]]
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """1 for the better of two, -1 for the other."""
+        """Return 1 for the better of two trajectories, -1 for the other."""
         return F.group_advantages(returns_N, group_N, normalize="none").sign()
 
     def complete(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[TensorDict] | None]:
-        """The rows of the pairs, with their pair columns."""
+        """Return the rows of the pairs, with their pair columns."""
         written = super().complete(groups)
         for rows in written:
             self._number += 1
@@ -78,7 +78,7 @@ class BestWorst(ComparingCredit):
         return written
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues and counts, including the count of pairs."""
+        """Return the queues and counts, including the count of pairs."""
         return {**super().get_extra_state(), "pairs": self._number}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

@@ -1,8 +1,7 @@
-"""Base of the advantage estimators that compare the returns of a group's trajectories.
+"""Base class of the advantage estimators that compare the returns of a group's trajectories.
 
-It computes the return of each trajectory, filters groups that are not worth training on, and
-handles groups for which more trajectories are sampled than trained (:class:`MCAdvantageSelector`
-chooses among the candidates).
+It computes the return of each trajectory and filters groups that are not worth training on. If more
+trajectories are sampled than trained, :class:`MCAdvantageSelector` chooses among the candidates.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ class MCAdvantageSelector:
         strategy: ``"first"`` takes the first candidates to arrive. ``"uniform"`` sorts the
             candidates by return and picks at even distances, from the worst to the best.
             ``"balanced"`` considers all choices whose mean return is inside the bounds and takes
-            the one whose mean is closest to their middle; ties go to the widest range of returns.
-            Without bounds, ``"balanced"`` is ``"uniform"``.
-        max_combinations: up to this many choices, ``"balanced"`` tries them all. Above it, it
-            starts with the best mix of lowest and highest returns and swaps members while that
-            improves the choice.
-        in_keys: keys that :meth:`select` reads from each candidate; the strategies use the first. A
-            key is ``"return"``, or a key of the last row of the trajectory. Subclasses may also
-            read all rows ``[T]`` with ``"trajectories"``, or one of their keys, such as
+            the one whose mean is closest to their middle; among equally close choices it takes the
+            one with the widest range of returns. Without bounds, ``"balanced"`` is ``"uniform"``.
+        max_combinations: if there are at most this many choices, ``"balanced"`` tries them all. If
+            there are more, it starts with the best mix of lowest and highest returns, and swaps
+            members as long as this improves the choice.
+        in_keys: keys that :meth:`select` reads from each candidate; the strategies use the first
+            key. A key is ``"return"``, or a key of the last row of the trajectory. Subclasses may
+            also read all rows ``[T]`` with ``"trajectories"``, or one of their keys, such as
             ``("trajectories", "next", "reward")``.
 
     Raises:
-        ConfigError: for an unknown strategy, no combination or no key.
+        ConfigError: for an unknown strategy, ``max_combinations`` below 1, or empty ``in_keys``.
 
     Example:
         >>> from tensordict import TensorDict
@@ -85,8 +84,8 @@ class MCAdvantageSelector:
         """Choose the trajectories to train.
 
         Args:
-            candidates: ``[C]`` with ``"return"``, floating ``[C]``, and the ``in_keys``, of which
-                the first has one number per candidate.
+            candidates: ``[C]`` with ``"return"``, floating ``[C]``, and the ``in_keys``; the first
+                of them has one number per candidate.
             group_size: number to choose, at most ``C``.
             keep_return_bounds: exclusive bounds on the mean return of the choice.
 
@@ -94,7 +93,7 @@ class MCAdvantageSelector:
             Indices of the chosen candidates; ``None`` if no choice is inside the bounds.
 
         Raises:
-            ConfigError: there are fewer candidates than ``group_size``, or several numbers per
+            ConfigError: when there are fewer candidates than ``group_size``, or several numbers per
                 candidate.
         """
         returns = candidates.get(self.in_keys[0], None)
@@ -132,8 +131,8 @@ class MCAdvantageSelector:
             ):
                 chosen = better
                 better = _nearest(returns, _neighbours(chosen, number), middle)
-        # The middle has the same distance to both bounds, so if any choice is inside, the nearest
-        # one is.
+        # The middle has the same distance to both bounds, so if any choice is inside the bounds,
+        # the choice nearest to the middle is also inside.
         return chosen if _within(returns[chosen], bounds) else None
 
 
@@ -172,8 +171,8 @@ def check_deviation(normalize: str, eps: float, eps_as: str = "floor", **others:
 
     Args:
         normalize: ``"none"`` divides by nothing.
-        eps: guards the division; 1e-6 by default.
-        eps_as: ``"floor"`` or ``"added"``; the former by default.
+        eps: small number that prevents a division by 0; 1e-6 by default.
+        eps_as: ``"floor"`` (the default) or ``"added"``.
         **others: names of further arguments of the division, and whether they were changed.
     """
     others = {"eps": eps != 1e-6, "eps_as": eps_as != "floor", **others}
@@ -189,12 +188,12 @@ GroupSize = Annotated[int, Ge(2), "a single trajectory has no group to be better
 
 
 def trajectory_returns(group: Sequence[Trajectory], reduction: TrajectoryReturn) -> Tensor:
-    """The return of each trajectory, computed from the rewards of its turns.
+    """Compute the return of each trajectory from the rewards of its turns.
 
     Args:
         group: ``G`` trajectories.
-        reduction: sum, maximum, mean or last over the turns. The rewards of the tokens of a turn
-            are always summed.
+        reduction: sum, maximum, mean or last value over the turns. The rewards of the tokens of a
+            turn are always summed.
 
     Returns:
         float64 ``[G]``.
@@ -214,21 +213,22 @@ class ComparingOptions(credit_assigner.CreditOptions, total=False):
         trajectory_return: how the return of a trajectory is computed from the rewards of its turns:
             sum, max, mean or last.
         keep_return_bounds: exclusive ``(low, high)`` bounds on the mean return of a group; groups
-            outside are not written (dynamic sampling of DAPO, arXiv:2503.14476, section 3.2). Like
-            every rule that filters groups, they use the return of the task, without the penalty of
-            a :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
-        keep_zero_variance: ``False`` does not write groups whose returns are all equal (within
-            float32 precision), because there is nothing to compare. Estimators that divide by a
-            deviation give such a group zeros even with a KL penalty, because the division would
-            scale the penalty to the size of the task's reward. Estimators that do not divide keep
-            the differences of the penalty.
-        candidate_group_size: number of trajectories sampled per group, more than are trained. Those
-            that are not chosen are filtered out, also if they arrive after the choice.
-        candidate_selection_min_size: number of candidates from which a choice is tried;
-            ``group_size`` by default. It is tried again with each further candidate until a group
-            is worth training on (see the two arguments above). If no choice is, the group is
-            filtered out.
-        candidate_selector: makes the choice;
+            outside the bounds are not written (dynamic sampling of DAPO, arXiv:2503.14476, section
+            3.2). All rules that filter groups use the return of the task, without the penalty of a
+            :class:`~torchrl_llm.envs.transforms.kl.kl_penalty.KLTransform`.
+        keep_zero_variance: with ``False``, groups whose returns are all equal (within float32
+            precision) are not written, because there is nothing to compare. Estimators that divide
+            by a deviation give such a group zeros even with a KL penalty, because the division
+            would scale the penalty to the size of the task's reward. Estimators that do not divide
+            keep the differences of the penalty.
+        candidate_group_size: number of trajectories sampled per group; larger than the number
+            trained. Trajectories that are not chosen are filtered out, even if they arrive after
+            the choice.
+        candidate_selection_min_size: number of candidates at which the first choice is tried;
+            ``group_size`` by default. A new choice is tried with each further candidate, until a
+            chosen group passes ``keep_return_bounds`` and ``keep_zero_variance``. If no choice
+            passes, the group is filtered out.
+        candidate_selector: chooses the trajectories; a
             :class:`~torchrl_llm.objectives.MCAdvantageSelector` by default.
     """
 
@@ -241,16 +241,16 @@ class ComparingOptions(credit_assigner.CreditOptions, total=False):
 
 
 class ComparingCredit(credit_assigner.CreditAssigner):
-    """Base of the estimators that compare the returns of a group's trajectories: :meth:`compare`.
+    """Base class of the estimators that compare the returns of a group with :meth:`compare`.
 
     Args:
         group_size: number of trajectories per group that are trained.
-        trajectory_return: see :class:`ComparingOptions`, also for the following arguments.
+        trajectory_return: see :class:`ComparingOptions`, which also documents the next arguments.
         keep_return_bounds: bounds on the mean return of groups that are written.
         keep_zero_variance: whether groups whose returns are all equal are written.
-        candidate_group_size: number of trajectories sampled per group, more than are trained.
-        candidate_selection_min_size: number of candidates from which a choice is tried.
-        candidate_selector: makes the choice.
+        candidate_group_size: number of trajectories sampled per group; larger than ``group_size``.
+        candidate_selection_min_size: number of candidates at which the first choice is tried.
+        candidate_selector: chooses the trajectories.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
@@ -321,12 +321,12 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return chooses or self.keep_return_bounds is not None or not self.keep_zero_variance
 
     def returns(self, group: Sequence[Trajectory]) -> Tensor:
-        """Returns by which groups are filtered, without a KL penalty, float64 ``[G]``."""
+        """Compute the returns that filter groups, without a KL penalty, float64 ``[G]``."""
         reduce = _RETURNS[self.trajectory_return or "sum"]
         return torch.tensor([reduce(turns) for turns in self._task_totals(group)]).double()
 
     def is_level(self, group: Sequence[Trajectory]) -> bool:
-        """Whether the returns by which groups are filtered are equal within float32 precision."""
+        """Whether the returns that filter groups are equal within float32 precision."""
         reduce = _RETURNS[self.trajectory_return or "sum"]
         magnitudes = [reduce(list(map(abs, turns))) for turns in self._task_totals(group)]
         return are_equal(self.returns(group), torch.tensor(magnitudes, dtype=torch.float64))
@@ -366,14 +366,14 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         ]
 
     def select(self, group: list[Trajectory]) -> list[Trajectory]:
-        """The chosen candidates among the trajectories that the selectors keep."""
+        """Select candidates among the trajectories that the selectors keep."""
         group = super().select(group)
         if self.candidate_group_size is not None:
             group = self._chosen(group) or []
         return group if self._worth(group) else []
 
     def _worth(self, group: list[Trajectory]) -> bool:
-        """Whether a group is trained, judged by its returns."""
+        """Whether a group is trained, according to its returns."""
         if not group or not self.judges_groups:
             return bool(group)
         if not self.keep_zero_variance and self.is_level(group):
@@ -386,18 +386,18 @@ class ComparingCredit(credit_assigner.CreditAssigner):
 
         Args:
             returns_N: float64 ``[N]``, returns of the trajectories of all groups.
-            group_N: int64 ``[N]``, the group of each.
+            group_N: int64 ``[N]``, the group of each trajectory.
 
         Returns:
             Advantages, ``[N]``.
         """
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of a single group."""
+        """Return the advantages of a single group."""
         return self.assign_all([group])[0]
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """Advantages of all groups, compared in one call."""
+        """Return the advantages of all groups, compared in one call."""
         flat = [trajectory for group in groups for trajectory in group]
         sizes = [len(group) for group in groups]
         returns = self.level(groups, trajectory_returns(flat, self.trajectory_return), sizes)
@@ -433,7 +433,7 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return self._groups.groups.pop(key)
 
     def _chosen(self, candidates: list[Trajectory]) -> list[Trajectory] | None:
-        """The selector's choice; all candidates if there are no more than are trained."""
+        """Let the selector choose, if there are more than ``group_size`` candidates."""
         if len(candidates) <= self.group_size:
             return candidates
         columns: dict[Any, Any] = {}
@@ -458,12 +458,12 @@ class ComparingCredit(credit_assigner.CreditAssigner):
         return value
 
     def clear_queues(self) -> int:
-        """As in the base; missing candidates are no longer expected."""
+        """See the base class; missing candidates are no longer expected."""
         self._late.clear()
         return super().clear_queues()
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues, counts and missing candidates."""
+        """Return the queues, counts and missing candidates."""
         return {**super().get_extra_state(), "late": dict(self._late)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:

@@ -1,12 +1,12 @@
-"""Base of the advantage estimators: inverse transforms of a replay buffer that write ``advantage``.
+"""Base of advantage estimators: inverse transforms of a replay buffer that write ``advantage``.
 
 An advantage estimator gets whole groups of finished trajectories and returns the advantage of each
 row. :class:`~torchrl_llm.data.replay_buffers.grouping.GroupTransform` queues and counts the rows.
-:class:`BatchStatistics` is the base of the estimators that look at all groups of a batch.
+:class:`BatchStatistics` is the base class of the estimators that use all groups of a batch.
 
 Next: :mod:`torchrl_llm.objectives.credit.return_credit` has the estimators that need no group;
-:mod:`torchrl_llm.objectives.credit.comparing` is the base of those that compare the trajectories of
-a group.
+:mod:`torchrl_llm.objectives.credit.comparing` has the base class of the estimators that compare the
+trajectories of a group.
 
 Shape legend: ``T`` tokens of a row, ``R`` of its response.
 """
@@ -38,19 +38,19 @@ class CreditOptions(TypedDict, total=False):
         advantage_key: key of the advantage, ``[1, 1]`` or ``[T, 1]``; float32, or float64 if the
             rewards are float64.
         positive_only: negative advantages become 0, after any normalisation.
-        keep_zero_advantage: ``False`` does not write trajectories whose advantages are all 0. They
-            add nothing to the sum of the loss, but they count in its denominator, so without them
-            the mean is larger. With ``positive_only`` only trajectories better than expected are
-            kept.
+        keep_zero_advantage: with ``False``, trajectories whose advantages are all 0 are not
+            written. They add nothing to the sum of the loss, but they count in its denominator, so
+            without them the mean is larger. Together with ``positive_only``, only trajectories with
+            a positive advantage are kept.
         prompt_key: key that identifies the group; ``None`` uses ``"group_id"`` if present,
             otherwise ``"query"``.
         rewards_key: key of the rewards, ``[1, 1]`` per row, or ``[R, 1]`` aligned with the
             response's tokens.
         done_key: key of the flag that marks the last row of a trajectory.
-        selectors: which valid trajectories of a full group are used, see
+        selectors: select which valid trajectories of a full group are used, see
             :mod:`torchrl_llm.data.replay_buffers.grouping`; all by default.
-        max_queued_groups: most groups that wait; above it the oldest group is dropped and counted
-            as unfilled, with one warning.
+        max_queued_groups: largest number of groups that wait. If there are more, the oldest group
+            is dropped and counted as unfilled; the first drop logs a warning.
         verbose: log every call.
     """
 
@@ -68,21 +68,21 @@ class CreditOptions(TypedDict, total=False):
 class CreditAssigner(GroupTransform):
     """Writes the advantage of rows as they enter a replay buffer, group by group.
 
-    Rewards are read when rows are written, and the transform appended last runs first. So append a
-    transform that changes rewards *after* the advantage estimator. If
+    The estimator reads rewards when rows are written. The transform that was appended last runs
+    first, so append a transform that changes rewards *after* the advantage estimator. If
     :class:`~torchrl_llm.data.replay_buffers.JoinTurns` is appended before the estimator, the
     estimator sees one row per turn.
 
     Args:
-        group_size: trajectories per group; 1 for estimators that need no group.
-        advantage_key: see :class:`CreditOptions`, also for the following arguments.
+        group_size: number of trajectories per group; 1 for estimators that need no group.
+        advantage_key: see :class:`CreditOptions`, which also documents the next arguments.
         positive_only: negative advantages become 0.
         keep_zero_advantage: whether trajectories whose advantages are all 0 are written.
-        **options: the rest of :class:`CreditOptions`, about grouping.
+        **options: the other fields of :class:`CreditOptions`, about grouping.
 
     Attributes:
-        reads_tokens: whether the estimator reads rewards per token. Recipes pass them only if this
-            is true.
+        reads_tokens: whether the estimator reads rewards per token. Recipes pass rewards per token
+            only if this is true.
     """
 
     __signature__ = FullSignature()
@@ -105,19 +105,19 @@ class CreditAssigner(GroupTransform):
 
     @abstractmethod
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]] | None:
-        """Advantages of one group.
+        """Compute the advantages of one group.
 
         Args:
-            group: its valid trajectories; at least two for estimators with groups, and fewer than
-                ``group_size`` if some are invalid.
+            group: the valid trajectories of the group. There are at least two for estimators with
+                groups, and fewer than ``group_size`` if some are invalid.
 
         Returns:
-            For each trajectory, for each of its rows, ``[1, 1]`` or ``[T, 1]``. ``None`` filters
-            the whole group out.
+            One list per trajectory, with one tensor ``[1, 1]`` or ``[T, 1]`` per row. ``None``
+            filters the whole group out.
         """
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]] | None]:
-        """Advantages of groups that are completed together; by default group by group.
+        """Compute the advantages of groups that were completed together; by default group by group.
 
         Args:
             groups: as for :meth:`assign`.
@@ -128,7 +128,7 @@ class CreditAssigner(GroupTransform):
         return [self.assign(group) for group in groups]
 
     def complete(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[TensorDict] | None]:
-        """The rows with their advantages."""
+        """Return the rows with their advantages."""
         return [
             None if advantages is None else self._rows(group, advantages)
             for group, advantages in zip(groups, self.assign_all(groups), strict=True)
@@ -151,18 +151,18 @@ class CreditAssigner(GroupTransform):
 
 
 class BatchStatistics(CreditAssigner):
-    """Base of the estimators whose ``assign_all`` looks at all groups of a batch at once.
+    """Base class of the estimators whose ``assign_all`` uses all groups of a batch at once.
 
-    The batch consists of the groups that one write into the buffer completes; in a synchronous loop
-    these are the rows of a step. If rows come in small portions (from an asynchronous collector),
-    such a batch would be small: with ``batch_size``, complete groups wait for each other. Groups
-    that are filtered out are not part of a batch. In a distributed run each rank has its own buffer
-    and its own batch.
+    By default, a batch consists of the groups that one write into the buffer completes. In a
+    synchronous loop these are the rows of a step. An asynchronous collector writes few rows at a
+    time, so such a batch would be small. With ``batch_size``, complete groups wait until the batch
+    has this size. Groups that are filtered out are not part of a batch. In a distributed run each
+    rank has its own buffer and its own batch.
 
     Args:
         group_size: trajectories of a group.
         batch_size: trajectories per batch, a multiple of the group size; a group with invalid
-            members counts in full. ``None`` uses the groups that each write completes.
+            trajectories counts as a full group. ``None`` uses the groups that each write completes.
         **options: see :class:`CreditOptions`.
 
     Raises:
@@ -188,7 +188,7 @@ class BatchStatistics(CreditAssigner):
         self._number = 0
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]] | None:
-        """Advantages of a group that forms a batch."""
+        """Return the advantages of a group that is a batch by itself."""
         return self.assign_all([group])[0]
 
     def _batches(self, groups: list[list[Trajectory]]) -> Iterator[list[list[Trajectory]]]:
@@ -205,20 +205,20 @@ class BatchStatistics(CreditAssigner):
                 yield batch
 
     def held(self) -> Iterator[TensorDict]:
-        """As in the base, including groups that wait for their batch."""
+        """See the base class; includes groups that wait for their batch."""
         yield from super().held()
         waiting = (t for group in self._waiting.groups.values() for t in group)
         yield from (row for trajectory in waiting for row in trajectory.rows)
 
     def clear_queues(self) -> int:
-        """As in the base; also drops complete groups that wait for their batch."""
+        """See the base class; also drops complete groups that wait for their batch."""
         waiting = list(self._waiting.groups.values())
         self._waiting.groups.clear()
         self._count_unfilled(waiting)
         return len(waiting) + super().clear_queues()
 
     def get_stats(self) -> dict[str, int]:
-        """As in the base; groups that wait for their batch count as queued."""
+        """See the base class; groups that wait for their batch count as queued."""
         stats = super().get_stats()
         stats["queued_groups"] += len(self._waiting)
         stats["queued_trajectories"] += self._waiting.num_trajectories
@@ -226,7 +226,7 @@ class BatchStatistics(CreditAssigner):
         return stats
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues, counts, and the groups that wait for their batch."""
+        """Return the queues, the counts, and the groups that wait for their batch."""
         return {**super().get_extra_state(), "waiting": self._waiting.state_dict()}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
@@ -237,7 +237,7 @@ class BatchStatistics(CreditAssigner):
 
 
 def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
-    """An advantage column of a row.
+    """Build the advantage column of a row.
 
     Args:
         row: with ``("tokens", "full")`` where there is more than one value.
@@ -247,7 +247,7 @@ def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
         ``[1, 1]``, or ``[T, 1]`` with 0 before the response.
 
     Raises:
-        DataError: more values than the row has tokens.
+        DataError: when there are more values than the row has tokens.
 
     Example:
         >>> row = TensorDict(tokens={"full": torch.arange(3)})
@@ -269,7 +269,7 @@ def along_tokens(row: TensorDict, values: Tensor) -> Tensor:
 
 
 def sampled_in_response(row: TensorDict) -> Tensor:
-    """Which tokens of the response were sampled, not written by a tool or a template.
+    """Return which tokens of the response were sampled, not written by a tool or a template.
 
     Args:
         row: with ``("tokens", "response")``; if missing, one token is assumed.
@@ -290,11 +290,11 @@ def sampled_in_response(row: TensorDict) -> Tensor:
 
 
 def sampled_in_row(row: TensorDict, length: int) -> Tensor:
-    """Which tokens of a row were sampled; those before the response were not.
+    """Return which tokens of a row were sampled; tokens before the response were not.
 
     Args:
         row: as for :func:`sampled_in_response`.
-        length: ``T``, tokens of the row.
+        length: ``T``, number of tokens of the row.
 
     Returns:
         bool ``[T]``.
@@ -306,7 +306,7 @@ def sampled_in_row(row: TensorDict, length: int) -> Tensor:
 def per_trajectory(
     groups: Sequence[Sequence[Trajectory]], advantages_N: Tensor
 ) -> list[list[list[Tensor]]]:
-    """One advantage per trajectory as :meth:`CreditAssigner.assign_all` returns them.
+    """Convert one advantage per trajectory to the format of :meth:`CreditAssigner.assign_all`.
 
     Args:
         groups: ``N`` trajectories in groups.

@@ -1,7 +1,7 @@
-"""Advantages against the group or the batch: GRPO's, RLOO's, ScaleRL's, REINFORCE++'s.
+"""Advantages relative to the group or the batch: GRPO, RLOO, ScaleRL, REINFORCE++.
 
-:class:`RayMCAdvantage` is GRPO's estimator for buffers in several processes: groups wait in one Ray
-actor.
+:class:`RayMCAdvantage` is GRPO's estimator for buffers in several processes; incomplete groups wait
+in one Ray actor.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from torchrl_llm.objectives.credit.return_credit import returns_to_go
 
 @register("advantages", "group")
 class MCAdvantage(ComparingCredit):
-    r"""Advantage of a trajectory over the others of the same prompt.
+    r"""GRPO: the advantage of a trajectory over the other trajectories of the same prompt.
 
     :math:`A_i = (R_i - \bar R) / \max(\sigma, 10^{-6})` over the valid trajectories of a group
-    (arXiv:2402.03300, section 4.1.2), the same for all rows of a trajectory. Equal returns give
-    exactly 0. Rows wait in queues until their group is complete, see
+    (arXiv:2402.03300, section 4.1.2). All rows of a trajectory have the same advantage. Equal
+    returns give exactly 0. Rows wait in queues until their group is complete, see
     :class:`~torchrl_llm.objectives.credit.CreditAssigner`.
 
     The counts of :meth:`get_stats` are also attributes, as in TorchRL.
@@ -65,12 +65,14 @@ class MCAdvantage(ComparingCredit):
         trajectory_return: how the return of a trajectory is computed from the rewards of its turns:
             sum, max, mean or last. ``None`` normalises every reward separately, as TorchRL does by
             default: each turn (or token) has its own advantage, normalised over all turns of all
-            trajectories of the group. For single-turn trajectories all five options agree.
-        normalize: the deviation: ``"sample"`` (divides by G - 1; TorchRL, TRL), ``"population"``
-            (by G; Ludic), or ``"none"`` for no division (Dr. GRPO, arXiv:2503.20783).
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation (TorchRL), or ``"added"`` to it (TRL with 1e-4, Ludic
-            with 1e-8).
+            trajectories of the group. For single-turn trajectories with one reward, all five
+            options give the same result.
+        normalize: the standard deviation :math:`\sigma`: ``"sample"`` (computed with G - 1, as in
+            TorchRL and TRL) or ``"population"`` (computed with G, as in Ludic). ``"none"`` does not
+            divide the advantage (Dr. GRPO, arXiv:2503.20783).
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps`` (TorchRL); ``"added"``: ``eps`` is
+            added to the deviation (TRL with 1e-4, Ludic with 1e-8).
         positive_only: negative advantages become 0; ``"before_std"`` sets them to 0 before the
             deviation is computed, as Ludic does.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions` (dynamic sampling,
@@ -142,16 +144,16 @@ class MCAdvantage(ComparingCredit):
         return self.group_size
 
     def get_stats(self) -> dict[str, int]:
-        """As in the base, plus TorchRL's ``dropped_groups``: complete but not written."""
+        """Add TorchRL's ``dropped_groups`` (complete but not written) to the base's counts."""
         stats = super().get_stats()
         return {**stats, "dropped_groups": stats["invalid_groups"] + stats["filtered_groups"]}
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Advantages of returns; see the class."""
+        """Return the advantages; see the class."""
         return F.group_advantages(returns_N, group_N, **self._how)
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """As in the base, or per reward."""
+        """See the base class; with ``trajectory_return=None``, one advantage per reward."""
         if self.trajectory_return is not None:
             return super().assign_all(groups)
         flat = [reward.reshape(-1).double() for g in groups for t in g for reward in t.rewards]
@@ -172,10 +174,10 @@ class MCAdvantage(ComparingCredit):
 
 @register("advantages", "leave_one_out")
 class LeaveOneOutAdvantage(ComparingCredit):
-    r"""RLOO: a trajectory's return against the mean of the *others* of its group.
+    r"""RLOO: a trajectory's return minus the mean return of the *others* in its group.
 
-    :math:`A_i = R_i - \frac{1}{G-1} \sum_{j \ne i} R_j`, arXiv:2402.14740 section 2.3: the baseline
-    does not contain the return from which it is subtracted, so the gradient is unbiased.
+    :math:`A_i = R_i - \frac{1}{G-1} \sum_{j \ne i} R_j`, arXiv:2402.14740 section 2.3. The baseline
+    does not contain the trajectory's own return, so the gradient is unbiased.
 
     Args:
         group_size: trajectories per group.
@@ -199,7 +201,7 @@ class LeaveOneOutAdvantage(ComparingCredit):
         super().__init__(group_size, **options)
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Advantages of returns; see the class."""
+        """Return the advantages; see the class."""
         return F.leave_one_out(returns_N, group_N)
 
 
@@ -208,17 +210,19 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
     r"""ScaleRL: centred in the group, divided by the deviation of the batch.
 
     :math:`A_i = (R_i - \bar R_{group}) / \max(\sigma_{batch}, \epsilon)`, arXiv:2510.13786. A group
-    that nearly always succeeds has a small deviation; dividing by the batch's deviation avoids the
-    large advantages that its own would give. Use it with ``keep_zero_variance=False``, as the paper
-    does: groups without a signal only shrink the deviation.
+    that nearly always succeeds has a small deviation, and dividing by it would give large
+    advantages. Dividing by the deviation of the batch avoids this. Use
+    ``keep_zero_variance=False``, as the paper does, because groups with equal returns only make the
+    deviation smaller.
 
     Args:
         group_size: trajectories per group.
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"``.
         deviation_of: deviation of the centred returns (``"advantages"``: the paper, Ludic) or of
             the returns themselves (``"returns"``: TRL's ``scale_rewards="batch"``).
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it (Ludic with 1e-8).
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+            deviation (Ludic with 1e-8).
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
@@ -259,7 +263,7 @@ class HybridNormalizedReturn(BatchStatistics, ComparingCredit):
         }
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Advantages of returns; see the class."""
+        """Return the advantages; see the class."""
         return F.hybrid_advantages(returns_N, group_N, **self._how)
 
 
@@ -270,18 +274,21 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
     :math:`A^{norm} = (A - mean_{batch}(A)) / std_{batch}(A)`, arXiv:2501.03262. Without a baseline,
     :math:`A_t` is the discounted return from turn ``t`` on (or from token ``t`` on, if rewards are
     per token: :class:`~torchrl_llm.envs.transforms.KLRewardTransform` adds the paper's
-    :math:`-\beta \sum_{i \ge t} KL_i`). With ``baseline="group"`` it is the episode's return minus
-    its group's mean (REINFORCE++-baseline); with ``"leave_one_out"``, minus the mean of the others.
+    :math:`-\beta \sum_{i \ge t} KL_i`). With ``baseline="group"``, :math:`A_t` is the episode's
+    return minus the mean of its group (REINFORCE++-baseline). With ``"leave_one_out"``, it is the
+    episode's return minus the mean of the other episodes of the group.
 
     Args:
         group_size: trajectories per group; 1 without a baseline.
         baseline: ``"none"``, ``"group"`` or ``"leave_one_out"``.
         gamma: discount from one turn to the next, without a baseline.
-        over: unit of the statistics: every sampled token of the batch counts once (the paper and
-            its code), or every row counts once (``"samples"``; Ludic's REINFORCE with baseline).
+        over: unit of the statistics: with ``"tokens"`` every sampled token of the batch counts once
+            (the paper and its code); with ``"samples"`` every row counts once (Ludic's REINFORCE
+            with baseline).
         normalize: ``"population"`` or ``"sample"`` deviation, or ``"none"`` for no division.
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+            deviation.
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.ComparingOptions`.
@@ -325,7 +332,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """Advantages of a batch; see the class."""
+        """Return the advantages of a batch; see the class."""
         columns = self._unnormalised(groups)
         flat = [
             (row, values)
@@ -345,7 +352,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         return [[[along_tokens(row, next(parts)) for row in t.rows] for t in g] for g in groups]
 
     def compare(self, returns_N: Tensor, group_N: Tensor) -> Tensor:
-        """Returns minus the baseline of their group."""
+        """Subtract the group's baseline from the returns."""
         if self.baseline == "group":
             return F.group_advantages(returns_N, group_N, normalize="none")
         return F.leave_one_out(returns_N, group_N)
@@ -356,7 +363,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
         return [[returns_to_go(t, self.gamma) for t in group] for group in groups]
 
     def _weights(self, row: Any, values: Tensor) -> Tensor:
-        """How often each value of a row counts."""
+        """Return how often each value of a row counts."""
         sampled = sampled_in_response(row).double()
         if values.numel() == 1:
             return sampled.sum().reshape(1) if self.over == "tokens" else sampled.new_ones(1)
@@ -364,7 +371,7 @@ class BatchNormalizedReturn(BatchStatistics, ComparingCredit):
 
 
 class _Queues:
-    """The object that runs in the actor."""
+    """The object that runs in the Ray actor."""
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
         self.estimator = MCAdvantage(**arguments)
@@ -377,9 +384,10 @@ class _Queues:
 class RayMCAdvantage(Transform):
     """:class:`~torchrl_llm.objectives.MCAdvantage` whose groups wait in a Ray actor.
 
-    For buffers in several processes that receive conversations of the same prompts. A buffer with
-    only a part of a group would wait for the rest forever. So rows are sent to the actor, and the
-    write that completes a group gets all its rows, with advantages, into its own buffer.
+    Use it for buffers in several processes that receive conversations of the same prompts. A buffer
+    with only a part of a group would wait forever for the other rows. So each buffer sends its rows
+    to the actor. The buffer whose write completes a group receives all rows of the group, with
+    advantages.
 
     Create it once and send (picklable) copies, or create it in each process with the same
     ``actor_name``: the first process starts the actor, and the actor ends with that process. If all
@@ -390,7 +398,8 @@ class RayMCAdvantage(Transform):
         prompt_key: see :class:`~torchrl_llm.objectives.MCAdvantage`.
         ray_init_config: arguments of ``ray.init``, if Ray is not running yet.
         remote_config: resources of the actor, fields of ``ActorOptions``; no CPU by default.
-        actor_name: name of the actor in the cluster; without a name only copies share it.
+        actor_name: name of the actor in the cluster; without a name, only copies of this object
+            share the actor.
         timeout_s: timeout of a call in seconds.
         **options: the other arguments of :class:`~torchrl_llm.objectives.MCAdvantage`.
 
@@ -399,7 +408,7 @@ class RayMCAdvantage(Transform):
             arguments.
         MissingExtraError: Ray is not installed.
         ResourceError: Ray is not running.
-        WorkerError: the actor did not start or answer in time, or died; the rows that waited in it
+        WorkerError: the actor died, or did not start or answer in time; the rows that waited in it
             are lost.
     """
 
@@ -421,7 +430,7 @@ class RayMCAdvantage(Transform):
         super().__init__()
         ray = require_ray("RayMCAdvantage", running=ray_init_config is None)
         arguments = {"grpo_size": grpo_size, "prompt_key": prompt_key, **options}
-        # Rejects bad arguments here; a tuple hides it from nn.Module.
+        # Rejects bad arguments in this process; the tuple hides the estimator from nn.Module.
         self._arguments = (MCAdvantage(**arguments),)
         if not ray.is_initialized():
             ray.init(**(ray_init_config or {}))
@@ -449,7 +458,7 @@ class RayMCAdvantage(Transform):
         return None if ready is None else lazy_rows(own_rows(unpack_row_list(ready)))
 
     def get_stats(self) -> dict[str, int]:
-        """The counts of :meth:`MCAdvantage.get_stats`, over all writers."""
+        """Return the counts of :meth:`MCAdvantage.get_stats`, summed over all writers."""
         return self._queues.call("estimator.get_stats")
 
     def reset_stats(self) -> None:
@@ -457,11 +466,11 @@ class RayMCAdvantage(Transform):
         self._queues.call("estimator.reset_stats")
 
     def clear_queues(self) -> int:
-        """Drop the incomplete groups of all writers; returns their number."""
+        """Drop the incomplete groups of all writers, and return their number."""
         return self._queues.call("estimator.clear_queues")
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues in wire form, and counts."""
+        """Return the queues as plain data, and the counts."""
         return self._queues.call("estimator.get_extra_state")
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:

@@ -37,10 +37,10 @@ from torchrl_llm.objectives.credit.credit_assigner import (
 
 @register("advantages", "constant")
 class ConstantCredit(CreditAssigner):
-    """The same advantage for every row: supervised learning on the samples.
+    """The same advantage for every row, as in supervised learning on the samples.
 
     Args:
-        value: the advantage; with float64 rewards it keeps all its digits.
+        value: the advantage; with float64 rewards it is stored as float64.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Example:
@@ -55,7 +55,7 @@ class ConstantCredit(CreditAssigner):
         self.value = float(value)
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         # float64, as in all estimators; the written column has the dtype of the reward.
         value = torch.full((1, 1), self.value, dtype=torch.float64)
         return [[value.clone() for _ in t.rows] for t in group]
@@ -88,7 +88,7 @@ class EpisodicReturn(CreditAssigner):
         self.trajectory_return = trajectory_return
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         return per_trajectory([group], trajectory_returns(group, self.trajectory_return))[0]
 
 
@@ -112,7 +112,7 @@ class PerStepReward(CreditAssigner):
         super().__init__(1, **options)
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         for trajectory in group:
             _check_turns(trajectory, "the reward of each turn")
         return [
@@ -125,26 +125,26 @@ class PerStepReward(CreditAssigner):
 class MonteCarloReturn(CreditAssigner):
     r"""Discounted return from each turn on: :math:`A_t = G_t = r_t + \gamma G_{t+1}`.
 
-    The discount applies once per *environment step*. Rows with the same ``"env_step"`` (a turn that
-    called tools and the turn after it, or several model calls in one step) are not discounted
-    against each other, and neither are the tokens of a response. (Ludic's reference discounts once
-    per model call.) Without that column, steps are identified by ``"turn"`` and ``("next", "tools",
-    "auxiliary")``. With rewards per token, each token gets the rewards from itself on.
+    The discount applies once per *environment step*. There is no discount between rows with the
+    same ``"env_step"`` (a turn that called tools and the turn after it, or several model calls in
+    one step), nor between the tokens of a response. (Ludic discounts once per model call.) Without
+    that column, steps are identified by ``"turn"`` and ``("next", "tools", "auxiliary")``. With
+    rewards per token, the return of a token starts with its own reward.
 
-    A truncated episode lacks the rewards after the cut. To treat it as ended is correct only if
+    A truncated episode lacks the rewards after the cut. Treating it as ended is correct only if
     running out of time is a failure.
 
     Args:
         gamma: discount from one step to the next.
-        truncated: truncated episodes: ``"keep"`` treats them as ended, ``"drop"`` does not write
-            them, ``"bootstrap"`` adds a critic's value of the state after the cut.
-        value_key: key of that value, one number per row; ``"bootstrap"`` reads it from the last
-                row.
+        truncated: how truncated episodes are handled: ``"keep"`` treats them as ended, ``"drop"``
+            does not write them, ``"bootstrap"`` adds a critic's value of the state after the cut.
+        value_key: key of the critic's value, one number per row; ``"bootstrap"`` reads it from the
+                last row.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
-        DataError: a value is missing, or the rows have already been joined.
+        DataError: when a value is missing, or the turns have already been joined.
 
     Example:
         >>> from tensordict import TensorDict
@@ -171,7 +171,7 @@ class MonteCarloReturn(CreditAssigner):
         self.gamma, self.truncated, self.value_key = gamma, truncated, value_key
 
     def assign(self, group: Sequence[Trajectory]) -> list[list[Tensor]]:
-        """Advantages of one trajectory; see the class."""
+        """Return the advantages of one trajectory; see the class."""
         return [
             [along_tokens(*pair) for pair in zip(t.rows, self._to_go(t), strict=True)]
             for t in group
@@ -183,14 +183,14 @@ class MonteCarloReturn(CreditAssigner):
 
 
 def _with_cuts(truncated: str, options: CreditOptions) -> CreditOptions:
-    """Options of an estimator for truncated episodes: a selector drops them."""
+    """Add a selector that drops truncated episodes to the options of an estimator."""
     if truncated != "drop":
         return options
     return {**options, "selectors": (*options.get("selectors", ()), drop_truncated)}
 
 
 def _value_behind(trajectory: Trajectory, truncated: str, key: NestedKey) -> Tensor:
-    """The value of the state after a cut; 0 if the episode counts as ended."""
+    """Return the value of the state after a cut; 0 if the episode counts as ended."""
     if truncated != "bootstrap" or not trajectory.goes_on:
         return torch.zeros(())
     value = leaf(trajectory.rows[-1], as_path(key))
@@ -204,19 +204,21 @@ def _value_behind(trajectory: Trajectory, truncated: str, key: NestedKey) -> Ten
 
 
 def returns_to_go(trajectory: Trajectory, gamma: float, bootstrap: float = 0.0) -> list[Tensor]:
-    """Discounted return from each turn on, or from each token on if rewards are per token.
+    """Compute the discounted return from each turn on, or from each token if rewards are per token.
 
     Args:
-        trajectory: its rows are grouped into steps by ``"env_step"``, otherwise by ``"turn"``,
-            where a row that called tools belongs to the turn of the next row.
+        trajectory: the episode. Its rows are grouped into steps by ``"env_step"`` if present,
+            otherwise by ``"turn"``; then a row that called tools belongs to the turn of the next
+            row.
         gamma: discount from one step to the next.
         bootstrap: value of the state after the last turn.
 
     Returns:
-        For each row float64 ``[1]``, or ``[R]``.
+        One float64 tensor ``[1]`` or ``[R]`` per row.
 
     Raises:
-        DataError: turns were joined into one row, so the return after each is lost.
+        DataError: when the turns were joined into one row, because the return after each turn is
+            lost.
     """
     _check_turns(trajectory, "the return after each turn", discounted=gamma != 1)
     turns = list(_turns(trajectory))
@@ -252,7 +254,7 @@ def _turns(trajectory: Trajectory) -> Iterator[list[int]]:
 
 
 def _thought(row: TensorDictBase) -> bool:
-    """Whether a row only called tools, which is not a step of the environment."""
+    """Whether a row only called tools; such a row is not a step of the environment."""
     auxiliary = leaf(row, ("next", "tools", "auxiliary"))
     return auxiliary is not None and bool(auxiliary.all())
 
@@ -269,11 +271,11 @@ def _check_turns(trajectory: Trajectory, what: str, *, discounted: bool = False)
 
 @register("advantages", "gae")
 class GAEAdvantage(BatchStatistics):
-    r"""Advantages of tokens from a critic's values, PPO's advantage estimator.
+    r"""PPO's advantage estimator: computes advantages of tokens from a critic's values.
 
-    arXiv:1506.02438 equation 16, where every sampled token of an episode is a step. Tokens of tools
-    and templates between two turns belong to the state of the next token and are not discounted.
-    The reward of a turn goes to its last sampled token; rewards per token (a KL term in the reward,
+    arXiv:1506.02438 equation 16. Every sampled token of an episode is a step. Tokens of tools and
+    templates between two turns belong to the state of the next token and are not discounted. The
+    reward of a turn goes to its last sampled token; rewards per token (a KL term in the reward,
     :class:`~torchrl_llm.envs.transforms.KLRewardTransform`) go to their tokens. See
     :func:`~torchrl_llm.functional.gae`.
 
@@ -292,12 +294,12 @@ class GAEAdvantage(BatchStatistics):
             length.
         lmbda: decay of the estimate; 1 is the return minus the value.
         normalize: standardise the advantages over all sampled tokens of a batch with the
-            ``"sample"`` or ``"population"`` deviation; ``"none"`` leaves them unchanged. Value
-            targets are not changed.
+            ``"sample"`` or ``"population"`` deviation; ``"none"`` leaves the advantages unchanged.
+            Value targets are never standardised.
         batch_size: episodes per batch, see
             :class:`~torchrl_llm.objectives.credit.credit_assigner.BatchStatistics`.
-        truncated: truncated episodes: ``"bootstrap"`` adds the value of the state after the cut,
-            ``"keep"`` treats them as ended, ``"drop"`` does not write them.
+        truncated: how truncated episodes are handled: ``"bootstrap"`` adds the value of the state
+            after the cut, ``"keep"`` treats them as ended, ``"drop"`` does not write them.
         values_key: key of the value of the state before each token, ``[T]``.
         final_value_key: key of the value of the state after a cut, one number, read from the last
                 row.
@@ -341,7 +343,7 @@ class GAEAdvantage(BatchStatistics):
         self.value_target_key = value_target_key
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]] | None]:
-        """Advantages of the tokens of a batch; also writes the value targets into its rows."""
+        """Return the advantages of a batch's tokens; also write the value targets into its rows."""
         episodes = [trajectory for group in groups for trajectory in group]
         steps = self._steps(episodes)
         result = gae(
@@ -391,7 +393,7 @@ class GAEAdvantage(BatchStatistics):
         return _Steps(collected, found.to(dtype), episode[mask], sampled)
 
     def _value_and_mask(self, row: TensorDict) -> tuple[Tensor, Tensor]:
-        """Values along a row's response, and which of its tokens were sampled."""
+        """Return the values along a row's response, and which of its tokens were sampled."""
         full, response = leaf(row, ("tokens", "full")), leaf(row, ("tokens", "response"))
         if full is None or response is None:
             raise DataError(
@@ -426,7 +428,7 @@ class _Steps(NamedTuple):
 
 
 def _places(start: int, size: int, count: int) -> Tensor:
-    """Positions of a row's rewards in the concatenated responses of all rows."""
+    """Return the positions of a row's rewards in the concatenated responses of all rows."""
     if count == 1 or not size:
         # The reward of an empty response goes to the position just before it.
         return torch.full((count,), start + size - 1)
@@ -441,7 +443,7 @@ def _places(start: int, size: int, count: int) -> Tensor:
 def _on_steps(
     rewards: Tensor, places: Tensor, of_reward: Tensor, mask_L: Tensor, of_step: Tensor
 ) -> Tensor:
-    """Rewards of the steps ``[N]``.
+    """Return the rewards of the steps ``[N]``.
 
     A reward at a position without a sampled token (a tool result, an empty response) goes to the
     last sampled token before it. At the beginning of an episode it goes to the first sampled token.
@@ -459,7 +461,7 @@ def _on_steps(
 
 
 def _columns(rows: list[TensorDict], sampled: list[Tensor], steps_N: Tensor) -> list[Tensor]:
-    """Values of the steps at their places in ``tokens.full`` of each row, 0 elsewhere."""
+    """Put the values of the steps at their places in ``tokens.full`` of each row, 0 elsewhere."""
     lengths = [row.get(("tokens", "full")).shape[0] for row in rows]
     sizes = [mask.shape[0] for mask in sampled]
     ends = torch.tensor(lengths).cumsum(0)

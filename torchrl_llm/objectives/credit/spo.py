@@ -1,4 +1,4 @@
-"""Single-stream policy optimisation: a tracked baseline per prompt instead of a sampled group.
+"""Single-stream policy optimisation: tracks a baseline per prompt and needs no sampled group.
 
 :class:`PolicyShift` measures how far a policy has moved since it sampled some rows.
 """
@@ -33,10 +33,11 @@ _COLUMNS = {
 
 
 class PolicyShift(SavedState):
-    r"""Keeps a few rows of a batch, and scores them again after the policy has been updated.
+    r"""Keeps a few rows of a batch, and scores them again after the update of the policy.
 
     The mean of ``k3`` over their sampled tokens estimates :math:`KL(\pi_{then} \| \pi_{now})` in
-    nats per token. A mismatch between sampler and scorer (kernels, precision) adds to it.
+    nats per token. Differences between sampler and scorer (kernels, precision) make the estimate
+    larger.
 
     Args:
         policy: scores tokens; the policy in training.
@@ -72,10 +73,10 @@ class PolicyShift(SavedState):
         """Keep the first rows of a batch; they replace the rows kept before.
 
         Args:
-            trajectories: as an advantage estimator gets them.
+            trajectories: trajectories, in the format that advantage estimators get.
 
         Raises:
-            DataError: rows without tokens or log-probs.
+            DataError: when rows lack tokens or log-probs.
         """
         rows = [row for trajectory in trajectories for row in trajectory.rows][: self.num_rows]
         self._rows = [self._columns(row) for row in rows]
@@ -95,10 +96,10 @@ class PolicyShift(SavedState):
         return TensorDict({**kept, "mask": mask})
 
     def measure(self) -> float:
-        """How far the policy has moved since then, in nats per token; 0 if no rows are kept.
+        """Return how far the policy has moved since then, in nats per token; 0 without rows.
 
         Raises:
-            DataError: log-probs that are not finite: the policy has diverged.
+            DataError: when log-probs are not finite, because the policy has diverged.
         """
         rows = [row for row in self._rows if bool(row["mask"].any())]
         if not rows:
@@ -137,20 +138,21 @@ class PolicyShift(SavedState):
 
 @register("advantages", "spo")
 class SPOAdvantage(credit_assigner.BatchStatistics):
-    r"""SPO: the reward minus the tracked success rate of its prompt, standardised over the batch.
+    r"""SPO: the reward minus the prompt's tracked success rate, standardised over the batch.
 
-    arXiv:2509.13232, section 3. Each prompt has :math:`(\alpha, \beta)`; its baseline :math:`v =
-    \alpha / (\alpha + \beta)` is read before it is updated with the new rewards, so it does not
-    contain them. The advantage is :math:`A = r - v`, standardised over the batch. An update
-    discounts the past by :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`. KL is how
-    far the policy has moved since the prompt's last visit: the sum of its moves from batch to
-    batch, or the value of the row at ``kl_key``. :meth:`watch` measures each move on a few rows of
-    the previous batch; :meth:`advance` takes a measurement from elsewhere. (The sum overestimates
-    the KL between the two ends. Without any measurement, ``rho`` is ``rho_max``, as if the policy
-    did not move.) Several trajectories of a prompt in one batch are one visit with one baseline.
+    arXiv:2509.13232, section 3. Each prompt has :math:`(\alpha, \beta)`; its baseline is :math:`v =
+    \alpha / (\alpha + \beta)`. The baseline is read before the update with the new rewards, so it
+    does not contain them. The advantage is :math:`A = r - v`, standardised over the batch. An
+    update discounts the past by :math:`\rho = clip(2^{-KL / D_{half}}, \rho_{min}, \rho_{max})`. KL
+    is how far the policy has moved since the last batch that contained the prompt. It is the sum of
+    the moves from batch to batch, or the value of the row at ``kl_key``. :meth:`watch` measures
+    each move on a few rows of the previous batch; :meth:`advance` adds a measurement of your own.
+    (The sum overestimates the KL between the first and the last policy. Without any measurement,
+    ``rho`` is ``rho_max``, as if the policy did not move.) All trajectories of a prompt in one
+    batch share one baseline and one update.
 
-    A prompt must be recognised in later epochs, so prompts are identified by their text, not by
-    ``group_id``. The estimator needs no groups.
+    Prompts are identified by their text and not by ``group_id``, because a prompt must be
+    recognised in later epochs. The estimator needs no groups.
 
     Args:
         prompt_key: key that identifies a prompt.
@@ -159,21 +161,22 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         initial_value: ``v`` of a new prompt.
         initial_count: number of samples that the initial value counts for; :math:`N_0 = 1 / (1 -
             \rho_{min})` by default.
-        kl_key: key of the KL since the prompt's last visit, in nats per token; ``None`` uses the
-            sum of the moves.
+        kl_key: key of the KL since the last batch with the prompt, in nats per token; ``None`` uses
+            the sum of the moves.
         trajectory_return: how the reward, in [0, 1], is computed from the rewards of the turns:
             sum, max, mean or last.
         normalize: ``"population"`` or ``"sample"`` deviation of the batch, or ``"none"`` for
             :math:`r - v` unchanged (also not centred).
-        eps: guards the division.
-        eps_as: ``"floor"`` of the deviation, or ``"added"`` to it.
+        eps: small number that prevents a division by 0.
+        eps_as: ``"floor"``: the deviation is at least ``eps``; ``"added"``: ``eps`` is added to the
+            deviation.
         batch_size: trajectories per batch, see
             :class:`~torchrl_llm.objectives.credit.BatchStatistics`.
         **options: see :class:`~torchrl_llm.objectives.credit.CreditOptions`.
 
     Raises:
         ConfigError: for impossible arguments.
-        DataError: a reward outside [0, 1], for which the tracker is not defined.
+        DataError: when a reward is outside [0, 1], where the tracker is not defined.
 
     Example:
         >>> from tensordict import TensorDict
@@ -211,7 +214,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         self.half_life, self.rho_bounds, self.initial_value = half_life, rho_bounds, initial_value
         self.kl_key, self.trajectory_return = kl_key, trajectory_return
         self.normalize, self.eps, self.eps_as = normalize, eps, eps_as
-        # Per prompt: alpha, beta, and the value of ``moved`` at its last visit.
+        # Per prompt: alpha, beta, and the value of ``moved`` at the last batch with the prompt.
         self._known: dict[Hashable, tuple[float, float, float]] = {}
         self._moved = 0.0
         self._shift: PolicyShift | None = None
@@ -219,7 +222,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
 
     @property
     def moved(self) -> float:
-        """How far the policy has moved since the start, nats per token."""
+        """How far the policy has moved since the start, in nats per token."""
         return self._moved
 
     # -- the tracker ------------------------------------------------------------------------------
@@ -240,8 +243,8 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         """Measure how far a policy moves, with one forward of a few rows per batch.
 
         Args:
-            policy: the policy in training, as the loss scores with it.
-            num_rows: rows of each batch that are scored again when the next one comes.
+            policy: the policy in training, the same object that the loss uses.
+            num_rows: number of rows of each batch that are scored again when the next batch comes.
 
         Raises:
             ConfigError: if ``kl_key`` is set, because the rows already hold the KL.
@@ -254,15 +257,16 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
             self._shift_state = None
 
     def initialize(self, prompt: Any, rewards: Sequence[float], agent: Any = None) -> None:
-        r"""Initialise a prompt from samples of the first policy (the paper takes 8).
+        r"""Initialise a prompt from samples of the first policy (the paper uses 8).
 
         Args:
             prompt: value of the rows at ``prompt_key``.
-            rewards: in [0, 1]; their mean becomes ``v``, for :math:`N_0` samples.
+            rewards: rewards in [0, 1]; their mean becomes ``v``, with the weight of :math:`N_0`
+                samples.
             agent: value at ``"agent"``, if the rows have it.
 
         Raises:
-            DataError: no reward, or a reward outside [0, 1].
+            DataError: when there is no reward, or a reward is outside [0, 1].
         """
         values = torch.tensor(rewards, dtype=torch.float64)
         self._check(values)
@@ -273,7 +277,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         self._known[self._name(prompt, agent)] = known
 
     def value(self, prompt: Any, agent: Any = None) -> float:
-        """The current baseline of a prompt.
+        """Return the current baseline of a prompt.
 
         Args:
             prompt: value of the rows at ``prompt_key``.
@@ -282,7 +286,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         return self._value(self._name(prompt, agent))
 
     def value_of(self, row: TensorDict) -> float:
-        """The current baseline of a row's prompt.
+        """Return the current baseline of a row's prompt.
 
         Args:
             row: a turn, without batch dimension.
@@ -290,7 +294,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
         return self._value(self._name(self._group_of(row), leaf(row, ("agent",))))
 
     def sampling_weights(self, prompts: Sequence[Any], *, floor: float = 0.05) -> Tensor:
-        r"""How often each prompt should be drawn, :math:`\sqrt{v (1 - v)} + \epsilon`.
+        r"""Return how often each prompt should be drawn, :math:`\sqrt{v (1 - v)} + \epsilon`.
 
         Args:
             prompts: ``N`` prompts, as rows have them.
@@ -315,7 +319,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
     # -- credit -----------------------------------------------------------------------------------
 
     def assign_all(self, groups: Sequence[Sequence[Trajectory]]) -> list[list[list[Tensor]]]:
-        """Advantages of a batch; see the class."""
+        """Return the advantages of a batch; see the class."""
         flat = [trajectory for group in groups for trajectory in group]
         rewards = comparing.trajectory_returns(flat, self.trajectory_return)
         self._check(rewards)
@@ -368,7 +372,7 @@ class SPOAdvantage(credit_assigner.BatchStatistics):
     # -- state ------------------------------------------------------------------------------------
 
     def get_extra_state(self) -> dict[str, Any]:
-        """Queues, counts, the state of each prompt, and the rows kept by :meth:`watch`."""
+        """Return queues, counts, the state of each prompt, and the rows of :meth:`watch`."""
         tracker = {"known": dict(self._known), "moved": self._moved}
         if self._shift is not None:
             tracker["shift"] = self._shift.state_dict()

@@ -1,4 +1,4 @@
-"""Transform that subtracts the divergence from a teacher from the advantages of any estimator.
+"""A transform for any advantage estimator: subtracts the divergence from a teacher.
 
 Shape legend: ``T`` tokens of a row.
 """
@@ -25,16 +25,17 @@ from torchrl_llm.objectives.credit.credit_assigner import sampled_in_row
 class TeacherKL(Transform):
     r"""Subtracts the divergence from a teacher from the advantage of each sampled token.
 
-    :math:`A_t' = A_t - c (\log \pi_{old} - \log \pi_T)`. The term belongs to the token, is computed
-    at rollout time, and is constant: the loss that reads the advantage multiplies it with its
-    ratio. With :class:`~torchrl_llm.objectives.credit.ConstantCredit` of value 0 this is on-policy
+    :math:`A_t' = A_t - c (\log \pi_{old} - \log \pi_T)`. The term is computed per token, when rows
+    are written, and is a constant. The loss that reads the advantage multiplies it by the ratio.
+    With :class:`~torchrl_llm.objectives.credit.ConstantCredit` of value 0 this is on-policy
     distillation (Thinking Machines, *On-Policy Distillation*, 2025). With the advantage of an
     outcome it is the mixture of multi-teacher distillation (MOPD, arXiv:2601.02780). With a
     sequence ratio it is GSPO with distillation, see :class:`~torchrl_llm.objectives.GSPOTokenLoss`.
     The term is not normalised, because estimators normalise before it is added.
 
-    Append it before the estimator whose advantage it changes, and append the transform that writes
-    the teacher's log-probs after both. The transform appended last runs first::
+    Append this transform before the estimator whose advantage it changes. Append the transform that
+    writes the teacher's log-probs after both, because the transform that was appended last runs
+    first::
 
         buffer.append_transform(JoinTurns())
         buffer.append_transform(TeacherKL(0.1))
@@ -42,7 +43,7 @@ class TeacherKL(Transform):
         buffer.append_transform(RetrieveTeacherLogProb(teacher, student=policy))
 
     Args:
-        coeff: ``c``.
+        coeff: ``c``, the weight of the divergence.
         advantage_key: key of the advantage, ``[1, 1]`` or ``[T, 1]``; afterwards ``[T, 1]``, with 0
             at tokens that were not sampled.
         sample_log_prob_key: key of the sampler's log-probs, ``[T]``.

@@ -52,10 +52,10 @@ class IFEvalExample(NamedTuple):
 
     Attributes:
         instruction_ids: names of the instructions.
-        arguments: of each instruction.
+        arguments: arguments of each instruction.
         prompt: what the user asked.
         key: number of the prompt.
-        complete: whether the response ended by itself; ``None`` if not known.
+        complete: whether the response ended by itself; ``None`` if unknown.
     """
 
     instruction_ids: Sequence[str]
@@ -74,14 +74,15 @@ class IFEvalScoreData(TensorClass["nocast"]):
     """Which instructions a response follows, for a single response or a batch of ``B``.
 
     Attributes:
-        prompt_level_strict_acc: bool ``[B, 1]``, whether the unchanged response follows all.
+        prompt_level_strict_acc: bool ``[B, 1]``, whether the unchanged response follows all
+            instructions.
         inst_level_strict_acc: bool ``[B, N]``, whether it follows each of its ``N`` instructions;
             ``N`` differs from row to row.
-        prompt_level_loose_acc: as above, for the best of its loose forms.
-        inst_level_loose_acc: as above, for the best of its loose forms.
+        prompt_level_loose_acc: bool ``[B, 1]``, the same for the best of its loose forms.
+        inst_level_loose_acc: bool ``[B, N]``, the same for the best of its loose forms.
 
-    A single response has no ``B``. A batch is a view of ragged rows in a tensordict: read them with
-    :func:`torchrl_llm.data.ragged.read_rows`, or call :meth:`accuracies`.
+    A single response has no dimension ``B``. A batch is a view of ragged rows in a tensordict: read
+    them with :func:`torchrl_llm.data.ragged.read_rows`, or call :meth:`accuracies`.
 
     Example:
         >>> rows = IFEvalScoreData.rows([Verdict((True, False), (True, True)), Verdict((1,), (1,))])
@@ -97,18 +98,18 @@ class IFEvalScoreData(TensorClass["nocast"]):
 
     @classmethod
     def row(cls, verdict: Verdict) -> IFEvalScoreData:
-        """The scores of one response."""
+        """Return the scores of one response."""
         return cls(**dict(zip(_SCORES, _flags(verdict), strict=True)), batch_size=[])
 
     @classmethod
     def rows(cls, verdicts: Iterable[Verdict]) -> LazyStackedTensorDict:
-        """The scores of a batch, at least one response, as ragged rows."""
+        """Return the scores of a batch of at least one response as ragged rows."""
         columns = zip(*(_flags(verdict) for verdict in verdicts), strict=True)
         return ragged_rows(dict(zip(_SCORES, columns, strict=True)))
 
     @classmethod
     def default_spec(cls, shape: Any = (1,), device: torch.device | None = None) -> Composite:
-        """Spec of a batch.
+        """Return the spec of a batch.
 
         Args:
             shape: ``(B,)``.
@@ -117,16 +118,16 @@ class IFEvalScoreData(TensorClass["nocast"]):
         return RaggedSpec(dict.fromkeys(_SCORES, torch.bool), shape=shape, device=device)
 
     def accuracies(self, valid: Tensor | None = None) -> dict[str, float]:
-        """The four accuracies of the paper over a batch, and the number of prompts.
+        """Compute the four accuracies of the paper over a batch, and the number of prompts.
 
-        Instruction-level ones are over all instructions of all prompts, so a prompt with three
-        counts three times.
+        Instruction-level accuracies are over all instructions of all prompts, so a prompt with
+        three instructions counts three times.
 
         Args:
             valid: bool ``[B]``, the rows that count (``reward_valid``); all by default.
 
         Returns:
-            Field names to accuracies (NaN if no row counts), and ``num_prompts``.
+            A dict with the accuracies by field name (NaN if no row counts), and ``num_prompts``.
         """
         keep = [True] * self.batch_size[0] if valid is None else valid.flatten().tolist()
         result: dict[str, float] = {}
@@ -175,14 +176,14 @@ class IFEvalData(TensorClass["nocast"]):
     def from_rows(
         cls, rows: Iterable[Mapping[str, Any]], responses: Iterable[str] | None = None
     ) -> IFEvalData:
-        """Rows of the dataset as a batch.
+        """Convert rows of the dataset to a batch.
 
         Args:
             rows: see ``read_row``.
             responses: one per row.
 
         Raises:
-            DataError: for a malformed row, or none at all.
+            DataError: for a malformed row, or without rows.
         """
         read = [read_row(row) for row in rows]
         if not read:
@@ -196,7 +197,7 @@ class IFEvalData(TensorClass["nocast"]):
 
     @classmethod
     def default_spec(cls, shape: Any = (1,), device: torch.device | None = None) -> Composite:
-        """Spec of the columns that the dataset has.
+        """Return the spec of the columns that the dataset has.
 
         Args:
             shape: ``(B,)``.
@@ -217,7 +218,7 @@ def read_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         row: ``key``, ``prompt``, ``instruction_id_list`` and ``kwargs``. Arguments that are
-            ``None``, as in the hub's table with a column for every argument, are left out.
+            ``None`` are left out; the hub's table has a column for every argument.
 
     Returns:
         ``key``, ``query``, ``instruction_id_list`` and ``kwargs``.
@@ -250,7 +251,7 @@ _THINK_BONUS = 0.05
 
 
 class _VerdictScore(RewardScore):
-    """A score that keeps its verdict for the additional keys."""
+    """A score that also holds its verdict, for the additional keys."""
 
     verdict: Verdict
 
@@ -263,14 +264,15 @@ class _VerdictScore(RewardScore):
 class IfEvalScorer(RewardParser):
     r"""Scores which instructions the answer follows, strictly and loosely, and computes a reward.
 
-    The reward is ``0.4 p_s + 0.3 i_s + 0.2 p_l + 0.1 i_l``: whether all instructions are followed
-    (p) and the share of them (i), strictly (s) and loosely (l); ``format_weights`` has the weights.
-    Exactly one answer block adds 0.1, exactly one block of reasoning 0.05. A row with an unknown
-    instruction or wrong arguments has no reward: it is invalid, with the error.
+    The reward is ``0.4 p_s + 0.3 i_s + 0.2 p_l + 0.1 i_l``. Here p is 1 if all instructions are
+    followed, i is the share of instructions that are followed, s means strictly and l means
+    loosely; ``format_weights`` sets the weights. Exactly one answer block adds 0.1, exactly one
+    block of reasoning adds 0.05. A row with an unknown instruction or wrong arguments gets an
+    invalid reward and an error.
 
-    Next to the keys of :class:`~torchrl_llm.rewards.RewardParser`, ``("next", score_key)`` holds
-    the rows of an :class:`IFEvalScoreData`; ``success`` is true if all instructions are followed
-    strictly.
+    In addition to the keys of :class:`~torchrl_llm.rewards.RewardParser`, the scorer writes the
+    rows of an :class:`IFEvalScoreData` to ``("next", score_key)``. ``success`` is true if all
+    instructions are followed strictly.
 
     Args:
         instruction_ids_key: column with the names of the instructions, a list per row.
@@ -282,8 +284,8 @@ class IfEvalScorer(RewardParser):
         score_key: key of the scores.
         aggregate_reward: ``True`` for the reward above; ``False`` for scores without a reward; or a
             function of an :class:`IFEvalScoreData` without batch and of the keywords
-            ``think_blocks``, ``answer_blocks`` (lists of strings) and ``complete`` (``None`` if it
-            is not known how the response ended) that returns one number.
+            ``think_blocks``, ``answer_blocks`` (lists of strings) and ``complete`` (``None`` if the
+            end of the response is unknown) that returns one number.
         format_weights: weights of prompt-level strict, instruction-level strict, prompt-level
             loose, instruction-level loose.
         verbose: log each verdict.
@@ -375,7 +377,7 @@ class IfEvalScorer(RewardParser):
 
         Args:
             response: what the model wrote.
-            answer: the prompt's instructions.
+            answer: instructions of the prompt.
 
         Raises:
             RewardError: for an unknown instruction or wrong arguments.
@@ -384,7 +386,8 @@ class IfEvalScorer(RewardParser):
         if self.scored_part == "answer":
             text = (parts.answer or [""])[-1]
         else:
-            # Unstripped: the loose form without the last line must drop only the empty end.
+            # Not stripped, because the loose form without the last line must drop only the empty
+            # end.
             _, closed, text = response.rpartition("</think>")
             text = text.lstrip() if closed else text
         verdict = verify(text, answer.instruction_ids, answer.arguments)
@@ -423,14 +426,14 @@ class IfEvalScorer(RewardParser):
         *,
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The reward of :class:`IfEvalScorer`.
+        """Compute the reward of :class:`IfEvalScorer`.
 
         Args:
-            score: of one response, or of a batch ``[*B]``.
-            think_blocks: its blocks of reasoning.
-            answer_blocks: its answer blocks.
-            complete: whether it ended by itself; the default reward ignores it.
-            dtype: of the reward; torch's default dtype by default.
+            score: scores of one response, or of a batch ``[*B]``.
+            think_blocks: blocks of reasoning of the response.
+            answer_blocks: answer blocks of the response.
+            complete: whether the response ended by itself; ignored by this function.
+            dtype: dtype of the reward; torch's default dtype by default.
 
         Returns:
             ``[*B, 1, 1]``.
@@ -456,7 +459,7 @@ class IfEvalScorer(RewardParser):
     # Specs
 
     def transform_reward_spec(self, reward_spec: Composite) -> Composite:
-        """Adds the reward's keys and the scores."""
+        """Add the specs of the reward and of the scores."""
         reward_spec = super().transform_reward_spec(reward_spec)
         reward_spec[self.score_key] = IFEvalScoreData.default_spec(
             reward_spec.shape, device=reward_spec.device

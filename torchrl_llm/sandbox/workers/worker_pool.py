@@ -1,9 +1,10 @@
-"""Worker processes that can be stopped in the middle of a function, and abandonable threads.
+"""Worker processes that can be killed during a function, and threads that can be abandoned.
 
-:class:`DaemonThreads` are for work that waits. :class:`WorkerPool` is for CPU-bound work (processes
-run in parallel, Python's threads do not) and for work that may not end: a process can be killed at
-any point, a thread cannot be stopped. The function cannot access the trainer's memory, but this is
-not a sandbox: the function is the user's own and has the trainer's rights.
+:class:`DaemonThreads` are for work that waits. :class:`WorkerPool` is for CPU-bound work, because
+processes run in parallel and Python's threads do not. It is also for work that may not end, because
+a process can be killed at any point and a thread cannot be stopped. The function cannot access the
+trainer's memory, but this is not a sandbox: the function is the user's own and has the trainer's
+rights.
 
 Next: ``torchrl_llm.sandbox.workers.worker_server`` is the server side.
 """
@@ -33,7 +34,7 @@ from torchrl_llm.errors import ConfigError, TorchRLLLMError
 
 _SCRIPT = Path(__file__).with_name("worker_server.py")
 _MAIN = ("__main__", "__mp_main__")
-# Enough for an interpreter that imports torch on a busy machine.
+# Time limit of the start: enough for an interpreter that imports torch on a busy machine.
 _START_TIMEOUT_S = 600.0
 _CONTROL_TIMEOUT_S = 60.0
 
@@ -41,11 +42,12 @@ _CONTROL_TIMEOUT_S = 60.0
 class DaemonThreads:
     """A pool of daemonic threads.
 
-    A thread cannot be stopped from outside. A thread whose work takes too long is abandoned (it is
-    daemonic, so the interpreter does not wait for it) and replaced; abandoned threads are counted.
+    A thread cannot be stopped from outside. If its work takes too long, the thread is abandoned and
+    replaced. It is daemonic, so the interpreter does not wait for it at the end. Abandoned threads
+    are counted.
 
     Args:
-        max_threads: most working threads, without the abandoned ones.
+        max_threads: largest number of working threads, not counting abandoned threads.
 
     Example:
         >>> threads, done = DaemonThreads(2), threading.Event()
@@ -66,7 +68,8 @@ class DaemonThreads:
         """Run a job as soon as a thread is free.
 
         Args:
-            job: must not raise; it returns true if :meth:`replace` was called for its thread.
+            job: function that must not raise; it returns true if :meth:`replace` was called for its
+                thread.
         """
         with self._lock:
             self._jobs.put(job)
@@ -75,7 +78,7 @@ class DaemonThreads:
                 self._spawn()
 
     def replace(self) -> None:
-        """Abandon one thread: it ends with its job, and a new one may start at once."""
+        """Abandon one thread: it ends with its job, and a new thread may start at once."""
         with self._lock:
             self._alive -= 1
             if self._idle < 0 and not self._closed:
@@ -100,17 +103,17 @@ def _work(pool: DaemonThreads) -> None:
     while (job := jobs.get()) is not None:
         if job():
             return
-        del job  # it references the caller's data
+        del job  # the job references the caller's data
         with pool._lock:
             pool._idle += 1
 
 
 class RemoteCallError(TorchRLLLMError, RuntimeError):
-    """A call in a different process returned no value, or no process could be started."""
+    """Raised when a call in a process returned no value, or no process could be started."""
 
 
 class RemoteRaisedError(RemoteCallError):
-    """The function raised.
+    """Raised when the function raised an exception.
 
     Args:
         kind: name of the exception's type.
@@ -124,14 +127,14 @@ class RemoteRaisedError(RemoteCallError):
 
 
 class RemoteTimeoutError(RemoteCallError, TimeoutError):
-    """The call took too long, and its process was killed."""
+    """Raised when the call took too long and its process was killed."""
 
 
 class RemoteDiedError(RemoteCallError):
-    """The process died.
+    """Raised when the process died.
 
     Args:
-        exit_code: its exit status, negative for a signal; ``None`` if unknown.
+        exit_code: exit status of the process, negative for a signal; ``None`` if unknown.
     """
 
     def __init__(self, exit_code: int | None) -> None:
@@ -142,27 +145,27 @@ class RemoteDiedError(RemoteCallError):
 class WorkerPool:
     """Calls one function in worker processes.
 
-    The function's modules are imported once, in a server process. Workers are forked from it on
-    demand and kept; if an imported module has started threads, workers are separate interpreters
-    instead. A worker that takes too long is killed with all its children, and a dead worker is
-    replaced; the others are not affected. All workers end with the pool and with the program,
-    however it ends.
+    The function's modules are imported once, in a server process. Workers are forked from the
+    server on demand and kept. If an imported module has started threads, workers are separate
+    interpreters instead. A worker that takes too long is killed with all its children. A dead
+    worker is replaced; the other workers are not affected. All workers end with the pool, and with
+    the program, even if the program is killed.
 
     Args:
         target: a picklable function or callable object, so its module must be importable by name;
             or a Python file and the name of a function in it, which then only loads the imports of
-            that file. If the function is defined in the program's own file, that file is run again
-            under a different name and needs ``if __name__ == "__main__":``, as always with
-            processes.
+            that file. If the function is defined in the program's own file, the file is run again
+            under a different name and needs ``if __name__ == "__main__":``, as in all programs with
+            ``multiprocessing``.
         num_workers: number of processes; further callers wait.
         memory_bytes: address space of each process; ``None`` for no limit.
-        start: function that each process calls once at its start, outside the time of a call. It is
-            pickled together with ``target``, and may be a method of the same object.
+        start: function that each process calls once at its start, outside the time limit of a call.
+            It is pickled together with ``target``, and may be a method of the same object.
         prepare: if ``target`` is a file, the name of a function in it that imports modules. It is
             called once, before the processes are forked.
 
     Raises:
-        ConfigError: a target that a different process cannot import, or invalid numbers.
+        ConfigError: for a target that a different process cannot import, or invalid numbers.
 
     Example:
         >>> import operator
@@ -202,11 +205,12 @@ class WorkerPool:
         self._forget()
 
     def start(self) -> None:
-        """Start to import the function's modules without waiting; a call does this itself.
+        """Start to import the function's modules without waiting; a call also starts the import.
 
         Raises:
-            RemoteCallError: no process could be started.
-            ConfigError: this program is running a second time, to load one of its own functions.
+            RemoteCallError: when no process could be started.
+            ConfigError: when this program is running a second time, to load one of its own
+                functions.
         """
         self._server()
 
@@ -214,19 +218,19 @@ class WorkerPool:
         """Call the function in one of the processes; thread-safe.
 
         Args:
-            arguments: its arguments; they are pickled.
-            timeout: time limit of the call in seconds, once a process is up. Then the call is
-                stopped.
+            arguments: arguments of the function; they are pickled.
+            timeout: time limit of the call in seconds, from the time when a process is ready. After
+                it the process is killed.
 
         Returns:
-            Its result: a number, a string, a list of these, or a dict of the fields of a named
-            tuple.
+            The result of the function: a number, a string, a list of these, or a dict of the fields
+            of a named tuple.
 
         Raises:
-            RemoteTimeoutError: no answer in time.
-            RemoteRaisedError: the function raised.
-            RemoteDiedError: the process died.
-            RemoteCallError: no process could be started.
+            RemoteTimeoutError: when there is no answer in time.
+            RemoteRaisedError: when the function raised.
+            RemoteDiedError: when the process died.
+            RemoteCallError: when no process could be started.
         """
         self._own()
         content = pickle.dumps(arguments)
@@ -235,7 +239,7 @@ class WorkerPool:
             try:
                 reply = worker.ask(content, timeout)
             except BaseException:
-                worker.end()  # it is busy or dead
+                worker.end()  # the worker is busy or dead
                 raise
             with self._lock:
                 if worker.server in self._servers:
@@ -258,7 +262,7 @@ class WorkerPool:
 
     def _own(self) -> None:
         if self._pid != os.getpid():
-            self._end.detach()  # after a fork, they belong to the parent
+            self._end.detach()  # after a fork, the processes belong to the parent
             self._forget()
 
     def _server(self) -> _Server:
@@ -286,7 +290,7 @@ class WorkerPool:
                 return worker
             if worker.is_waiting():
                 return worker
-            worker.end()  # it was killed while idle
+            worker.end()  # the worker was killed while idle
 
 
 class _Server:
@@ -321,10 +325,10 @@ class _Server:
         self._pending = {**setup, "path": list(sys.path), "pid": os.getpid()}
 
     def fork(self) -> _Worker:
-        """A new process.
+        """Start a new process.
 
         Raises:
-            RemoteCallError: the function cannot be loaded, or no process could be started.
+            RemoteCallError: when the function cannot be loaded, or no process could be started.
         """
         ours, theirs = Pipe()
         try:
@@ -339,7 +343,7 @@ class _Server:
         return _Worker(self, ours, started["pid"])
 
     def end(self, pid: int) -> int | None:
-        """Kill a process; returns its exit code."""
+        """Kill a process, and return its exit code."""
         try:
             return self._ask("end", pid)
         except RemoteCallError:  # the server has ended, and its processes with it
@@ -361,7 +365,7 @@ class _Server:
                     f"the process that starts the others died ({_status(self._process.returncode)})"
                 ) from error
             except BaseException:
-                self._abandon()  # an answer may arrive that nobody waits for
+                self._abandon()  # an answer may arrive after its caller stopped waiting
                 raise
 
     def _wait_until_ready(self) -> None:
@@ -384,12 +388,12 @@ class _Server:
             if self._process.poll() is None:
                 os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
-        with self._closing:  # two threads may end it at once
+        with self._closing:  # two threads may end the process at the same time
             self._control.close()
 
     def stop(self) -> None:
-        """End it and all of its processes."""
-        # Without the lock, because its holder may wait for an import that never ends.
+        """End the server and all of its processes."""
+        # Does not take the lock, because its holder may wait for an import that never ends.
         self.gone = True
         if self._ready:
             with suppress(OSError, subprocess.TimeoutExpired), self._lock:
@@ -407,7 +411,7 @@ class _Worker:
         self._ended = False
 
     def wait_until_ready(self) -> None:
-        """Wait until it is ready for its first call."""
+        """Wait until the worker is ready for its first call."""
         reply = self.ask(None, _START_TIMEOUT_S)
         if "error" in reply:
             raise RemoteCallError(
@@ -415,7 +419,7 @@ class _Worker:
             )
 
     def is_waiting(self) -> bool:
-        """Whether it is alive and idle."""
+        """Whether the worker is alive and idle."""
         return not self._pipe.poll()
 
     def ask(self, request: bytes | None, timeout: float | None) -> dict[str, Any]:
@@ -430,7 +434,7 @@ class _Worker:
             raise RemoteDiedError(self.end()) from error
 
     def end(self) -> int | None:
-        """Kill it and its children; returns its exit code, the first time."""
+        """Kill the worker and its children; return its exit code, but only the first time."""
         if self._ended:
             return None
         self._ended = True
@@ -476,7 +480,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _importable(target: Any, start: Any, prepare: str | None) -> dict[str, Any]:
-    """Data with which a different process can load the function."""
+    """Return data with which a different process can load the function."""
     if isinstance(target, tuple):
         path, name = target
         if start is not None:
@@ -498,7 +502,7 @@ def _importable(target: Any, start: Any, prepare: str | None) -> dict[str, Any]:
 
 
 def _program() -> tuple[str, str]:
-    """How the running program can be imported again."""
+    """Return how the running program can be imported again."""
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)
     if spec is not None:

@@ -1,17 +1,18 @@
-"""Server side of a worker pool: loads a function once and forks processes that call it.
+"""The server of a worker pool: loads a function once and forks processes that call it.
 
-It runs as a script in a bare interpreter and needs only the standard library, so workers load only
-the imports of the function. ``multiprocessing`` could not do this: its spawned processes run the
-program's file again; its fork server is shared by the whole program and lives as long as any fork
-holds its pipe; and it reaps a dead ``Process`` whenever a new one starts, so that a kill could hit
-a reused process id. Only its connections are used.
+The server runs as a script in a bare interpreter and needs only the standard library, so workers
+load only the imports of the function. ``multiprocessing`` cannot do this, for three reasons. Its
+spawned processes run the program's file again. Its fork server is shared by the whole program, and
+lives as long as any fork holds its pipe. And it reaps a dead ``Process`` whenever a new process
+starts, so that a kill could hit a reused process id. This module uses only the connections of
+``multiprocessing``.
 
 After loading, this process runs no user code, so it can always fork, kill and report exit codes.
-When the program that started it ends, it ends all workers; if it is killed itself, the kernel ends
-them. The program pickles requests; answers are JSON, so a malicious worker can at worst return a
-wrong answer.
+When the program that started the server ends, the server ends all workers. If the server is killed,
+the kernel ends the workers. The program pickles requests. Answers are JSON, so a malicious worker
+can at worst return a wrong answer.
 
-Its only user is :mod:`torchrl_llm.sandbox.workers.worker_pool`.
+Only :mod:`torchrl_llm.sandbox.workers.worker_pool` uses this module.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 _KILL_S = 5.0
 
-# While this is set, the pool does not start processes: a program without `if __name__ ==
-# "__main__":` would start itself repeatedly.
+# While this variable is set, the pool does not start processes, because a program without `if
+# __name__ == "__main__":` would start itself repeatedly.
 torchrl_llm_is_loading = False
 
 
@@ -105,7 +106,7 @@ class Server:
             return {"error": os.strerror(error.errno or 1)}
         finally:
             os.close(handle)
-        with suppress(OSError):  # it does so as well; the first wins
+        with suppress(OSError):  # the child also does this; the first call wins
             os.setpgid(pid, pid)
         self._children.add(pid)
         return {"pid": pid}
@@ -123,7 +124,7 @@ class Server:
         return pid
 
     def _spawn(self, handle: int) -> int:
-        """Start a process that loads everything again, because threads make a fork unsafe."""
+        """Start a process that loads everything again; used because threads make a fork unsafe."""
         theirs, ours = multiprocessing.Pipe(duplex=False)
         with theirs, ours:
             process = subprocess.Popen(
@@ -138,7 +139,7 @@ class Server:
         return process.pid
 
     def _end(self, pid: int) -> int | None:
-        """End a process and its children; returns its exit code if it can be reaped."""
+        """End a process and its children; return its exit code if it can be reaped."""
         if pid not in self._children:
             return None
         self._children.discard(pid)
@@ -164,11 +165,11 @@ def serve(handle: int, setup: dict[str, Any], function: Any, start: Any, parent:
         handle: connection of the pool's requests.
         setup: settings of the pool.
         function: the function.
-        start: called once before; ``None`` for nothing.
+        start: function that is called once before; ``None`` for no function.
         parent: the process that started this one.
     """
     with suppress(OSError):
-        os.setpgid(0, 0)  # its children are killed with it
+        os.setpgid(0, 0)  # the worker's children are killed with it
     _end_with_parent(parent)
     pool = connection.Connection(handle)
     # A fork made by the function must not keep the connection open or return and answer.
@@ -190,7 +191,7 @@ def serve(handle: int, setup: dict[str, Any], function: Any, start: Any, parent:
             os._exit(0)  # the pool has ended
         try:
             content = _packed({"value": _plain(function(*pickle.loads(request)))})
-        except BaseException as error:  # also SystemExit, which must not end the worker
+        except BaseException as error:  # includes SystemExit, which must not end the worker
             content = _packed(_failure(error))
 
 
@@ -229,7 +230,7 @@ def _plain(value: Any) -> Any:
 
 
 def _load(setup: dict[str, Any]) -> tuple[Any, Any]:
-    """The function, and the start function of each process."""
+    """Load the function, and the start function of each process."""
     global torchrl_llm_is_loading
     sys.path[:] = setup["path"]
     kind, what, name = setup["target"]
@@ -250,7 +251,7 @@ def _load(setup: dict[str, Any]) -> tuple[Any, Any]:
 
 
 def _import_main(kind: str, what: str) -> None:
-    """The program's own file as a module, under the name that ``multiprocessing`` gives it."""
+    """Import the program's own file, under the name that ``multiprocessing`` gives it."""
     run = {"path": runpy.run_path, "module": runpy.run_module}[kind]
     content = run(what, run_name="__mp_main__")
     module = types.ModuleType("__mp_main__")
@@ -284,7 +285,7 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _when_ended(pid: int) -> int | None:
-    """A descriptor that becomes readable when a process ends; ``None`` if unsupported."""
+    """Return a descriptor that becomes readable when a process ends; ``None`` if unsupported."""
     try:
         return os.pidfd_open(pid)
     except (AttributeError, OSError):
@@ -292,7 +293,7 @@ def _when_ended(pid: int) -> int | None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All descendants of a process, including those in other process groups."""
+    """Return all descendants of a process, including descendants in other process groups."""
     children: dict[int, list[int]] = {}
     try:
         names = [name for name in os.listdir("/proc") if name.isdigit()]
