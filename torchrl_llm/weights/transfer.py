@@ -159,7 +159,7 @@ def _itself(source: WeightSource) -> WeightSource:
 
 
 def _worker_end(kind: Kind, model: Any) -> Any:
-    """vLLM's receiving end, as a single worker whose model stores the weights."""
+    """Return vLLM's receiving end, as a single worker whose model stores the weights."""
     vllm = require(_MODULE, extra="vllm", feature=f"weights by {kind}")
     device = torch.device("cpu")
     if torch.cuda.is_available():
