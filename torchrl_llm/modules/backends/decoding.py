@@ -89,7 +89,7 @@ class _Context:
         ).to(device)
         self._penalty = penalty
         self._seen = torch.zeros(logits_BV.shape, dtype=torch.bool, device=device)
-        for row, prompt in enumerate(prompts):  # computed without the padding, because pads do not count as seen
+        for row, prompt in enumerate(prompts):  # pads do not count as seen
             self._seen[row, prompt.to(device)] = True
 
     def process(self, logits_BV: Tensor, processors: Sequence[LogitsProcessor]) -> Tensor:
