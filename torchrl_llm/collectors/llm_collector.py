@@ -443,7 +443,7 @@ class LLMCollector(VersionedCollector):
         self._raise_failure()
         with self._calls.pause():
             versions = self._policy.state_dict()
-            if isinstance(self.policy_version, int):  # updaters send weights with the next version number
+            if isinstance(self.policy_version, int):  # updaters send weights with the next number
                 self._policy.set_version(self.policy_version - 1)
             try:
                 self.weight_updater.push_weights(weights)

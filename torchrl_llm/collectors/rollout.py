@@ -340,7 +340,7 @@ class StepRollout(Lockstep):
         self.steps: list[TensorDictBase] = []
 
     def collect(self) -> TensorDictBase:
-        """``[*B, T]`` lazily stacked steps, or ``[B * T]`` rows, row ``b * T + t`` being step t."""
+        """Return steps ``[*B, T]``, or rows ``[B * T]`` where row ``b * T + t`` is step t."""
         if self.reset_first and not self.steps:
             self.carrier = None
         # If an error or Ctrl-C interrupts a batch, its steps are kept for the next call.
