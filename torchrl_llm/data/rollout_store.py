@@ -406,7 +406,7 @@ def _scan(path: Path, data: Any) -> Iterator[_Place]:
             if head is not None and not 0 < head.tags[1] <= MAX_ROWS:
                 raise DataError(f"{head.tags[1]} rows at byte {start} are impossible")
         except DataError as error:
-            if not any(data[start:]):  # after a power cut, a block may have its length but not its contents
+            if not any(data[start:]):  # a power cut kept the length, not the contents
                 return
             raise DataError(f"{path} is damaged: {error}") from None
         if head is None:

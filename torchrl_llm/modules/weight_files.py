@@ -358,7 +358,7 @@ class WeightFolder:
         """Read a weight, on the CPU. It is mapped from the file, so it takes memory only when used.
 
         Args:
-            name: one of :attr:`names`.
+            name: one of ``names``.
         """
         opened = self._opened(self._where[name])
         return opened[name] if isinstance(opened, dict) else opened.get_tensor(name)

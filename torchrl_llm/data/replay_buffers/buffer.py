@@ -86,7 +86,7 @@ class ReplayBuffer(_ReplayBuffer):
         # Transforms have queues of trajectories, so only one writer at a time may run them.
         with self._replay_lock:
             rows = _as_rows(data)
-            if isinstance(self._storage, ListStorage):  # other storages contain rows of one shape only
+            if isinstance(self._storage, ListStorage):  # others contain rows of one shape only
                 rows = unpadded(rows)
             rows = self._through_transforms(rows)
             if not rows:
